@@ -1,0 +1,41 @@
+"""The interface of a rollout engine: what the rest of verl needs from vLLM, SGLang, transformers or a fake."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from verl.types import Completion, SamplingParams
+
+__all__ = ["RolloutEngine"]
+
+
+class RolloutEngine(Protocol):
+    """A model that generates. Token ids in, token ids out; text never crosses this line."""
+
+    async def start(self) -> None:
+        """Bring the engine up; returns when it can generate. Its weights are unspecified until the first load."""
+        ...
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        """Continue `token_ids`. The log-probs are those of the distribution that the tokens were drawn from."""
+        ...
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
+        ...
+
+    async def load_weights(self, parcel: Any, version: int) -> None:
+        """Replace the weights by those in `parcel` (see `verl.weights`) and become `version`.
+
+        No request may be running; caches of the old weights are dropped.
+        """
+        ...
+
+    async def version(self) -> int:
+        """The version of the weights in use; -1 before the first load."""
+        ...
+
+    async def close(self) -> None:
+        """End the engine and every process that it started."""
+        ...

@@ -1,0 +1,92 @@
+"""The records that cross a boundary between processes or packages. No torch, no ray: numpy and plain Python.
+
+The life of one answer: a `Prompt` is read from the data; an episode asks an engine for a `Completion` (any number of
+times) and ends as a `Sample`; the sample goes to the object store and the controller keeps a `SampleHandle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Completion", "Prompt", "Sample", "SampleHandle", "SamplingParams"]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One question, as token ids, with all that a reward function is told about it.
+
+    >>> Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
+    """
+
+    row: int
+    token_ids: list[int]
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one answer is drawn. `temperature=0` is greedy; a `seed` makes the draw repeatable."""
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    seed: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What one call of `generate` returns: the new tokens, each with its log-prob, and the weights that made them.
+
+    `finish_reason` is "stop" (the model ended its answer; the end token is included) or "length".
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    version: int
+    finish_reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A finished episode: flat arrays over its T tokens, prompt included.
+
+    `mask[t]` is True where the model generated token t (prompts and tool output are False). `logprobs` and `versions`
+    are 0 and -1 where the mask is False. `group` is the place of the prompt in the data stream, shared by the samples
+    of one prompt.
+
+    >>> Sample(group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool),
+    ...        logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32), score=1.0)
+    """
+
+    group: int
+    tokens: npt.NDArray[np.int32]
+    mask: npt.NDArray[np.bool_]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
+    score: float
+    finish_reason: str = "stop"
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleHandle:
+    """All that the controller knows of a sample: where it lies and what planning needs. Numbers, never arrays.
+
+    `tokens` counts prompt and answer, `generated` what the model wrote, `version` the oldest weights that wrote any.
+    """
+
+    ref: Any
+    group: int
+    tokens: int
+    generated: int
+    score: float
+    version: int
+    finish_reason: str = "stop"
+    metrics: dict[str, float] = field(default_factory=dict)
