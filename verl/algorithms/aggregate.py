@@ -1,0 +1,73 @@
+"""From per-token values to one number: the only place where a loss is divided, and it divides by the whole mini-batch.
+
+A mean over a micro-batch is not a share of the mean over the mini-batch; that mistake makes the gradient depend on how
+the work is cut. Here every result is a share: its sum over all micro-batches and ranks is the number of the mini-batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["MODES", "Totals", "aggregate", "segment_ids", "segment_sum", "totals_of"]
+
+MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Generated tokens and sequences of the whole mini-batch, over all ranks: what every share is divided by.
+
+    A sequence with an all-zero mask counts in neither.
+    """
+
+    tokens: float
+    sequences: float
+
+
+def segment_ids(offsets: Tensor) -> Tensor:
+    """The sequence that each token belongs to: offsets [B+1] -> [T]."""
+    lengths = offsets.diff()
+    return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
+
+
+def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
+    """Sums over each sequence: values [T], offsets [B+1] -> [B]."""
+    return values.new_zeros(len(offsets) - 1).index_add(0, segment_ids(offsets), values)
+
+
+def totals_of(mask: Tensor, offsets: Tensor) -> Totals:
+    """What one micro-batch adds to the totals of its mini-batch: mask [T], offsets [B+1]."""
+    per_sequence = segment_sum(mask.long(), offsets)
+    return Totals(tokens=float(per_sequence.sum()), sequences=float((per_sequence > 0).sum()))
+
+
+def aggregate(
+    values: Tensor, mask: Tensor, offsets: Tensor, mode: str, totals: Totals, *, scale: float | None = None
+) -> Tensor:
+    """The share of `values [T]` where `mask [T]`, sequences between `offsets [B+1]`, in the mini-batch of `totals`.
+
+    - `token-mean`: sum / tokens
+    - `seq-mean-token-sum`: sum / sequences
+    - `seq-mean-token-mean`: sum over sequences of (sum / tokens of that sequence), / sequences
+    - `seq-mean-token-sum-norm`: sum / (sequences * scale)
+    """
+    values = torch.where(mask, values, 0.0)
+    tokens, sequences = max(totals.tokens, 1.0), max(totals.sequences, 1.0)
+    if mode == "token-mean":
+        return values.sum() / tokens
+    if mode == "seq-mean-token-sum":
+        return values.sum() / sequences
+    if mode == "seq-mean-token-mean":
+        counts = segment_sum(mask.to(values.dtype), offsets).clamp(min=1.0)
+        return (segment_sum(values, offsets) / counts).sum() / sequences
+    if mode == "seq-mean-token-sum-norm":
+        if scale is None or scale <= 0:
+            raise ValueError(
+                f"loss_agg_mode=seq-mean-token-sum-norm: scale {scale!r} must be a positive length; "
+                "set loss_scale_factor or max_response_length"
+            )
+        return values.sum() / (sequences * scale)
+    raise ValueError(f"loss_agg_mode: {mode!r} is not one of {', '.join(MODES)}")
