@@ -1,0 +1,123 @@
+"""Samples as a train worker holds them: sequences laid end to end, without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.types import Sample
+
+__all__ = ["FlatBatch"]
+
+
+@dataclass(slots=True)
+class FlatBatch:
+    """B sequences laid end to end, T tokens in all. A field is None until it is known.
+
+    Every field but `offsets` is one value per token, so a new one costs one line here and is carried by `select`,
+    `split`, `concat` and `to`. An empty batch made by `select([])` keeps its fields, as tensors of no elements.
+
+    >>> batch = FlatBatch(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool())
+    >>> batch.select([1, 0]).tokens
+    tensor([7, 8, 9, 5, 6])
+    """
+
+    tokens: Tensor  # [T] int64
+    offsets: Tensor  # [B+1] int64: sequence b is tokens[offsets[b]:offsets[b+1]]
+    mask: Tensor  # [T] bool: the model generated this token
+    rollout_logprobs: Tensor | None = None  # [T] float32, as the rollout engine reported them
+    old_logprobs: Tensor | None = None  # [T] float32, under the policy that the update starts from
+    ref_logprobs: Tensor | None = None  # [T] float32, under the reference policy
+    advantages: Tensor | None = None  # [T] float32
+
+    def __len__(self) -> int:
+        """The number of sequences, B."""
+        return self.offsets.numel() - 1
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens of all sequences, T."""
+        return self.tokens.numel()
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] int64: tokens of each sequence."""
+        return self.offsets.diff()
+
+    @property
+    def segment_ids(self) -> Tensor:
+        """[T] int64: which sequence each token belongs to."""
+        return torch.repeat_interleave(self.lengths, output_size=self.num_tokens)
+
+    @property
+    def positions(self) -> Tensor:
+        """[T] int64: the place of each token in its own sequence."""
+        starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
+        return torch.arange(self.num_tokens, device=starts.device) - starts
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[Sample]) -> FlatBatch:
+        """Lay the arrays of finished episodes end to end, in the order given."""
+        lengths = np.fromiter((len(sample.tokens) for sample in samples), np.int64, len(samples))
+
+        def lay(arrays: Iterable[Any], dtype: type) -> Tensor:
+            return torch.from_numpy(np.concatenate([np.empty(0, dtype), *arrays], dtype=dtype, casting="unsafe"))
+
+        return cls(
+            tokens=lay((sample.tokens for sample in samples), np.int64),
+            offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)], dtype=np.int64)),
+            mask=lay((sample.mask for sample in samples), np.bool_),
+            rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
+        )
+
+    @classmethod
+    def empty(cls) -> FlatBatch:
+        """No sequences at all: what a rank holds that got no samples."""
+        return cls.from_samples([])
+
+    @classmethod
+    def concat(cls, batches: Sequence[FlatBatch]) -> FlatBatch:
+        """All sequences of all batches, in order. Batches without sequences have no say in which fields are known."""
+        parts = [batch for batch in batches if len(batch)] or list(batches[:1])
+        if not parts:
+            return cls.empty()
+        known = [set(part._per_token()) for part in parts]
+        if odd := set.union(*known) - set.intersection(*known):
+            raise ValueError(f"cannot join batches: {', '.join(sorted(odd))} known in some of them and None in others")
+        ends = torch.cat([part.lengths for part in parts]).cumsum(0)
+        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._per_token()}
+        return cls(offsets=torch.cat([ends.new_zeros(1), ends]), **joined)
+
+    def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> FlatBatch:
+        """The sequences at `indices`, in that order."""
+        chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.offsets.device)
+        lengths = self.lengths[chosen]
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        shift = torch.repeat_interleave(self.offsets[:-1][chosen] - offsets[:-1], lengths)
+        take = torch.arange(shift.numel(), device=shift.device) + shift
+        return type(self)(offsets=offsets, **{name: value[take] for name, value in self._per_token().items()})
+
+    def split(self, parts: Iterable[Sequence[int] | np.ndarray]) -> list[FlatBatch]:
+        """One batch per list of indices: how micro-batches are cut."""
+        return [self.select(part) for part in parts]
+
+    def with_(self, **changes: Tensor | None) -> FlatBatch:
+        """The same batch with some fields replaced. A per-token field must have T elements."""
+        for name, value in changes.items():
+            if name != "offsets" and value is not None and value.shape[0] != self.num_tokens:
+                raise ValueError(f"{name} has {value.shape[0]} elements, the batch has {self.num_tokens} tokens")
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> FlatBatch:
+        """The same batch on another device."""
+        moved = {name: value.to(device, non_blocking=True) for name, value in self._per_token().items()}
+        return type(self)(offsets=self.offsets.to(device, non_blocking=True), **moved)
+
+    def _per_token(self) -> dict[str, Tensor]:
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offsets"}
+        return {name: value for name, value in values.items() if value is not None}
