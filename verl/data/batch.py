@@ -87,7 +87,7 @@ class FlatBatch:
         if not parts:
             return cls.empty()
         known = [set(part._per_token()) for part in parts]
-        if odd := set.union(*known) - set.intersection(*known):
+        if odd := known[0].union(*known) - known[0].intersection(*known):
             raise ValueError(f"cannot join batches: {', '.join(sorted(odd))} known in some of them and None in others")
         ends = torch.cat([part.lengths for part in parts]).cumsum(0)
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._per_token()}

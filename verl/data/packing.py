@@ -1,0 +1,104 @@
+"""How a batch is cut: micro-batches under a token budget or of a size, and shares for ranks.
+
+Pure functions of lengths; equal input gives equal output. Within every piece the sequences are ordered by length,
+shortest first, so that equal lengths lie side by side (an attention kernel can take a run of them at once).
+Lists rather than numpy: the pieces of one rank are few, and then Python's own sort and heap are the faster ones.
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+__all__ = ["balance", "chunk", "level", "longer_than", "pack"]
+
+
+def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """As few pieces as best-fit decreasing finds, none with more than `budget` tokens.
+
+    A sample that is itself longer than the budget stands alone: `longer_than` names it.
+
+    >>> pack([4, 9, 3, 2, 1], budget=5)
+    [[1], [4, 0], [3, 2]]
+    """
+    _require(budget=budget)
+    pieces: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # (tokens that still fit, piece), ascending: the first that is enough fits best
+    for index in reversed(_ascending(lengths)):
+        length = lengths[index]
+        best = bisect_left(room, (length, 0))
+        if best < len(room):
+            left, piece = room.pop(best)
+            pieces[piece].append(index)
+        else:
+            left, piece = budget, len(pieces)
+            pieces.append([index])
+        if left > length:
+            insort(room, (left - length, piece))
+    return [piece[::-1] for piece in pieces]
+
+
+def level(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+    """Exactly `count` pieces under `budget`, of sizes as equal as they can be; some may be empty.
+
+    `count` must be at least what `pack` needs. Ranks that pack into different numbers of micro-batches are brought to
+    the largest number this way: no rank runs an empty one while it has samples to fill it, and peak memory falls.
+    """
+    pieces = balance(lengths, count)
+    if all(len(piece) == 1 or sum(lengths[i] for i in piece) <= budget for piece in pieces):
+        return pieces
+    pieces = pack(lengths, budget)  # too tight for equal sizes
+    assert len(pieces) <= count, f"{len(pieces)} pieces needed, {count} asked for"
+    return pieces + [[] for _ in range(count - len(pieces))]
+
+
+def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
+    """Pieces of `size` samples, the last one smaller, cut along the order of lengths.
+
+    >>> chunk([4, 9, 3, 2, 1], size=2)
+    [[4, 3], [2, 0], [1]]
+    """
+    _require(size=size)
+    order = _ascending(lengths)
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
+def balance(lengths: Sequence[int], parts: int, *, max_items: int | None = None) -> list[list[int]]:
+    """`parts` shares of nearly equal token counts: the longest sample left goes to the lightest share.
+
+    The heaviest share is ahead of the lightest by no more than the longest sample. Counts may differ and shares may
+    be empty; `max_items` bounds the count of each, at the price of that guarantee.
+
+    >>> balance([8, 7, 6, 5, 4], parts=2)
+    [[4, 3, 0], [2, 1]]
+    """
+    _require(parts=parts)
+    if max_items is not None and parts * max_items < len(lengths):
+        raise ValueError(f"{len(lengths)} samples do not fit into {parts} shares of at most {max_items}")
+    shares: list[list[int]] = [[] for _ in range(parts)]
+    loads = [(0, 0, part) for part in range(parts)]  # (tokens, samples, share): a heap; empty samples spread too
+    for index in reversed(_ascending(lengths)):
+        load, count, part = loads[0]
+        shares[part].append(index)
+        if count + 1 == max_items:
+            heapq.heappop(loads)
+        else:
+            heapq.heapreplace(loads, (load + lengths[index], count + 1, part))
+    return [share[::-1] for share in shares]
+
+
+def longer_than(lengths: Sequence[int], budget: int) -> list[int]:
+    """The samples that no piece of `budget` tokens can hold, longest first."""
+    return [index for index in reversed(_ascending(lengths)) if lengths[index] > budget]
+
+
+def _ascending(lengths: Sequence[int]) -> list[int]:
+    """Indices by length, stable."""
+    return sorted(range(len(lengths)), key=lengths.__getitem__)
+
+
+def _require(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} is {size}, it must be at least 1")
