@@ -31,25 +31,29 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is drawn. `temperature=0` is greedy; a `seed` makes the draw repeatable."""
+    """How one answer is drawn. `temperature=0` is greedy; a `seed` makes the draw repeatable.
+
+    Generation ends after any of `stop_token_ids`; the token itself belongs to the answer.
+    """
 
     max_tokens: int
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one call of `generate` returns: the new tokens, each with its log-prob, and the weights that made them.
+    """What one call of `generate` returns: the new tokens, each with its log-prob and the version that made it.
 
     `finish_reason` is "stop" (the model ended its answer; the end token is included) or "length".
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    version: int
+    versions: list[int]
     finish_reason: str
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from verl.types import Completion, SamplingParams
+from verl.weights.parcel import Parcel
 
 __all__ = ["RolloutEngine"]
 
@@ -25,11 +26,8 @@ class RolloutEngine(Protocol):
         """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
         ...
 
-    async def load_weights(self, parcel: Any, version: int) -> None:
-        """Replace the weights by those in `parcel` (see `verl.weights`) and become `version`.
-
-        No request may be running; caches of the old weights are dropped.
-        """
+    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+        """Replace all weights by those in `parcels` and become `version`. Caches of the old weights are dropped."""
         ...
 
     async def version(self) -> int:

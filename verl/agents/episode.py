@@ -1,0 +1,72 @@
+"""What an episode is, and the trivial one: ask once, score, done."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from verl.types import Completion, Prompt, Sample, SamplingParams
+
+__all__ = ["Episode", "Generate", "Transcript", "single_turn"]
+
+Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
+
+
+@dataclass
+class Transcript:
+    """The tokens of an episode as they come: what the model wrote is kept as it wrote it, never tokenised again."""
+
+    tokens: list[int]
+    mask: list[bool] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish_reason: str = "stop"
+
+    def __post_init__(self) -> None:
+        self._pad(len(self.tokens))
+
+    def add_given(self, token_ids: Sequence[int]) -> None:
+        """Tokens that the model did not write: tool output, the next user message."""
+        self.tokens += token_ids
+        self._pad(len(token_ids))
+
+    def add_generated(self, completion: Completion) -> None:
+        """Tokens that the model wrote: these are what it is trained on."""
+        self.tokens += completion.token_ids
+        self.mask += [True] * len(completion.token_ids)
+        self.logprobs += completion.logprobs
+        self.versions += completion.versions
+        self.finish_reason = completion.finish_reason
+
+    def answer(self) -> list[int]:
+        """All tokens that the model wrote."""
+        return [token for token, generated in zip(self.tokens, self.mask, strict=True) if generated]
+
+    def sample(self, group: int, score: float, metrics: dict[str, float]) -> Sample:
+        return Sample(
+            group=group,
+            tokens=np.array(self.tokens, np.int32),
+            mask=np.array(self.mask, np.bool_),
+            logprobs=np.array(self.logprobs, np.float32),
+            versions=np.array(self.versions, np.int32),
+            score=score,
+            finish_reason=self.finish_reason,
+            metrics=metrics,
+        )
+
+    def _pad(self, count: int) -> None:
+        self.mask += [False] * count
+        self.logprobs += [0.0] * count
+        self.versions += [-1] * count
+
+
+Episode = Callable[[Prompt, Generate, SamplingParams], Awaitable[Transcript]]
+
+
+async def single_turn(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+    """The trivial episode: one prompt, one answer."""
+    transcript = Transcript(list(prompt.token_ids))
+    transcript.add_generated(await generate(transcript.tokens, sampling))
+    return transcript

@@ -1,0 +1,56 @@
+"""A rollout engine without a model, for contract tests and for trying the data plane at scale."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from verl.types import Completion, SamplingParams
+from verl.weights.parcel import Parcel
+
+__all__ = ["FakeRolloutEngine"]
+
+
+class FakeRolloutEngine:
+    """Draws tokens uniformly from `vocabulary`; the log-probs say so. `seconds_per_token` makes it slow on purpose.
+
+    Greedy decoding repeats token 0. Answers run to `max_tokens` unless a stop token is drawn.
+    """
+
+    def __init__(self, vocabulary: int = 64, *, seed: int = 0, seconds_per_token: float = 0.0) -> None:
+        self.vocabulary = vocabulary
+        self.seconds_per_token = seconds_per_token
+        self.started = False
+        self._random = np.random.default_rng(seed)
+        self._version = -1
+
+    async def start(self) -> None:
+        self.started = True
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        random = self._random if sampling.seed is None else np.random.default_rng(sampling.seed)
+        if sampling.temperature == 0:
+            drawn = np.zeros(sampling.max_tokens, np.int64)
+        else:
+            drawn = random.integers(0, self.vocabulary, sampling.max_tokens)
+        tokens: list[int] = drawn.tolist()
+        stops = [place for place, token in enumerate(tokens) if token in sampling.stop_token_ids]
+        if stops:
+            tokens = tokens[: stops[0] + 1]
+        await asyncio.sleep(self.seconds_per_token * len(tokens))
+        logprob = 0.0 if sampling.temperature == 0 else -float(np.log(self.vocabulary))
+        return Completion(tokens, [logprob] * len(tokens), [self._version] * len(tokens), "stop" if stops else "length")
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
+
+    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+        self._version = version
+
+    async def version(self) -> int:
+        return self._version
+
+    async def close(self) -> None:
+        self.started = False

@@ -1,0 +1,97 @@
+"""transformers as a rollout engine: slow, simple and exactly repeatable; for debugging and for comparing others with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.errors import WeightSyncError
+from verl.types import Completion, SamplingParams
+from verl.weights.parcel import Parcel, unpack
+
+__all__ = ["HfEngine"]
+
+
+class HfEngine:
+    """Answers one request at a time, so that an answer depends on its own prompt and seed and on nothing else."""
+
+    def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
+        self._path, self._dtype, self._trust = model_path, getattr(torch, dtype), trust
+        self._device = torch.device(device)
+        self._turn = asyncio.Lock()
+        self._version = -1
+
+    async def start(self) -> None:
+        config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
+        model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=self._trust)
+        self._model = model.to(self._device).eval()
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        async with self._turn:
+            return await asyncio.to_thread(self._generate, list(token_ids), sampling)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        async with self._turn:
+            tokens = torch.tensor(token_ids, device=self._device)
+            with torch.no_grad():
+                logits = self._model(tokens[None]).logits[0, :-1].float()
+            return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
+
+    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+        async with self._turn:
+            weights = {name: w for p in parcels for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
+            wrong = self._model.load_state_dict(weights, strict=False)
+            tied = set(getattr(self._model, "all_tied_weights_keys", None) or self._model._tied_weights_keys or ())
+            missing = [name for name in wrong.missing_keys if name not in tied]
+            if missing or wrong.unexpected_keys:
+                raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {wrong.unexpected_keys}")
+            self._model.tie_weights()
+            self._version = version
+
+    async def version(self) -> int:
+        return self._version
+
+    async def close(self) -> None:
+        """Nothing runs outside this process."""
+
+    @torch.no_grad()
+    def _generate(self, token_ids: list[int], sampling: SamplingParams) -> Completion:
+        random = torch.Generator(self._device)
+        if sampling.seed is None:
+            random.seed()
+        else:
+            random.manual_seed(sampling.seed)
+        step = torch.tensor([token_ids], device=self._device)
+        tokens: list[int] = []
+        logprobs: list[float] = []
+        cache = None
+        while len(tokens) < sampling.max_tokens:
+            output = self._model(step, past_key_values=cache, use_cache=True)
+            cache = output.past_key_values
+            token, logprob = _draw(output.logits[0, -1].float(), sampling, random)
+            tokens.append(token)
+            logprobs.append(logprob)
+            if token in sampling.stop_token_ids:
+                return Completion(tokens, logprobs, [self._version] * len(tokens), "stop")
+            step = torch.tensor([[token]], device=self._device)
+        return Completion(tokens, logprobs, [self._version] * len(tokens), "length")
+
+
+def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float]:
+    """One token and its log-prob in the distribution that it was drawn from."""
+    if sampling.temperature == 0:
+        return int(logits.argmax()), 0.0
+    logits = logits / sampling.temperature
+    if 0 < sampling.top_k < logits.numel():
+        logits = logits.masked_fill(logits < logits.topk(sampling.top_k).values[-1], -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = logits.sort(descending=True)
+        probs = ordered.softmax(-1)
+        beyond = probs.cumsum(-1) - probs >= sampling.top_p
+        logits = logits.index_fill(0, order[beyond], -torch.inf)
+    token = int(torch.multinomial(logits.softmax(-1), 1, generator=random))
+    return token, float(logits.log_softmax(-1)[token])

@@ -1,0 +1,193 @@
+"""vLLM's `AsyncLLM` as a rollout engine."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl.errors import EngineError
+from verl.types import Completion, SamplingParams
+from verl.weights.parcel import Parcel
+
+__all__ = ["VllmEngine", "VllmSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSettings:
+    """What a vLLM engine is started with. `kwargs` go to vLLM's engine arguments as they are."""
+
+    model_path: str
+    dtype: str = "bfloat16"
+    load_format: str = "dummy"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    tensor_parallel: int = 1
+    memory_fraction: float = 0.5
+    enforce_eager: bool = True
+    trust_remote_code: bool = False
+    weight_backend: str = "host"
+    seed: int = 0
+    device: str = "cpu"
+    cpu_cache_gib: int = 1
+    cpu_cores: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class VllmEngine:
+    """A `RolloutEngine` on vLLM. One event loop owns it; it starts vLLM's own worker processes and ends them."""
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self.settings = settings
+        self._requests = itertools.count()
+
+    async def start(self) -> None:
+        os.environ.update(_environment(self.settings))
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(self.settings)))
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
+
+        params = VllmSampling(
+            max_tokens=sampling.max_tokens,
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            stop_token_ids=list(sampling.stop_token_ids),
+            logprobs=0,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+        output = (await self._run(token_ids, params)).outputs[0]
+        if output.finish_reason not in ("stop", "length"):
+            raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
+        tokens = list(output.token_ids)
+        versions = [-1] * len(tokens)
+        for span in output.weight_versions or ():
+            versions[span.start : span.end] = [_number(span.version)] * (span.end - span.start)
+        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+        return Completion(tokens, logprobs, versions, output.finish_reason)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        from vllm import SamplingParams as VllmSampling
+
+        params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
+        entries = (await self._run(token_ids, params)).prompt_logprobs
+        return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+
+    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+        for parcel in parcels:
+            # vLLM's worker is a child process that cannot see the object store: what crosses is a name in shared memory.
+            with tempfile.NamedTemporaryFile(dir=_shared_memory(), prefix="verl-weights-") as file:
+                parcel.data.tofile(file)
+                file.flush()
+                slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in parcel.slots]
+                info = {"path": file.name, "size": parcel.data.nbytes, "slots": slots}
+                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
+        await self._llm.finish_weight_update(str(version))
+        await self._llm.resume_generation()
+
+    async def version(self) -> int:
+        return _number(await self._llm.get_weight_version())
+
+    async def close(self) -> None:
+        if hasattr(self, "_llm"):
+            self._llm.shutdown()
+
+    # The four calls below are vLLM's own weight-transfer control plane, driven by its trainer-side NCCL and IPC engines.
+
+    async def init_weight_transfer_engine(self, request: Any) -> None:
+        await self._llm.init_weight_transfer_engine(request)
+
+    async def start_weight_update(self) -> None:
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._llm.start_weight_update()
+
+    async def update_weights(self, request: Any) -> None:
+        await self._llm.update_weights(request)
+
+    async def finish_weight_update(self, weight_version: str | None = None) -> None:
+        await self._llm.finish_weight_update(weight_version)
+        await self._llm.resume_generation()
+
+    async def set_version(self, version: int) -> None:
+        """Name the weights that a trainer-side engine has just brought."""
+        await self._llm.update_weight_version(str(version))
+
+    async def _run(self, token_ids: Sequence[int], params: Any) -> Any:
+        from vllm.inputs import TokensPrompt
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        final = None
+        try:
+            prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+            async for final in self._llm.generate(prompt, params, str(next(self._requests))):
+                pass
+        except EngineDeadError as error:
+            raise EngineError(f"vLLM's engine process has died: {error}") from error
+        return final
+
+
+def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    from verl.rollout.vllm_transfer import BACKEND, EXTENSION
+
+    host = settings.weight_backend == "host"
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "dtype": settings.dtype,
+        "load_format": settings.load_format,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        "trust_remote_code": settings.trust_remote_code,
+        "seed": settings.seed,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "logprobs_mode": "processed_logprobs",  # of the distribution that the token was really drawn from
+        "weight_transfer_config": {"backend": BACKEND if host else settings.weight_backend},
+    }
+    if host:
+        arguments["worker_extension_cls"] = EXTENSION
+    if settings.tensor_parallel == 1:
+        arguments["distributed_executor_backend"] = "uni"  # one process less, which imports vLLM once less
+    if settings.device != "cpu":
+        arguments["gpu_memory_utilization"] = settings.memory_fraction
+    if settings.max_model_len is not None:
+        arguments["max_model_len"] = settings.max_model_len
+    if settings.max_num_batched_tokens is not None:
+        arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
+    return arguments | settings.kwargs
+
+
+def _environment(settings: VllmSettings) -> dict[str, str]:
+    """Variables that vLLM reads at import; what the user has set stays as it is."""
+    wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    if settings.device == "cpu":
+        wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
+        if settings.cpu_cores:
+            wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
+        if settings.enforce_eager:
+            wanted["TORCH_COMPILE_DISABLE"] = "1"  # spares a compile of up to 50 s at the first request
+    return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _shared_memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None
+
+
+def _number(version: str) -> int:
+    return int(version) if version.lstrip("-").isdigit() else -1
