@@ -64,4 +64,3 @@ class TrainEngine(Protocol):
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`."""
         ...
-

@@ -1,0 +1,255 @@
+"""Training any Hugging Face causal model with FSDP2: sharded parameters, packed sequences, chunked log-probs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from verl.algorithms.aggregate import Totals, totals_of
+from verl.data.batch import FlatBatch
+from verl.errors import EngineError
+from verl.training.engine import Loss, ModelOutput
+from verl.training.model import load_model
+from verl.training.schedule import Schedule
+
+__all__ = ["FsdpEngine", "FsdpSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpSettings:
+    """All that an `FsdpEngine` is told. A model that is not `trainable` has no optimiser: a reference."""
+
+    model_path: str
+    trainable: bool = True
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip: float | None = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    param_dtype: str = "float32"  # in which parameters and optimiser states are kept
+    compute_dtype: str = "float32"  # in which layers compute; gradients are summed over ranks in float32
+    gradient_checkpointing: bool = False
+    temperature: float = 1.0  # of the distribution whose log-probs are trained
+    logprob_chunk: int | None = None  # positions whose logits exist at once
+    device: str = "cpu"
+    trust_remote_code: bool = False
+
+
+class FsdpEngine:
+    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.group`."""
+
+    def __init__(self, settings: FsdpSettings) -> None:
+        if not dist.is_initialized():
+            raise EngineError("FsdpEngine: this process has not joined a group; call init_process_group(...) first")
+        self.settings = settings
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.device = torch.device(settings.device)
+        self.schedule = Schedule(
+            settings.lr, settings.schedule, settings.warmup_steps, settings.total_steps, settings.min_lr_ratio
+        )
+        self.step = 0
+        self.model = load_model(
+            settings.model_path,
+            dtype=_dtype(settings.param_dtype),
+            chunk=settings.logprob_chunk,
+            gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
+            trust_remote_code=settings.trust_remote_code,
+        )
+        self.model.requires_grad_(settings.trainable)
+        self._shard()
+        self.optimizer: torch.optim.Optimizer | None = None
+        if settings.trainable:
+            self.optimizer = torch.optim.AdamW(
+                self.model.parameters(),
+                lr=settings.lr,
+                betas=settings.betas,
+                eps=settings.eps,
+                weight_decay=settings.weight_decay,
+            )
+
+    def _shard(self) -> None:
+        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
+        precision = MixedPrecisionPolicy(param_dtype=_dtype(self.settings.compute_dtype), reduce_dtype=torch.float32)
+        if self.settings.compute_dtype == self.settings.param_dtype:
+            precision = MixedPrecisionPolicy()
+        for layer in self.model.layers():
+            fully_shard(layer, mesh=mesh, mp_policy=precision)
+        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
+        """Log-probs and entropies without gradients, on the CPU; at the settings' temperature unless told another."""
+        self.model.eval()
+        outputs = []
+        with torch.no_grad():
+            for batch in micro_batches:
+                output = self._run(batch, temperature)
+                size = batch.num_tokens
+                outputs.append(ModelOutput(output.logprobs[:size].cpu(), output.entropy[:size].cpu()))
+        # Without a backward pass the root would keep its parameters whole, and later changes would not reach them.
+        cast(FSDPModule, self.model).reshard()
+        return outputs
+
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:
+        """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
+        if self.optimizer is None:
+            raise EngineError(f"{self.settings.model_path}: update of a model that was built with trainable=False")
+        totals = self._totals(micro_batches)
+        self.model.train()
+        shares: dict[str, Tensor] = {}
+        for batch in micro_batches:
+            for name, value in self._backward(batch, loss, totals).items():
+                shares[name] = shares.get(name, 0.0) + value.detach()
+        lr = self.schedule.at(self.step)
+        norm, stepped = self._step(lr, worth=totals.tokens > 0)
+        return self._sum_over_ranks(shares) | {
+            "actor/grad_norm": norm,
+            "actor/lr": lr,
+            "actor/skipped_steps": 0.0 if stepped else 1.0,
+        }
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """All-gather of rows [n, k], n different by rank -> [N, k] on the CPU."""
+        rows = rows.cpu().contiguous()
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(counts, torch.tensor([len(rows)]))
+        sizes = [int(count) for count in counts]
+        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.empty_like(padded) for _ in sizes]
+        dist.all_gather(parts, padded)
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The full weights, one at a time, in `dtype` or as they are kept."""
+        for name, parameter in self.model.hf.named_parameters():
+            local = parameter.detach() if dtype is None else parameter.detach().to(dtype)
+            yield name, local.full_tensor() if isinstance(local, DTensor) else local
+
+    def state(self) -> dict[str, Any]:
+        """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key."""
+        state: dict[str, Any] = {
+            "model": get_model_state_dict(self.model.hf),
+            "schedule": {"step": self.step},
+            "rng": {str(self.rank): _random_state(self.device)},
+        }
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`. Without an entry of its own, a rank keeps the random state that it has."""
+        set_model_state_dict(self.model.hf, state["model"])
+        self.step = int(state["schedule"]["step"])
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
+        if mine := state.get("rng", {}).get(str(self.rank)):
+            _set_random_state(mine, self.device)
+
+    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput:
+        """One pass through the model. An empty batch runs a dummy token, so that every rank takes part in it."""
+        _check_mask(batch)
+        if batch.num_tokens == 0:
+            batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
+        lengths = batch.lengths.tolist()
+        batch = batch.to(self.device)
+        logprobs, entropy = self.model(
+            batch.tokens,
+            batch.positions,
+            batch.mask,
+            lengths,
+            self.settings.temperature if temperature is None else temperature,
+        )
+        return ModelOutput(logprobs, entropy)
+
+    def _backward(self, batch: FlatBatch, loss: Loss, totals: Totals) -> dict[str, Tensor]:
+        output = self._run(batch)
+        if batch.num_tokens == 0:
+            (output.logprobs.sum() + output.entropy.sum()).backward()  # of nothing: zero gradients, same collectives
+            return {}
+        share, metrics = loss(output, batch.to(self.device), totals)
+        (share * self.world_size).backward()  # FSDP averages over ranks; shares are to be summed
+        return metrics
+
+    def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
+        mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
+        counts = torch.tensor([sum(t.tokens for t in mine), sum(t.sequences for t in mine)], dtype=torch.float64)
+        dist.all_reduce(counts)
+        return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
+
+    def _step(self, lr: float, *, worth: bool) -> tuple[float, bool]:
+        """Clip and step, unless nothing was trained on or the gradient is not finite: (its norm, weights moved?)."""
+        assert self.optimizer is not None
+        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+        total = torch.nn.utils.get_total_norm(grads)
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        moves = worth and math.isfinite(norm)
+        if moves:
+            clip = self.settings.grad_clip
+            if clip is not None and norm > clip:
+                torch._foreach_mul_(grads, clip / (norm + 1e-6))
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.step += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        return norm, moves
+
+    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
+        mine = {name: float(value) for name, value in shares.items()}
+        everyone: list[dict[str, float]] = [{} for _ in range(self.world_size)]
+        dist.all_gather_object(everyone, mine)  # objects, since a rank without samples knows no names
+        names = dict.fromkeys(name for one in everyone for name in one)
+        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def _dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise EngineError(f"dtype: {name!r} is not a floating-point type of torch; use float32 or bfloat16")
+    return dtype
+
+
+def _check_mask(batch: FlatBatch) -> None:
+    firsts = batch.offsets[:-1][batch.lengths > 0]
+    if bool(batch.mask[firsts].any()):
+        which = int(batch.mask[firsts].nonzero()[0])
+        raise EngineError(
+            f"sequence {which} of a micro-batch: its first token is masked as generated, but nothing before it could "
+            "predict it; every sequence needs a prompt of at least one token"
+        )
+
+
+def _random_state(device: torch.device) -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    if device.type in states and device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type])
