@@ -1,0 +1,84 @@
+"""The one path from a prompt as people write it to token ids.
+
+A list of chat messages is rendered by the tokenizer's chat template, with the header of the answer at its end; a
+string is taken as finished, as if a template had made it already. Both are then tokenised alike, without special
+tokens added: the template, or whoever wrote the string, has put in those that belong there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TRUNCATIONS", "encode", "render", "truncate"]
+
+TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+    """Token ids of rendered prompts. Many at once are much faster than one by one."""
+    if not texts:
+        return []
+    return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids)
+
+
+def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, Any]) -> str:
+    """The text of one prompt: a finished string as it is, chat messages through the chat template.
+
+    >>> render(tokenizer, [{"role": "user", "content": "12+34=?"}], {})
+    '<|im_start|>user\\n12+34=?<|im_end|>\\n<|im_start|>assistant\\n'
+    """
+    if isinstance(prompt, str):
+        if not prompt:
+            raise DataError("the prompt is an empty string; remove the row or fill it")
+        return prompt
+    if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
+        raise DataError(
+            f"the prompt is {_kind(prompt)}; it must be a string or a list of messages such as "
+            '[{"role": "user", "content": "..."}]. Mend the data or name another column with data.prompt_key'
+        )
+    # A Parquet column of messages has every key in every message: those that a message lacks come as None.
+    messages = [{key: value for key, value in each.items() if value is not None} for each in prompt]
+    for place, message in enumerate(messages):
+        if missing := {"role", "content"} - message.keys() - ({"content"} if "tool_calls" in message else set()):
+            raise DataError(
+                f"message {place} of the prompt has no {' and no '.join(sorted(missing))}, only "
+                f"{', '.join(message) or 'nothing'}; every message needs role and content"
+            )
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat "
+            "template; use a model that has one, or write the prompts as finished strings"
+        )
+    kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    return str(tokenizer.apply_chat_template(messages, **kwargs))
+
+
+def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
+    """At most `limit` ids; `side` says where ids are cut off: left, right or middle.
+
+    >>> truncate([1, 2, 3, 4, 5], 3, "middle")
+    [1, 4, 5]
+    """
+    excess = len(token_ids) - limit
+    if excess <= 0:
+        return token_ids
+    if side == "left":
+        return token_ids[excess:]
+    if side == "right":
+        return token_ids[:limit]
+    if side == "middle":
+        head = limit // 2
+        return token_ids[:head] + token_ids[head + excess :]
+    raise ValueError(f"truncation is {side!r}, it must be left, right or middle")
+
+
+def _kind(prompt: Any) -> str:
+    if isinstance(prompt, Sequence) and prompt:
+        return f"a list that holds {type(prompt[0]).__name__}"
+    return "an empty list" if prompt == [] else "missing" if prompt is None else f"of type {type(prompt).__name__}"
