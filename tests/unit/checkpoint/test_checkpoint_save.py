@@ -1,0 +1,49 @@
+import pytest
+import torch
+
+from verl.checkpoint.save import load, save
+from verl.errors import CheckpointError
+
+pytestmark = pytest.mark.unit
+
+
+def state(fill, rank="0", size=3):
+    return {
+        "model": {"a.weight": torch.full((size, 2), fill)},
+        "schedule": {"step": int(fill)},
+        "rng": {rank: {"cpu": torch.full((4,), int(fill), dtype=torch.uint8)}},
+    }
+
+
+def test_what_was_saved_comes_back(tmp_path):
+    save(state(7.0), tmp_path / "actor")
+    loaded = load(state(0.0), tmp_path / "actor")
+    assert loaded["model"]["a.weight"].eq(7.0).all()
+    assert loaded["schedule"]["step"] == 7
+    assert loaded["rng"]["0"]["cpu"].eq(7).all()
+
+
+def test_a_rank_that_did_not_exist_gets_no_random_state(tmp_path):
+    save(state(7.0), tmp_path)
+    loaded = load(state(0.0, rank="5"), tmp_path)
+    assert loaded["rng"] == {}
+    assert loaded["model"]["a.weight"].eq(7.0).all()
+
+
+def test_another_shape_is_refused_by_name(tmp_path):
+    save(state(7.0), tmp_path)
+    with pytest.raises(CheckpointError, match=r"model\.a\.weight has shape \(3, 2\) in it, \(4, 2\) is wanted"):
+        load(state(0.0, size=4), tmp_path)
+
+
+def test_a_missing_entry_is_refused_by_name(tmp_path):
+    save(state(7.0), tmp_path)
+    wanted = state(0.0)
+    wanted["model"]["b.weight"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match=r"model\.b\.weight is not in it"):
+        load(wanted, tmp_path)
+
+
+def test_a_directory_without_metadata_is_an_unfinished_checkpoint(tmp_path):
+    with pytest.raises(CheckpointError, match="not written to its end"):
+        load(state(0.0), tmp_path)

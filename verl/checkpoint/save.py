@@ -1,0 +1,81 @@
+"""One directory of shards: every rank writes its own, and any number of ranks can read them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from verl.errors import CheckpointError
+
+__all__ = ["load", "save"]
+
+logger = logging.getLogger(__name__)
+
+PER_RANK = "rng"
+"""The part of a state whose keys name ranks; a run on more ranks than wrote it finds some missing."""
+
+
+def save(state: dict[str, Any], directory: str | Path) -> None:
+    """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together."""
+    dcp.save(state, checkpoint_id=directory, no_dist=not torch.distributed.is_initialized())
+
+
+def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+    """Fill `state`, of the shapes that are wanted on this rank, from `directory`; all ranks call it together.
+
+    Tensors are filled in place. Entries under "rng" that the checkpoint lacks are taken out of `state`: a rank that did
+    not exist when it was written keeps the random state that it has.
+    """
+    reader = dcp.FileSystemReader(directory)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {directory}: {error}; it was not written to its end. Resume from an earlier step"
+        ) from error
+    absent = _missing_ranks(state, stored)
+    wanted = dict(state)
+    if absent:
+        wanted[PER_RANK] = {rank: value for rank, value in state[PER_RANK].items() if rank not in absent}
+        logger.info("checkpoint %s has no random state for rank %s", directory, ", ".join(absent))
+    _check_fit(wanted, stored, directory)
+    dcp.load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    return wanted
+
+
+def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    ranks = state.get(PER_RANK, {})
+    return [rank for rank in ranks if not any(key.startswith(f"{PER_RANK}.{rank}.") for key in stored)]
+
+
+def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Any], directory: str | Path) -> None:
+    problems = []
+    for key, value in _flatten(state):
+        there = stored.get(key)
+        if there is None:
+            problems.append(f"{key} is not in it")
+        elif isinstance(value, torch.Tensor):
+            shape = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "no tensor"
+            if shape != tuple(value.shape):
+                problems.append(f"{key} has shape {shape} in it, {tuple(value.shape)} is wanted")
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(
+            f"checkpoint {directory} does not fit: {'; '.join(problems[:3])}{more}. "
+            "It must come from the same model; check the model path, or start from another directory"
+        )
+
+
+def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Leaves under the dotted names that torch.distributed.checkpoint gives them."""
+    for key, value in state.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

@@ -1,0 +1,112 @@
+"""A training engine without a network: a table of bigram logits. Real gradients and a real optimiser, one rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.aggregate import Totals, totals_of
+from verl.data.batch import FlatBatch
+from verl.training.engine import Loss, ModelOutput
+from verl.training.logprobs import token_logprobs
+from verl.training.schedule import Schedule
+
+__all__ = ["FakeSettings", "FakeTrainEngine"]
+
+
+@dataclass(frozen=True, slots=True)
+class FakeSettings:
+    """The few settings that a table has; they mean what they mean to `FsdpEngine`."""
+
+    vocab_size: int = 64
+    trainable: bool = True
+    lr: float = 1e-1
+    grad_clip: float | None = None
+    temperature: float = 1.0
+    seed: int = 0
+
+
+class FakeTrainEngine:
+    """A `TrainEngine` that predicts a token from the one before it by a row of its table [V, V]."""
+
+    def __init__(self, settings: FakeSettings | None = None) -> None:
+        self.settings = settings or FakeSettings()
+        self.rank, self.world_size = 0, 1
+        self.schedule = Schedule(self.settings.lr)
+        self.step = 0
+        size = self.settings.vocab_size
+        generator = torch.Generator().manual_seed(self.settings.seed)
+        self.table = torch.nn.Parameter(torch.randn(size, size, generator=generator))
+        self.optimizer = torch.optim.AdamW([self.table], lr=self.settings.lr, weight_decay=0.0)
+
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
+        """Log-probs and entropies without gradients."""
+        with torch.no_grad():
+            return [self._run(batch, temperature) for batch in micro_batches]
+
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:
+        """One optimiser step."""
+        mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
+        totals = Totals(sum(t.tokens for t in mine), sum(t.sequences for t in mine))
+        metrics: dict[str, float] = {}
+        self.optimizer.zero_grad(set_to_none=False)
+        for batch in micro_batches:
+            if len(batch):
+                share, shares = loss(self._run(batch), batch, totals)
+                share.backward()
+                metrics |= {name: metrics.get(name, 0.0) + float(value) for name, value in shares.items()}
+        norm = 0.0 if self.table.grad is None else float(self.table.grad.norm())
+        lr = self.schedule.at(self.step)
+        moves = totals.tokens > 0 and math.isfinite(norm)
+        if moves:
+            torch.nn.utils.clip_grad_norm_([self.table], self.settings.grad_clip or math.inf)
+            self.optimizer.step()
+            self.step += 1
+        return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": 0.0 if moves else 1.0}
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows of the only rank."""
+        return rows
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The table."""
+        yield "table", self.table.detach()
+
+    def state(self) -> dict[str, Any]:
+        """Table, moments, step and random state."""
+        moments = self.optimizer.state.get(self.table) or {
+            "step": torch.zeros(()),
+            "exp_avg": torch.zeros_like(self.table),
+            "exp_avg_sq": torch.zeros_like(self.table),
+        }
+        return {
+            "model": {"table": self.table.detach()},
+            "optimizer": dict(moments),
+            "schedule": {"step": self.step},
+            "rng": {"0": {"cpu": torch.get_rng_state()}},
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`."""
+        with torch.no_grad():
+            self.table.copy_(state["model"]["table"])
+        self.optimizer.state[self.table] = dict(state["optimizer"])
+        self.step = int(state["schedule"]["step"])
+        torch.set_rng_state(state["rng"]["0"]["cpu"])
+
+    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput:
+        targets = batch.mask.nonzero().squeeze(-1)
+        eye = torch.eye(len(self.table))
+        logprobs, entropy = token_logprobs(
+            eye[batch.tokens[targets - 1]],
+            self.table.T,
+            batch.tokens[targets],
+            temperature=self.settings.temperature if temperature is None else temperature,
+        )
+        zeros = torch.zeros(batch.num_tokens)
+        return ModelOutput(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropy))
