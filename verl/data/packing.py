@@ -34,7 +34,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
         else:
             left, piece = budget, len(pieces)
             pieces.append([index])
-        if left > length:
+        if left >= length:
             insort(room, (left - length, piece))
     return [piece[::-1] for piece in pieces]
 

@@ -1,0 +1,96 @@
+"""A FlatBatch carries every per-token field through every cut."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.data.batch import FlatBatch
+from verl.types import Sample
+
+pytestmark = pytest.mark.unit
+
+
+def sample(length: int, start: int = 0) -> Sample:
+    return Sample(
+        group=0,
+        tokens=np.arange(start, start + length, dtype=np.int32),
+        mask=np.arange(length) >= length // 2,
+        logprobs=-np.arange(start, start + length, dtype=np.float32),
+        versions=np.zeros(length, np.int32),
+        score=0.0,
+    )
+
+
+def batch_of(lengths: list[int]) -> FlatBatch:
+    starts = np.cumsum([0, *lengths])
+    batch = FlatBatch.from_samples([sample(n, int(start)) for n, start in zip(lengths, starts, strict=False)])
+    return batch.with_(advantages=torch.rand(batch.num_tokens))
+
+
+def sequences(batch: FlatBatch, name: str) -> list[list[float]]:
+    return [part.tolist() for part in getattr(batch, name).tensor_split(batch.offsets[1:-1])]
+
+
+FIELDS = ("tokens", "mask", "rollout_logprobs", "advantages")
+lengths_of_batches = st.lists(st.integers(1, 6), min_size=1, max_size=8)
+
+
+def test_samples_are_laid_end_to_end() -> None:
+    batch = FlatBatch.from_samples([sample(2), sample(3, start=7)])
+    assert batch.tokens.tolist() == [0, 1, 7, 8, 9]
+    assert batch.tokens.dtype == torch.int64
+    assert batch.offsets.tolist() == [0, 2, 5]
+    assert batch.mask.tolist() == [False, True, False, True, True]
+    assert batch.rollout_logprobs is not None
+    assert batch.rollout_logprobs.dtype == torch.float32
+    assert (len(batch), batch.num_tokens, batch.lengths.tolist()) == (2, 5, [2, 3])
+    assert batch.positions.tolist() == [0, 1, 0, 1, 2]
+    assert batch.segment_ids.tolist() == [0, 0, 1, 1, 1]
+
+
+@given(lengths_of_batches, st.data())
+def test_select_takes_whole_sequences_in_the_order_asked(lengths: list[int], data: st.DataObject) -> None:
+    batch = batch_of(lengths)
+    chosen = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, max_size=12))
+    taken = batch.select(chosen)
+    for name in FIELDS:
+        before = sequences(batch, name)
+        assert sequences(taken, name) == [before[index] for index in chosen]
+
+
+@given(lengths_of_batches, st.data())
+def test_what_is_split_and_joined_again_is_the_same(lengths: list[int], data: st.DataObject) -> None:
+    batch = batch_of(lengths)
+    cut = data.draw(st.integers(0, len(lengths)))
+    indices = list(range(len(lengths)))
+    joined = FlatBatch.concat(batch.split([indices[:cut], [], indices[cut:]]))
+    assert joined.offsets.tolist() == batch.offsets.tolist()
+    for name in FIELDS:
+        assert torch.equal(getattr(joined, name), getattr(batch, name))
+    assert joined.old_logprobs is None
+
+
+def test_an_empty_selection_keeps_its_fields() -> None:
+    nothing = batch_of([2, 3]).select([])
+    assert len(nothing) == nothing.num_tokens == 0
+    assert nothing.advantages is not None
+    assert nothing.advantages.shape == (0,)
+    assert nothing.positions.shape == nothing.segment_ids.shape == (0,)
+    assert nothing.mask.dtype == torch.bool
+
+
+def test_no_samples_make_an_empty_batch() -> None:
+    assert len(FlatBatch.empty()) == len(FlatBatch.concat([])) == 0
+    assert FlatBatch.empty().tokens.dtype == torch.int64
+
+
+def test_joining_batches_that_know_different_fields_is_refused() -> None:
+    with pytest.raises(ValueError, match="advantages known in some of them and None in others"):
+        FlatBatch.concat([batch_of([2]), FlatBatch.from_samples([sample(2)])])
+
+
+def test_a_field_of_another_length_is_refused() -> None:
+    with pytest.raises(ValueError, match="old_logprobs has 4 elements, the batch has 5 tokens"):
+        batch_of([2, 3]).with_(old_logprobs=torch.zeros(4))

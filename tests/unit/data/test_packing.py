@@ -1,0 +1,109 @@
+"""Laws of the cuts: every sample exactly once, budgets are hard, shares are even."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.data.packing import balance, chunk, level, longer_than, pack
+
+pytestmark = pytest.mark.unit
+
+lengths_lists = st.lists(st.integers(0, 50), max_size=60)
+
+
+def tokens(piece: list[int], lengths: list[int]) -> int:
+    return sum(lengths[index] for index in piece)
+
+
+def assert_every_index_once(pieces: list[list[int]], lengths: list[int]) -> None:
+    assert sorted(index for piece in pieces for index in piece) == list(range(len(lengths)))
+    for piece in pieces:
+        assert [lengths[i] for i in piece] == sorted(lengths[i] for i in piece)
+
+
+def assert_within(pieces: list[list[int]], lengths: list[int], budget: int) -> None:
+    for piece in pieces:
+        assert len(piece) == 1 or tokens(piece, lengths) <= budget
+
+
+@given(lengths_lists, st.integers(1, 80))
+def test_packing_never_exceeds_the_budget_but_by_a_lone_longer_sample(lengths: list[int], budget: int) -> None:
+    pieces = pack(lengths, budget)
+    assert_every_index_once(pieces, lengths)
+    assert_within(pieces, lengths, budget)
+    assert all(pieces)
+    alone = longer_than(lengths, budget)
+    assert {piece[0] for piece in pieces if tokens(piece, lengths) > budget} == set(alone)
+
+
+@given(lengths_lists, st.integers(1, 80))
+def test_packing_leaves_no_two_pieces_that_would_fit_into_one(lengths: list[int], budget: int) -> None:
+    sums = sorted(tokens(piece, lengths) for piece in pack(lengths, budget))
+    assert len(sums) < 2 or sums[0] + sums[1] > budget
+
+
+@given(lengths_lists, st.integers(1, 80), st.integers(0, 5))
+def test_levelling_gives_the_count_asked_for_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
+    count = max(len(pack(lengths, budget)) + more, 1)
+    pieces = level(lengths, budget, count)
+    assert len(pieces) == count
+    assert_every_index_once(pieces, lengths)
+    assert_within(pieces, lengths, budget)
+
+
+@given(lengths_lists, st.integers(1, 9))
+def test_chunks_have_the_size_and_are_cut_along_the_lengths(lengths: list[int], size: int) -> None:
+    pieces = chunk(lengths, size)
+    assert_every_index_once(pieces, lengths)
+    assert all(len(piece) == size for piece in pieces[:-1])
+    flat = [lengths[index] for piece in pieces for index in piece]
+    assert flat == sorted(lengths)
+
+
+@given(lengths_lists, st.integers(1, 12))
+def test_shares_differ_by_no_more_than_the_longest_sample(lengths: list[int], parts: int) -> None:
+    shares = balance(lengths, parts)
+    assert len(shares) == parts
+    assert_every_index_once(shares, lengths)
+    loads = [tokens(share, lengths) for share in shares]
+    assert max(loads) - min(loads) <= max(lengths, default=0)
+
+
+@given(lengths_lists, st.integers(1, 12), st.integers(0, 3))
+def test_shares_can_be_bounded_in_count(lengths: list[int], parts: int, more: int) -> None:
+    most = -(-len(lengths) // parts) + more or 1
+    shares = balance(lengths, parts, max_items=most)
+    assert_every_index_once(shares, lengths)
+    assert all(len(share) <= most for share in shares)
+
+
+def test_more_shares_than_samples_leave_some_empty() -> None:
+    assert balance([3, 5], 4) == [[1], [0], [], []]
+
+
+def test_a_bound_that_cannot_hold_all_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="7 samples do not fit into 2 shares of at most 3"):
+        balance([1] * 7, 2, max_items=3)
+
+
+@pytest.mark.parametrize("cut", [pack, chunk, balance])
+def test_a_size_of_zero_is_refused(cut: type) -> None:
+    with pytest.raises(ValueError, match="is 0, it must be at least 1"):
+        cut([1, 2], 0)
+
+
+def test_long_samples_are_named_longest_first() -> None:
+    assert longer_than([5, 9, 2, 7], budget=5) == [1, 3]
+
+
+def test_sixteen_thousand_samples_are_packed_tightly_and_fast() -> None:
+    lengths = np.random.default_rng(0).lognormal(8, 1, 16_384).clip(16, 32_768).astype(int).tolist()
+    start = time.process_time()
+    pieces = pack(lengths, 40_000)
+    balance(lengths, 1024)
+    chunk(lengths, 8)
+    assert time.process_time() - start < 0.9  # 0.1 s on a quiet machine; 0.3 s each is the promise
+    assert sum(lengths) / (len(pieces) * 40_000) > 0.99
