@@ -1,0 +1,117 @@
+"""Second spellings: accepted, turned into the canonical key, and answered with a one-line hint."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path as File
+from typing import Any
+
+from verl.config.keys import Path, Tree, graft, key_of, leaves, written
+
+__all__ = ["KEYS", "VALUES", "canonical", "canonical_tree"]
+
+_ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_PEFT = f"{_ACTOR}.peft"
+
+KEYS: dict[str, str] = {
+    # the sections of the policy, without their common roof
+    "actor": _ACTOR,
+    "rollout": "actor_rollout_ref.rollout",
+    "ref": "actor_rollout_ref.ref",
+    "model": _MODEL,
+    "optim": f"{_ACTOR}.optim",
+    # rewards
+    "custom_reward_function": "reward.custom_reward_function",
+    "reward_model": "reward.reward_model",
+    "reward_model.reward_fn": "reward.custom_reward_function",
+    "reward_model.reward_manager": "reward.reward_manager.name",
+    "reward_model.overlong_buffer": "reward.overlong_buffer",
+    "reward.reward_model.reward_fn": "reward.custom_reward_function",
+    "reward.reward_model.model.path": "reward.reward_model.model_path",
+    # Ray
+    "ray_init": "ray_kwargs.ray_init",
+    "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
+    "ray_kwargs.ray_init.timeline_file": "ray_kwargs.timeline_json_file",
+    "ray_kwargs.ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
+    # adapters
+    f"{_ACTOR}.lora_rank": f"{_PEFT}.lora_rank",
+    f"{_ACTOR}.lora_alpha": f"{_PEFT}.lora_alpha",
+    f"{_ACTOR}.target_modules": f"{_PEFT}.target_modules",
+    f"{_MODEL}.lora_rank": f"{_PEFT}.lora_rank",
+    f"{_MODEL}.lora_alpha": f"{_PEFT}.lora_alpha",
+    f"{_MODEL}.target_modules": f"{_PEFT}.target_modules",
+    # single settings
+    "trainer.nnode": "trainer.nnodes",
+    f"{_MODEL}.dtype": f"{_ACTOR}.fsdp_config.dtype",
+    f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype": f"{_ACTOR}.fsdp_config.dtype",
+    f"{_ACTOR}.optim.warmup_steps_proportion": f"{_ACTOR}.optim.lr_warmup_steps_ratio",
+    f"{_ACTOR}.optim.lr_scheduler": f"{_ACTOR}.optim.lr_scheduler_type",
+    f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
+}
+"""Second spelling -> canonical key. A name stands for everything below it too, and the longest match wins."""
+
+VALUES: dict[str, dict[str, str]] = {
+    f"{_ACTOR}.strategy": {"fsdp": "fsdp2"},
+    "critic.strategy": {"fsdp": "fsdp2"},
+    "trainer.resume_mode": {"resume_path": "path"},
+    "actor_rollout_ref.rollout.dtype": {"half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+    f"{_ACTOR}.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+    f"{_ACTOR}.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+}
+"""Canonical key -> second spelling of a value -> canonical value."""
+
+_STEPS = re.compile(r"global_steps_(\d+)")
+
+
+def canonical(path: Path, value: Any, hints: list[str]) -> tuple[Path, Any]:
+    """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
+    target = _canonical_path(path)
+    if target != path:
+        hints.append(f"{key_of(path)} is a second spelling of {key_of(target)}")
+    return target, _canonical_value(key_of(target), value, hints)
+
+
+def canonical_tree(tree: Mapping[str, Any], hints: list[str], problems: list[str]) -> Tree:
+    """The same settings under their canonical keys. One setting under two spellings must not have two values."""
+    result: Tree = {}
+    seen: dict[Path, tuple[Path, Any]] = {}
+    for path, value in leaves(tree):
+        target, meant = canonical(path, value, hints)
+        if target in seen and seen[target][1] != meant:
+            first, other = seen[target]
+            problems.append(
+                f"{key_of(path)}: {written(meant)} contradicts {key_of(first)}={written(other)}: both name "
+                f"{key_of(target)}; keep {key_of(target)}={written(meant)} alone"
+            )
+        seen[target] = (path, meant)
+        graft(result, target, meant)
+    return result
+
+
+def short_names() -> Iterable[tuple[str, str]]:
+    """Sections that are also known by one word, for interpolations such as ${rollout.n}."""
+    return ((short, full) for short, full in KEYS.items() if "." not in short)
+
+
+def _canonical_path(path: Path) -> Path:
+    for _ in range(len(KEYS)):  # a canonical key may itself be a second spelling below: actor.lora_rank
+        for length in range(len(path), 0, -1):
+            target = KEYS.get(key_of(path[:length]))
+            if target is not None:
+                path = (*target.split("."), *path[length:])
+                break
+        else:
+            return path
+    raise AssertionError(f"the second spellings of {key_of(path)} run in a circle")
+
+
+def _canonical_value(key: str, value: Any, hints: list[str]) -> Any:
+    if not isinstance(value, str):
+        return value
+    meant = VALUES.get(key, {}).get(value, value)
+    if key == "trainer.resume_from_path" and not File(value).expanduser().exists():
+        meant = _STEPS.sub(r"global_step_\1", value)
+    if meant != value:
+        hints.append(f"{key}={value} is a second spelling of {key}={meant}")
+    return meant

@@ -1,0 +1,107 @@
+"""Keys and trees: a tree of settings is nested dicts, a path is a tuple of names, a key is a path joined by dots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from typing import Any
+
+from verl.config.schema import Config, Setting, settings_of
+
+__all__ = ["Path", "Tree", "declared", "graft", "key_of", "leaves", "look_up", "nearest", "prune", "written"]
+
+Path = tuple[str, ...]
+Tree = dict[str, Any]
+
+_SIMILAR = 0.65
+
+
+def key_of(path: Path) -> str:
+    return ".".join(str(name) for name in path)
+
+
+def leaves(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Every value that is not a dict with something in it, with its path."""
+    for name, value in tree.items():
+        path = (*above, name)
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, path)
+        else:
+            yield path, value
+
+
+def graft(tree: Tree, path: Path, value: Any) -> None:
+    """Put `value` at `path`, making the dicts on the way; a dict joins what is there, anything else replaces it."""
+    for name in path[:-1]:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            below = tree[name] = {}
+        tree = below
+    if isinstance(value, Mapping) and isinstance(tree.get(path[-1]), dict):
+        for below_path, leaf in leaves(value):
+            graft(tree[path[-1]], below_path, leaf)
+    else:
+        tree[path[-1]] = value
+
+
+def prune(tree: Tree, path: Path) -> bool:
+    """Take away what is at `path`; False if nothing was."""
+    *above, last = path
+    for name in above:
+        below = tree.get(name)
+        if not isinstance(below, dict):
+            return False
+        tree = below
+    return tree.pop(last, _NOTHING) is not _NOTHING
+
+
+_NOTHING = object()
+
+
+def look_up(tree: Any, path: Path) -> Any:
+    """The value at `path` of a tree or of a `Config`; None where there is none."""
+    for name in path:
+        tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
+    return tree
+
+
+def declared(path: Path) -> Setting | None:
+    """The setting that `path` names, or the open dictionary that it lies in; None if the key is unknown."""
+    known = settings_of(Config)
+    found = known.get(key_of(path))
+    if found is not None:
+        return found
+    for length in range(len(path) - 1, 0, -1):
+        found = known.get(key_of(path[:length]))
+        if found is not None:
+            return found if found.open else None
+    return None
+
+
+def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
+    """The known key that `key` was probably meant to be: like it in its last name first, then as a whole."""
+    known = settings_of(Config)
+    if candidates is None:
+        candidates = [found.key for found in known.values() if found.section is None]
+    last = key.rpartition(".")[2]
+
+    def likeness(candidate: str) -> float:
+        end = SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
+        built = candidate in known and known[candidate].roof is None
+        return 0.65 * end + 0.35 * SequenceMatcher(None, key, candidate).ratio() + 0.1 * built
+
+    best = max(candidates, key=likeness)
+    return best if likeness(best) >= _SIMILAR else None
+
+
+def written(value: Any) -> str:
+    """A value as it is written in an override."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(written(item) for item in value) + "]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{written(item)}" for name, item in value.items()) + "}"
+    return str(value)

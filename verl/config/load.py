@@ -1,0 +1,382 @@
+"""From a command line, a YAML file or a dict to a checked, frozen `Config`.
+
+The way of a setting: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys
+and types (`schema`) -> settings against each other (`checks`). Every problem on the way is collected; the error at the
+end lists them all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path as File
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from verl.config import checks
+from verl.config.aliases import KEYS, canonical, canonical_tree, short_names
+from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
+from verl.config.schema import MISSING, Config, Setting, settings_of
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
+    from hydra.core.override_parser.types import Override
+
+__all__ = ["Loaded", "load", "load_dict", "load_yaml"]
+
+_PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
+"""An override whose value has no structure: where Hydra's grammar stumbles over a character in it (~/models, a?b), it is
+text."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings ready to run, what is worth saying about them, and the sweep values that they come from."""
+
+    config: Config
+    hints: tuple[str, ...] = ()
+    sweep: tuple[str, ...] = ()
+
+
+def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded]:
+    """Settings from a command line: one, or with `-m` one for each point of the sweep.
+
+    `complete=False` does not ask for the required settings: for looking, not for running.
+
+    >>> [loaded] = load(["--config-name", "grpo", "data.train_batch_size=64", "+ray_kwargs.ray_init.num_gpus=1"])
+    """
+    problems: list[str] = []
+    options = _options(argv, problems)
+    overrides = _parse(options.overrides, problems)
+    points = _points(overrides, options.multirun, problems)
+    source = _source(options.config_path, options.config_name, problems)
+    if problems:
+        # what can be read is checked too, so that the list is whole
+        points = points[:1] or [[]]
+    runs = [_build(point, source=source, complete=complete, problems=problems) for point in points]
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return runs
+
+
+def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
+    """Settings from a YAML file, which may have a `defaults:` list, and overrides on top."""
+    path = File(path).expanduser()
+    [loaded] = load(["--config-path", str(path.parent), "--config-name", path.name, *overrides], complete=complete)
+    return loaded
+
+
+def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
+    """Settings from nested dicts, and overrides on top.
+
+    >>> load_dict({"data": {"train_files": "a.parquet"}}, ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]).config
+    """
+    problems: list[str] = []
+    parsed = _parse(overrides, problems)
+    [point] = _points(parsed, False, problems)
+    loaded = _build(point, tree=copy.deepcopy(dict(settings)), complete=complete, problems=problems)
+    if problems:
+        raise ConfigError(list(dict.fromkeys(problems)))
+    return loaded
+
+
+def _build(
+    overrides: Sequence[Override],
+    *,
+    problems: list[str],
+    complete: bool,
+    source: tuple[File, str] | None = None,
+    tree: Tree | None = None,
+) -> Loaded:
+    hints: list[str] = []
+    sweep = tuple(override.input_line or "" for override in overrides if getattr(override, "swept", False))
+    if source is not None:
+        tree, overrides = _compose(*source, overrides, problems)
+    tree = canonical_tree(tree or {}, hints, problems)
+    for override in overrides:
+        _apply(override, tree, hints, problems)
+    _resolve(tree, problems)
+    _drop_unknown(tree, problems)
+    config, wrong = _validate(tree, problems)
+
+    def say(findings: Iterable[checks.Finding], into: list[str]) -> None:
+        into += [found.text for found in findings if not wrong.intersection(found.keys)]
+
+    if complete:
+        say(checks.missing(config), problems)
+    say(checks.unbuilt(config), problems)
+    say(checks.contradictions(config), problems)
+    say(checks.hints(config), hints)
+    return Loaded(config, tuple(dict.fromkeys(hints)), sweep)
+
+
+# --- the command line
+
+
+def _options(argv: Sequence[str], problems: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog="verl")
+    parser.add_argument("--config-path", "-cp", "--config-dir", "-cd")
+    parser.add_argument("--config-name", "-cn")
+    parser.add_argument("--multirun", "-m", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    parser.error = _raise  # type: ignore[method-assign]
+    options, unknown = parser.parse_known_intermixed_args(list(argv))
+    for option in unknown:
+        close = get_close_matches(option.split("=")[0], ["--config-path", "--config-name", "--multirun"], n=1)
+        problems.append(f"{option}: is not an option; " + (f"use {close[0]}" if close else "write settings as key=value"))
+    return options
+
+
+def _raise(message: str) -> Any:
+    raise ConfigError([f"command line: {message}"])
+
+
+def _source(directory: str | None, name: str | None, problems: list[str]) -> tuple[File, str] | None:
+    """Where the user's YAML lies: its directory and its name in there."""
+    if name is None:
+        if directory is not None:
+            problems.append(f"--config-path: {directory} needs the name of a file in it; add --config-name NAME")
+        return None
+    folder, inner = (File(directory), name) if directory is not None else (File(name).parent, File(name).name)
+    folder = folder.expanduser().absolute()
+    inner = inner.removesuffix(".yaml").removesuffix(".yml")
+    if not (folder / f"{inner}.yaml").is_file():
+        there = sorted(file.stem for file in folder.glob("*.yaml"))
+        mend = f"there are: {', '.join(there)}" if there else "name the directory with --config-path"
+        problems.append(f"--config-name: {name} must be a file {inner}.yaml in {folder}; {mend}")
+        return None
+    return folder, inner
+
+
+def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
+    if not texts:
+        return []
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    parser = OverridesParser.create()
+    parsed = []
+    for text in texts:
+        try:
+            try:
+                parsed.append(parser.parse_override(text))
+            except HydraException:
+                if not _PLAIN.fullmatch(text):
+                    raise
+                key, _, value = text.partition("=")
+                parsed.append(parser.parse_override(f"{key}='{value}'"))
+        except HydraException as error:
+            why = str(error).splitlines()[0]
+            problems.append(f"{text}: cannot be read as key=value ({why}); quote special characters: key='\"a, b\"'")
+    return parsed
+
+
+def _points(overrides: Sequence[Override], multirun: bool, problems: list[str]) -> list[list[Override]]:
+    """The product of all sweeps; without `-m` there may be none."""
+    axes: list[list[Override]] = []
+    for override in overrides:
+        if not override.is_sweep_override():
+            axes.append([override])
+        elif not multirun:
+            key, values = override.key_or_group, override.get_value_string()
+            problems.append(
+                f"{key}: {values} must be one value; set {key}=[{values}] for a list, '{key}=\"{values}\"' for text, "
+                "or add -m for one run each"
+            )
+        elif not override.is_discrete_sweep():
+            problems.append(
+                f"{override.key_or_group}: {override.get_value_string()} must be a sweep that can be counted; "
+                f"set {override.key_or_group}=choice(...) or range(...)"
+            )
+        else:
+            lines = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
+            axis = _parse(lines, problems)
+            for point in axis:
+                point.swept = True  # type: ignore[attr-defined]
+            axes.append(axis)
+    return [list(point) for point in itertools.product(*axes)]
+
+
+def _compose(
+    folder: File, name: str, overrides: Sequence[Override], problems: list[str]
+) -> tuple[Tree, list[Override]]:
+    """The user's YAML with its defaults list, by Hydra; and the overrides that were not choices of a config group."""
+    import yaml
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    with initialize_config_dir(config_dir=str(folder), job_name="verl", version_base="1.3"):
+        loader = GlobalHydra.instance().config_loader()
+
+        def is_choice(override: Override) -> bool:
+            group = override.key_or_group
+            return override.is_hydra_override() or "/" in group or bool(loader.get_group_options(group))
+
+        choices = [override.input_line or "" for override in overrides if is_choice(override)]
+        rest = [override for override in overrides if not is_choice(override)]
+        try:
+            composed = OmegaConf.to_container(compose(config_name=name, overrides=choices), resolve=False)
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            problems.append(f"--config-name: {folder / name}.yaml cannot be read: {_one_line(error)}")
+            return {}, rest
+    assert isinstance(composed, dict)
+    return {str(key): value for key, value in composed.items()}, rest
+
+
+# --- one override
+
+
+def _apply(override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
+    if override.is_hydra_override():
+        hints.append(f"{override.input_line} has no effect: verl reads settings with Hydra, but Hydra does not run it")
+        return
+    path: Path = tuple(override.key_or_group.split("."))
+    value = override.value()
+    if override.is_delete():
+        _delete(path, value, tree, hints, problems)
+        return
+    if isinstance(value, dict) and value:
+        below = leaves(value, path)
+    else:
+        below = iter([(path, value)])
+    for spelled, leaf in below:
+        target, meant = canonical(spelled, leaf, hints)
+        if override.is_add() and key_of(target) in settings_of(Config):
+            hints.append(f"+{key_of(spelled)}: {key_of(target)} is a declared setting, the + is not needed")
+        graft(tree, target, meant)
+
+
+def _delete(path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
+    """`~key`: back to the default; in an open dictionary: out of it."""
+    target, _ = canonical(path, None, hints)
+    found, there = declared(target), look_up(tree, target)
+    if found is None:
+        problems.append(_unknown(target))
+    elif value is not None and value != there:
+        mend = f"~{key_of(target)}"
+        problems.append(f"~{key_of(target)}={written(value)}: the value is {written(there)}; write {mend} alone")
+    elif not prune(tree, target) and found.key != key_of(target):
+        entries = ", ".join(look_up(tree, found.path) or ()) or "nothing"
+        problems.append(f"~{key_of(target)}: is not there to be removed; {found.key} holds {entries}")
+
+
+# --- the tree
+
+
+def _resolve(tree: Tree, problems: list[str]) -> None:
+    """Replace ${...} by what it stands for; defaults can be referred to as well."""
+    waiting = [(path, value) for path, value in leaves(tree) if "${" in str(value)]
+    if not waiting:
+        return
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    whole: Tree = Config().model_dump(mode="json")
+    for path, value in leaves(tree):
+        graft(whole, path, value)
+    for short, full in short_names():
+        whole.setdefault(short, f"${{{full}}}")
+    try:
+        root = OmegaConf.create(whole)
+    except OmegaConfBaseException as error:
+        problems.append(f"{error.full_key}: cannot be read: {_one_line(error)}; write ${{section.key}}")
+        root = None
+    for path, value in waiting:
+        if root is None:
+            prune(tree, path)
+            continue
+        try:
+            node: Any = root
+            for name in path:
+                node = node[name]
+            graft(tree, path, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
+        except OmegaConfBaseException as error:
+            problems.append(f"{key_of(path)}: {written(value)} cannot be resolved: {_one_line(error)}; write its value")
+            prune(tree, path)
+
+
+def _drop_unknown(tree: Tree, problems: list[str]) -> None:
+    """Keys that are not declared become problems; sections left empty and values left as ??? count as not given."""
+    for path, value in list(leaves(tree)):
+        found = declared(path)
+        if found is None:
+            problems.append(_unknown(path, value))
+        elif found.section is not None and found.key == key_of(path):
+            if value not in (None, {}):
+                names = ", ".join(found.section.model_fields)
+                problems.append(
+                    f"{found.key}: {written(value)} must be a section; set one of its keys ({names}), such as "
+                    f"{found.key}.{next(iter(found.section.model_fields))}=..."
+                )
+        elif value != MISSING:
+            continue
+        prune(tree, path)
+
+
+def _unknown(path: Path, value: Any = None) -> str:
+    key = key_of(path)
+    near = nearest(key) or nearest(key, KEYS)
+    if near is None:
+        return f"{key}: is not a setting; `verl config` lists them all"
+    mend = near if value is None else f"{near}={written(value)}"
+    return f"{key}: is not a setting; the nearest is {near}: set {mend}"
+
+
+def _validate(tree: Tree, problems: list[str]) -> tuple[Config, set[str]]:
+    """The config, and the keys whose values were wrong: those have their defaults, so that the checks can go on."""
+    try:
+        return Config.model_validate(tree), set()
+    except ValidationError as error:
+        wrong: dict[str, str] = {}
+        for item in error.errors(include_url=False):
+            found = _setting_at(item["loc"])
+            wrong.setdefault(found.key, _wrong(found, item))
+    problems += wrong.values()
+    for key in wrong:
+        prune(tree, tuple(key.split(".")))
+    return Config.model_validate(tree), set(wrong)
+
+
+def _setting_at(loc: tuple[int | str, ...]) -> Setting:
+    """The setting of an error: pydantic goes on into list items and members of unions."""
+    known = settings_of(Config)
+    keys = (".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1))
+    return next(known[key] for key in keys if key in known)
+
+
+_RULES: dict[str, Callable[[Any], str]] = {
+    "greater_than_equal": lambda context: f"must be at least {context['ge']}",
+    "greater_than": lambda context: f"must be above {context['gt']}",
+    "less_than_equal": lambda context: f"must be at most {context['le']}",
+    "less_than": lambda context: f"must be below {context['lt']}",
+    "value_error": lambda context: str(context["error"]),
+}
+
+
+def _wrong(setting: Setting, item: Any) -> str:
+    value, mend = written(item["input"]), setting.default
+    if item["type"] in _RULES:
+        rule = _RULES[item["type"]](item["ctx"])
+    elif setting.choices:
+        rule = f"must be one of {', '.join(str(choice) for choice in setting.choices)}"
+        close = get_close_matches(value, [str(choice) for choice in setting.choices], n=1)
+        if close and not isinstance(mend, list):
+            mend = close[0]
+    else:
+        rule = f"must be {setting.type_name}"
+    advice = "" if setting.required else f"; set {setting.key}={written(mend)}"
+    return f"{setting.key}: {value} {rule}{advice}"
+
+
+def _one_line(error: Exception) -> str:
+    cause = error.__cause__ or error
+    return " ".join(str(cause).split("\n")[0].split())

@@ -1,0 +1,6 @@
+"""The settings themselves, one file a section; `Config` is the root. Imported by the rest of `verl.config` and above."""
+
+from verl.config.schema.base import MISSING, Section, Setting, settings_of
+from verl.config.schema.root import Config
+
+__all__ = ["MISSING", "Config", "Section", "Setting", "settings_of"]

@@ -1,0 +1,141 @@
+"""`actor_rollout_ref.{model,actor,ref}.*`: the policy, how it is trained, and the reference it is held to."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from verl.config.schema.base import Dtype, Section, section, setting
+
+__all__ = ["ActorConfig", "FsdpConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "PeftConfig", "RefConfig"]
+
+Beta = Annotated[float, Field(ge=0, lt=1)]
+KlKind = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full"
+]
+Content = Literal["model", "optimizer", "extra", "hf_model"]
+
+
+class ModelConfig(Section):
+    path: str = setting(None, "Hugging Face name or local directory of the model.", required=True)
+    tokenizer_path: str | None = setting(None, "Where the tokenizer lies; null: beside the model.")
+    trust_remote_code: bool = setting(False, "Allow Python code that comes with the model to run.")
+    enable_gradient_checkpointing: bool = setting(
+        True, "Recompute activations in the backward pass: less memory, about a third more time."
+    )
+    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
+
+
+class OptimConfig(Section):
+    lr: float = setting(1e-6, "Learning rate of AdamW; steps once per optimiser step.", gt=0)
+    weight_decay: float = setting(0.01, "Weight decay of AdamW.", ge=0)
+    betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
+    eps: float = setting(1e-8, "Added to the denominator of AdamW.", gt=0)
+    lr_warmup_steps: int | None = setting(
+        None, "Steps in which the learning rate rises from 0; null: lr_warmup_steps_ratio decides.", unit="steps", ge=0
+    )
+    lr_warmup_steps_ratio: float = setting(0.0, "The same as a share of all optimiser steps.", unit="share", ge=0, le=1)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
+        "constant", "What the learning rate does after the warm-up."
+    )
+    min_lr_ratio: float = setting(0.0, "Where linear and cosine end, as a share of lr.", unit="share", ge=0, le=1)
+
+
+class PolicyLossConfig(Section):
+    loss_mode: Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov"] = setting(
+        "vanilla",
+        "Policy loss.",
+        planned=("gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov"),
+    )
+
+
+class FsdpConfig(Section):
+    model_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the master weights and moments.")
+    dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on a CPU.")
+    reshard_after_forward: bool = setting(
+        True, "Free the gathered weights of a layer between forward and backward: less memory, more traffic."
+    )
+    param_offload: bool = setting(False, "Keep the weights in host memory while they are not used.", planned=True)
+    optimizer_offload: bool = setting(False, "Keep the optimiser's moments in host memory.", planned=True)
+    offload_policy: bool = setting(False, "FSDP2's own offloading of weights, gradients and moments.", planned=True)
+
+
+class MegatronConfig(Section):
+    tensor_model_parallel_size: int = setting(1, "Ranks that share each layer.", unit="ranks", ge=1)
+    pipeline_model_parallel_size: int = setting(1, "Stages that the layers are cut into.", unit="stages", ge=1)
+
+
+class PeftConfig(Section):
+    peft_type: Literal["lora"] | None = setting(None, "Train an adapter instead of all weights.")
+    lora_rank: int = setting(0, "Rank of the adapter; 0: no adapter.", ge=0)
+    lora_alpha: int = setting(16, "Scale of the adapter, over its rank.", ge=1)
+    target_modules: str | list[str] = setting("all-linear", "Modules that get an adapter.")
+
+
+class CheckpointConfig(Section):
+    save_contents: list[Content] = setting(
+        ["model", "optimizer", "extra"], "What a checkpoint holds; extra: schedules and random states."
+    )
+    load_contents: list[Content] = setting(["model", "optimizer", "extra"], "What a resumed run takes from it.")
+
+
+class ActorConfig(Section):
+    strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
+    optim: OptimConfig = section(OptimConfig, "Optimiser and its schedule.")
+    ppo_mini_batch_size: int = setting(
+        256, "Prompts per optimiser step, over all ranks; times rollout.n samples.", unit="prompts", ge=1
+    )
+    ppo_micro_batch_size_per_gpu: int = setting(
+        8, "Samples a rank takes at once; changes speed and memory, never the gradient.", unit="samples", ge=1
+    )
+    use_dynamic_bsz: bool = setting(False, "Fill micro-batches up to a number of tokens instead of samples.")
+    ppo_max_token_len_per_gpu: int = setting(
+        16384, "That number of tokens; only a sample that is itself longer exceeds it.", unit="tokens", ge=1
+    )
+    ppo_epochs: int = setting(1, "Passes over the answers of a step.", unit="passes", ge=1)
+    shuffle: bool = setting(False, "Draw the mini-batches of a step in random order.")
+    clip_ratio: float = setting(0.2, "How far the ratio of new to old probability may move from 1.", gt=0, lt=1)
+    clip_ratio_low: float | None = setting(None, "The same downwards; null: clip_ratio.", gt=0, lt=1)
+    clip_ratio_high: float | None = setting(None, "The same upwards; null: clip_ratio.", gt=0)
+    clip_ratio_c: float = setting(3.0, "Limit of the loss where the advantage is negative (dual clip).", gt=1)
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
+    loss_agg_mode: Literal[
+        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = setting("token-mean", "How the losses of tokens become one number.")
+    loss_scale_factor: float | None = setting(
+        None, "Length that seq-mean-token-sum-norm divides by; null: data.max_response_length.", unit="tokens", gt=0
+    )
+    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
+    use_kl_loss: bool = setting(False, "Hold the policy to the reference by a KL term in the loss.")
+    kl_loss_coef: float = setting(0.001, "Weight of that term.", ge=0)
+    kl_loss_type: KlKind = setting(
+        "low_var_kl", "Its estimator; a trailing + takes k2's gradient.", planned=("full",)
+    )
+    grad_clip: float = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
+    use_torch_compile: bool = setting(True, "Compile the fused kernels; off costs 10-20 % of the speed.")
+    fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
+    megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
+    peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)
+    checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")
+
+    @property
+    def clip_range(self) -> tuple[float, float]:
+        """How far the ratio may fall below 1 and rise above it."""
+        low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
+        high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
+        return low, high
+
+
+class RefFsdpConfig(Section):
+    param_offload: bool = setting(False, "Keep the reference's weights in host memory.", planned=True)
+
+
+class RefConfig(Section):
+    log_prob_micro_batch_size_per_gpu: int | None = setting(
+        None, "Samples a rank takes at once for the reference; null: as the actor.", unit="samples", ge=1
+    )
+    log_prob_max_token_len_per_gpu: int | None = setting(
+        None, "Tokens a rank takes at once with use_dynamic_bsz; null: as the actor.", unit="tokens", ge=1
+    )
+    fsdp_config: RefFsdpConfig = section(RefFsdpConfig, "Sharding of the reference.")

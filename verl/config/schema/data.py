@@ -1,0 +1,41 @@
+"""`data.*`: which prompts, how many, how long."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from verl.config.schema.base import Section, setting
+
+__all__ = ["DataConfig"]
+
+
+class DataConfig(Section):
+    train_files: str | list[str] = setting(None, "Training prompts: Parquet or JSONL, one file or a list.", required=True)
+    val_files: str | list[str] | None = setting(None, "Held-out prompts for validation; null: no validation.")
+    prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a finished string.")
+    max_prompt_length: int = setting(512, "Longest prompt.", unit="tokens", ge=1)
+    max_response_length: int = setting(512, "Longest answer.", unit="tokens", ge=1)
+    train_batch_size: int = setting(
+        1024, "Prompts drawn a step; each is answered rollout.n times.", unit="prompts", ge=1
+    )
+    val_batch_size: int | None = setting(
+        None, "Prompts validated at once; null: all of them.", unit="prompts", ge=1
+    )
+    shuffle: bool = setting(True, "Draw the training prompts in a new random order every epoch.")
+    seed: int | None = setting(None, "Seed of that order; null: trainer.seed.")
+    filter_overlong_prompts: bool = setting(
+        False, "Leave out prompts longer than max_prompt_length, and say how many."
+    )
+    truncation: Literal["error", "left", "right", "middle"] = setting(
+        "error", "What happens to a longer prompt that was not left out: an error, or which side is cut."
+    )
+    train_max_samples: int = setting(-1, "Use only the first so many training rows; -1: all.", unit="rows", ge=-1)
+    val_max_samples: int = setting(-1, "Use only the first so many validation rows; -1: all.", unit="rows", ge=-1)
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed to the tokenizer's chat template as they are.")
+    return_raw_input_ids: bool = setting(
+        False, "Keep prompts for a reward model with another chat template.", planned=True
+    )
+    response_key: str | None = setting(None, "Column of the answer, for supervised training.", planned=True)
+    micro_batch_size_per_gpu: int | None = setting(
+        None, "Samples a rank takes at once in supervised training.", unit="samples", ge=1, planned=True
+    )

@@ -1,0 +1,50 @@
+"""`reward.*`: how answers are scored."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from verl.config.schema.base import Section, section, setting
+
+__all__ = ["RewardConfig"]
+
+
+class CustomRewardFunction(Section):
+    path: str | None = setting(
+        None, "File (or package.module) of your reward function; null: shipped scorers, by data source."
+    )
+    name: str = setting("compute_score", "Name of the function in it.")
+    reward_kwargs: dict[str, Any] = setting({}, "Passed to the function as further keyword arguments.")
+
+
+class RewardManagerConfig(Section):
+    name: Literal["naive", "prime", "dapo"] = setting(
+        "naive", "How the function is called; prime: in parallel processes.", planned=("prime", "dapo")
+    )
+
+
+class RewardRolloutConfig(Section):
+    name: Literal["vllm", "sglang"] = setting("vllm", "Engine that runs the reward model.")
+    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1)
+    gpu_memory_utilization: float = setting(0.5, "Share of an accelerator's memory.", unit="share", gt=0, le=1)
+
+
+class RewardModelConfig(Section):
+    enable: bool = setting(False, "Score answers by a trained reward model.")
+    model_path: str | None = setting(None, "Hugging Face name or directory of the reward model.")
+    micro_batch_size_per_gpu: int | None = setting(None, "Answers it scores at once.", unit="samples", ge=1)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine that runs it.")
+
+
+class OverlongBuffer(Section):
+    enable: bool = setting(False, "Punish answers that come close to max_response_length.")
+    len: int = setting(0, "The last so many tokens, over which the penalty grows linearly.", unit="tokens", ge=0)
+    penalty_factor: float = setting(1.0, "The penalty at the very end.", ge=0)
+
+
+class RewardConfig(Section):
+    custom_reward_function: CustomRewardFunction = section(CustomRewardFunction, "Your own reward function.")
+    num_workers: int = setting(1, "Processes that score answers in parallel.", unit="processes", ge=1, planned=True)
+    reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
+    reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.", planned=True)
+    overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).", planned=True)

@@ -1,0 +1,85 @@
+"""`trainer.*` and `ray_kwargs.*`: how long, on how much, what is kept and who is told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict
+
+from verl.config.schema.base import Every, OneOrMany, Section, section, setting
+
+__all__ = ["RayConfig", "TrainerConfig"]
+
+Sink = Literal["console", "jsonl", "wandb", "tensorboard", "mlflow", "trackio"]
+Sinks = Annotated[list[Sink], OneOrMany]
+
+
+class PrometheusConfig(Section):
+    enable: bool = setting(False, "Serve the metrics to Prometheus.")
+    port: int = setting(9090, "On this port.", ge=1, le=65535)
+
+
+class TrainerConfig(Section):
+    nnodes: int = setting(1, "Machines.", unit="machines", ge=1)
+    n_gpus_per_node: int = setting(
+        8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices", ge=1
+    )
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to train; auto: cuda if there is one.")
+    total_epochs: int = setting(1, "Passes over the training prompts.", unit="epochs", ge=1)
+    total_training_steps: int | None = setting(
+        None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
+    )
+    max_staleness: int = setting(
+        0, "How many weight versions behind an answer may be; 0: synchronous.", unit="versions", ge=0, planned=True
+    )
+    save_freq: Every = setting(-1, "A checkpoint every so many steps; -1: never.", unit="steps")
+    test_freq: Every = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
+    val_before_train: bool = setting(True, "Validate before the first step, if there are val_files.")
+    max_ckpts_to_keep: int | None = setting(
+        None, "Older checkpoints are deleted; null: all are kept.", unit="checkpoints", ge=1
+    )
+    default_local_dir: str | None = setting(
+        None, "Where checkpoints go; null: checkpoints/<project_name>/<experiment_name>."
+    )
+    resume_mode: Literal["auto", "disable", "path"] = setting(
+        "auto", "auto: go on from the newest checkpoint; disable: start anew; path: from resume_from_path."
+    )
+    resume_from_path: str | None = setting(None, "A checkpoint: .../global_step_<N>.")
+    logger: Sinks = setting(
+        ["console"], "Who is told the metrics.", planned=("wandb", "tensorboard", "mlflow", "trackio")
+    )
+    project_name: str = setting("verl", "Project, for trackers and the checkpoint directory.")
+    experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
+    wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
+    seed: int = setting(1, "Seed of everything random in the run.", ge=0)
+    deterministic: bool = setting(False, "Repeatable to the bit, at a cost in speed.")
+    local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
+    prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
+
+    @property
+    def checkpoint_dir(self) -> Path:
+        """Where checkpoints go: default_local_dir, or by project and experiment."""
+        if self.default_local_dir is not None:
+            return Path(self.default_local_dir).expanduser()
+        return Path("checkpoints", self.project_name, self.experiment_name)
+
+
+class RayInit(Section):
+    """Arguments of `ray.init`: what is not declared here is passed as it is."""
+
+    model_config = ConfigDict(extra="allow")
+
+    num_cpus: int | None = setting(
+        None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores", ge=1
+    )
+    address: str | None = setting(None, "Cluster to join; null: RAY_ADDRESS, or a new one on this machine.")
+
+    def arguments(self) -> dict[str, Any]:
+        """What was given, for `ray.init(**arguments)`."""
+        return {name: value for name, value in self.model_dump().items() if value is not None}
+
+
+class RayConfig(Section):
+    ray_init: RayInit = section(RayInit, "Arguments of ray.init, passed as they are.")
+    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.")
