@@ -1,0 +1,105 @@
+"""The console: one line per step, columns that do not move, colours on terminals alone."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import rich.console
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.tracking.console import Console, duration
+
+pytestmark = pytest.mark.unit
+
+STEP = {
+    "reward/mean": 0.531,
+    "actor/kl_loss": 0.0012,
+    "actor/entropy": 0.81,
+    "actor/pg_clipfrac": 0.02,
+    "actor/grad_norm": 0.42,
+    "response_length/mean": 4.0,
+    "timing_s/gen": 0.6,
+    "timing_s/prep": 0.4,
+    "timing_s/update": 1.2,
+    "timing_s/sync": 0.1,
+    "timing_s/step": 2.4,
+    "perf/throughput": 2913.2,
+}
+
+
+def lines(*steps: tuple[int, dict[str, float]], total: int | None = 100, terminal: bool = False) -> list[str]:
+    out = io.StringIO()
+    console = Console(total, rich.console.Console(file=out, force_terminal=terminal, highlight=False, width=40))
+    for step, metrics in steps:
+        console.step(metrics, step)
+    return out.getvalue().splitlines()
+
+
+def test_a_step_is_one_line_with_every_number_in_order() -> None:
+    (line,) = lines((12, STEP))
+    assert " ".join(line.split()) == (
+        "step 12/100 reward 0.531 kl 0.0012 entropy 0.81 clip 0.02 grad 0.42 len 4.0 "
+        "| gen 0.6s prep 0.4s update 1.2s sync 0.1s = 2.4s 2,913 tok/s eta 3m31s"
+    )
+
+
+@given(st.floats(min_value=-1e30, max_value=1e30), st.floats(min_value=0, max_value=9e6))
+def test_columns_do_not_move_whatever_the_numbers(value: float, seconds: float) -> None:
+    learning = {name: value for name in STEP if not name.startswith(("timing_s/", "perf/"))}
+    times = {name: seconds for name in STEP if name.startswith("timing_s/")}
+    usual, odd = lines((1, STEP), (100, learning | times | {"perf/throughput": 1.0}))
+    assert odd.index("|") == usual.index("|")
+    assert odd.index("tok/s") == usual.index("tok/s")
+
+
+def test_not_a_number_is_shown_and_a_missing_number_is_a_dash() -> None:
+    usual, nan, missing = lines(
+        (1, STEP),
+        (2, STEP | {"actor/grad_norm": float("nan")}),
+        (3, {k: v for k, v in STEP.items() if k != "actor/entropy"}),
+    )
+    assert "grad   nan" in nan
+    assert "entropy     -" in missing
+    assert len({line.index("|") for line in (usual, nan, missing)}) == 1
+
+
+def test_a_column_that_the_first_step_lacks_is_not_shown() -> None:
+    (line,) = lines((1, {"reward/mean": 1.0}))
+    assert "entropy" not in line
+    assert "reward" in line
+
+
+def test_lines_are_never_folded_and_a_file_gets_no_colours() -> None:
+    plain, coloured = lines((1, STEP))[0], lines((1, STEP), terminal=True)[0]
+    assert len(plain) > 100
+    assert "\x1b" not in plain
+    assert "\x1b[" in coloured
+
+
+def test_the_eta_follows_recent_steps() -> None:
+    quick = [(step, STEP | {"timing_s/step": 1.0}) for step in range(1, 41)]
+    slow_start = [(1, STEP | {"timing_s/step": 1000.0}), *quick[1:]]
+    assert "eta 1m00s" in lines(*slow_start)[-1]
+    assert "eta" not in lines((1, STEP), total=None)[0]
+
+
+def test_validation_banner_advice_and_notes_are_lines_of_their_own() -> None:
+    out = io.StringIO()
+    console = Console(100, rich.console.Console(file=out, width=40))
+    console.banner("prompts a step   64\nsamples a step  512\n", title="sizes")
+    console.validation({"val/addition/mean@1": 0.71234, "reward/mean": 1.0}, 12)
+    console.advice("try [this]")
+    console.note("saved")
+    text = out.getvalue().splitlines()
+    assert text[0].startswith("── sizes ─")
+    assert text[1:3] == ["prompts a step   64", "samples a step  512"]
+    assert text[4:] == ["valid  12/100  addition/mean@1 0.712", "  ! try [this]", "saved"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0s"), (45.4, "45s"), (59.9, "1m00s"), (200, "3m20s"), (3900, "1h05m"), (183600, "2d03h")]
+)
+def test_durations_have_two_units_at_most(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

@@ -1,0 +1,67 @@
+"""Each trouble is seen when it is there, not when it is not, and is not repeated at every step."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from verl.tracking.diagnosis import Diagnosis, diagnose
+
+pytestmark = pytest.mark.unit
+
+HEALTHY = {
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "reward/groups_without_signal": 0.5,
+    "training/rollout_probs_diff_mean": 0.004,
+    "actor/kl_loss": 0.02,
+    "actor/ppo_kl": -0.01,
+    "actor/skipped_steps": 0.0,
+    "response_length/clip_ratio": 0.1,
+    "actor/grad_norm": 0.3,
+}
+
+TROUBLES = [
+    ({"reward/max": 0.0}, "same reward, 0", "actor_rollout_ref.rollout.n="),
+    ({"reward/groups_without_signal": 0.95}, "95% of the prompts", "actor_rollout_ref.rollout.n="),
+    ({"training/rollout_probs_diff_mean": 0.02}, "0.0200", "disable_cascade_attn=True"),
+    ({"actor/kl_loss": 3.0}, "actor/kl_loss is 3", "kl_loss_coef="),
+    ({"actor/ppo_kl": -2.0}, "actor/ppo_kl is -2", "optim.lr"),
+    ({"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}, "1 optimiser step(s)", "grad_clip="),
+    ({"actor/grad_norm": math.nan}, "not a number: actor/grad_norm", "grad_clip="),
+    ({"response_length/clip_ratio": 0.8}, "80% of the answers", "data.max_response_length"),
+]
+
+
+@pytest.mark.parametrize(("change", "seen", "remedy"), TROUBLES)
+def test_a_trouble_is_one_line_with_what_was_seen_and_what_to_try(
+    change: dict[str, float], seen: str, remedy: str
+) -> None:
+    (line,) = diagnose(HEALTHY | change)
+    assert seen in line
+    assert remedy in line
+    assert "\n" not in line
+
+
+def test_health_and_silence_give_no_advice() -> None:
+    assert diagnose(HEALTHY) == []
+    assert diagnose({}) == []
+
+
+def test_several_troubles_give_several_lines() -> None:
+    assert len(diagnose(HEALTHY | {"reward/max": 0.0, "response_length/clip_ratio": 1.0})) == 2
+
+
+def test_the_same_advice_comes_once_and_then_as_a_reminder() -> None:
+    diagnosis = Diagnosis(remind_after=10)
+    sick = HEALTHY | {"reward/max": 0.0}
+    told = [step for step in range(1, 25) if diagnosis.advise(sick, step)]
+    assert told == [1, 11, 21]
+
+
+def test_a_new_trouble_is_told_at_once_also_while_another_lasts() -> None:
+    diagnosis = Diagnosis()
+    assert len(diagnosis.advise(HEALTHY | {"reward/max": 0.0}, 1)) == 1
+    (line,) = diagnosis.advise(HEALTHY | {"reward/max": 0.0, "actor/kl_loss": 9.0}, 2)
+    assert "actor/kl_loss" in line

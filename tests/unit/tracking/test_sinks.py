@@ -1,0 +1,104 @@
+"""Sinks: what reaches the file, what a resumed run keeps, and how a missing one is refused."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import rich.console
+
+from verl.errors import ConfigError
+from verl.tracking.console import Console
+from verl.tracking.sinks import ConsoleSink, JsonlSink, NullSink, Run, Sinks, open_sinks
+
+pytestmark = pytest.mark.unit
+
+
+def read(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def write(folder: Path, steps: list[int], resumed_step: int | None = None) -> None:
+    sink = JsonlSink(folder, resumed_step)
+    for step in steps:
+        sink.log({"reward/mean": step / 10}, step)
+    sink.close()
+
+
+def test_every_step_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
+    sink = JsonlSink(tmp_path / "run")
+    sink.log({"reward/mean": 0.5, "actor/grad_norm": math.inf, "x": math.nan}, 1)
+    (record,) = read(tmp_path / "run")
+    assert record.pop("time") > 1e9
+    assert record == {"step": 1, "reward/mean": 0.5, "actor/grad_norm": "Infinity", "x": "NaN"}
+    sink.close()
+
+
+def test_a_resumed_run_drops_what_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
+    write(tmp_path, [1, 2, 3, 4])
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 2, "rew')
+    write(tmp_path, [3, 4, 5], resumed_step=2)
+    assert [record["step"] for record in read(tmp_path)] == [1, 2, 3, 4, 5]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_run_that_starts_anew_moves_the_old_file_aside(tmp_path: Path) -> None:
+    for last in (1, 2, 3):
+        write(tmp_path, list(range(1, last + 1)))
+    assert [len(read(tmp_path, name)) for name in ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")] == [1, 2, 3]
+
+
+def test_the_console_sink_writes_a_line_for_the_step_and_one_for_its_validation() -> None:
+    out = io.StringIO()
+    sink = ConsoleSink(Console(10, rich.console.Console(file=out)))
+    sink.log({"reward/mean": 0.5, "val/addition/mean@1": 0.7}, 1)
+    sink.log({"val/addition/mean@1": 0.8}, 2)
+    assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "valid", "valid"]
+
+
+def test_unknown_sinks_are_all_named_with_the_known_ones(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        open_sinks(["console", "wandbb", "file", "jsonl"], Run(tmp_path))
+    assert len(caught.value.problems) == 2
+    assert "console, jsonl, none, tensorboard, wandb" in caught.value.problems[0]
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", ["wandb", "tensorboard"])
+def test_a_tracker_that_is_not_installed_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ConfigError, match=f"pip install {name}"):
+        open_sinks(["jsonl", name], Run(tmp_path))
+
+
+def test_wandb_is_told_the_run_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda metrics, step: told.append((metrics, step)), finish=lambda: told.append("end"))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: told.append(given) or run))
+    sinks = open_sinks(["wandb"], Run(tmp_path, project="p", name="n", settings={"lr": 1}, resumed_step=3))
+    sinks.log({"x": 1.0}, 4)
+    sinks.close()
+    assert told == [
+        {"project": "p", "name": "n", "dir": tmp_path, "config": {"lr": 1}, "resume": "auto"},
+        ({"x": 1.0}, 4),
+        "end",
+    ]
+
+
+def test_the_null_sink_takes_anything_and_several_sinks_are_one(tmp_path: Path) -> None:
+    jsonl = JsonlSink(tmp_path)
+    sinks = Sinks([NullSink(), jsonl])
+    sinks.log({"x": 1.0}, 1)
+    sinks.close()
+    assert len(read(tmp_path)) == 1
+    with pytest.raises(ValueError, match="closed file"):
+        jsonl.log({}, 2)

@@ -1,0 +1,113 @@
+"""Known troubles, seen in the numbers while they happen: what was seen, and which override to try."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+__all__ = ["Diagnosis", "diagnose"]
+
+Numbers = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Trouble:
+    """`sees` returns what it saw, in words, or None."""
+
+    name: str
+    sees: Callable[[Numbers], str | None]
+    remedy: str
+
+
+def diagnose(metrics: Numbers) -> list[str]:
+    """One line for each trouble that the metrics of one step show; none when all is well."""
+    return [line for _, line in _found(metrics)]
+
+
+class Diagnosis:
+    """Remembers what it said: the same advice comes again only after `remind_after` steps."""
+
+    def __init__(self, remind_after: int = 50) -> None:
+        self._remind_after = remind_after
+        self._said: dict[str, int] = {}
+
+    def advise(self, metrics: Numbers, step: int) -> list[str]:
+        """What is worth saying now."""
+        lines = []
+        for name, line in _found(metrics):
+            if name not in self._said or step - self._said[name] >= self._remind_after:
+                self._said[name] = step
+                lines.append(line)
+        return lines
+
+
+def _no_signal(metrics: Numbers) -> str | None:
+    low, high = metrics.get("reward/min"), metrics.get("reward/max")
+    if low is not None and low == high:
+        return f"every answer of the step got the same reward, {low:g}: there is nothing to learn from"
+    silent = metrics.get("reward/groups_without_signal", 0.0)
+    if silent > 0.9:
+        return f"for {silent:.0%} of the prompts all answers got the same reward: there is little to learn from"
+    return None
+
+
+def _mismatch(metrics: Numbers) -> str | None:
+    gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
+    if gap > 0.01:
+        return (
+            f"trainer and rollout engine disagree: training/rollout_probs_diff_mean is {gap:.4f} (healthy: below 0.005)"
+        )
+    return None
+
+
+def _kl_explodes(metrics: Numbers) -> str | None:
+    for name, limit in (("actor/kl_loss", 1.0), ("actor/kl", 1.0), ("actor/ppo_kl", 0.5)):
+        if abs(value := metrics.get(name, 0.0)) > limit:
+            return f"the policy runs away: {name} is {value:.3g} per token (limit of this warning: {limit:g})"
+    return None
+
+
+def _skipped(metrics: Numbers) -> str | None:
+    if count := metrics.get("actor/skipped_steps", 0.0):
+        return f"{count:g} optimiser step(s) were skipped, since the gradient was not finite"
+    broken = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
+    return f"not a number: {', '.join(broken[:4])}" if broken else None
+
+
+def _cut(metrics: Numbers) -> str | None:
+    share = metrics.get("response_length/clip_ratio", 0.0)
+    return f"{share:.0%} of the answers were cut by the length limit before they ended" if share > 0.5 else None
+
+
+_TROUBLES = (
+    _Trouble(
+        "no signal",
+        _no_signal,
+        "look at some answers and at the reward function; more answers a prompt with actor_rollout_ref.rollout.n=8, "
+        "or prompts that the model sometimes solves",
+    ),
+    _Trouble(
+        "mismatch",
+        _mismatch,
+        "try actor_rollout_ref.rollout.dtype=float32, or with vLLM on long contexts "
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+    ),
+    _Trouble(
+        "kl",
+        _kl_explodes,
+        "try actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01, "
+        "or a lower actor_rollout_ref.actor.optim.lr",
+    ),
+    _Trouble(
+        "not finite",
+        _skipped,
+        "look at reward/min and reward/max for outliers; try a lower actor_rollout_ref.actor.optim.lr "
+        "or actor_rollout_ref.actor.grad_clip=0.5",
+    ),
+    _Trouble("cut", _cut, "try a larger data.max_response_length, or check that the model knows its end token"),
+)
+
+
+def _found(metrics: Numbers) -> list[tuple[str, str]]:
+    return [(one.name, f"{seen}; {one.remedy}") for one in _TROUBLES if (seen := one.sees(metrics)) is not None]
