@@ -43,6 +43,8 @@ def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
     wanted = dict(state)
     if absent:
         wanted[PER_RANK] = {rank: value for rank, value in state[PER_RANK].items() if rank not in absent}
+        if not wanted[PER_RANK]:
+            del wanted[PER_RANK]
         logger.info("checkpoint %s has no random state for rank %s", directory, ", ".join(absent))
     _check_fit(wanted, stored, directory)
     dcp.load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
@@ -75,7 +77,7 @@ def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Any], directory: s
 def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Leaves under the dotted names that torch.distributed.checkpoint gives them."""
     for key, value in state.items():
-        if isinstance(value, Mapping) and value:
+        if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

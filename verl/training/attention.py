@@ -131,7 +131,8 @@ def _softcapped(
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_band(q.shape[-2], window, q.device), float("-inf"))
-    weights = F.dropout(scores.softmax(-1, dtype=torch.float32).to(q.dtype), dropout)
+    precise = torch.promote_types(q.dtype, torch.float32)
+    weights = F.dropout(scores.softmax(-1, dtype=precise).to(q.dtype), dropout)
     return weights @ v
 
 

@@ -77,7 +77,10 @@ def load_model(
     attention.register()
     disable_progress_bar()  # the console is ours
     try:
-        hf = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, trust_remote_code=trust_remote_code)
+        # "eager" is the model's own word on its attention: transformers' sdpa leaves out softcaps without saying so.
+        hf = AutoModelForCausalLM.from_pretrained(
+            path, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError) as error:
         raise EngineError(f"model {path}: cannot be loaded: {error}") from error
     _check_layers(hf, path)

@@ -1,0 +1,70 @@
+import pytest
+import torch
+
+from verl.training.logprobs import token_logprobs
+
+pytestmark = pytest.mark.unit
+
+
+def plain(hidden, weight, targets, bias=None, scale=1.0, softcap=None, temperature=1.0):
+    logits = torch.nn.functional.linear(hidden, weight, bias) * scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    log_p = (logits / temperature).log_softmax(-1)
+    return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
+
+
+def inputs(n=13, h=5, v=17, dtype=torch.float64, bias=False):
+    torch.manual_seed(0)
+    made = [torch.randn(n, h, dtype=dtype), torch.randn(v, h, dtype=dtype)]
+    made += [torch.randn(v, dtype=dtype)] if bias else []
+    return [tensor.requires_grad_() for tensor in made], torch.randint(v, (n,))
+
+
+def gradients(outputs, leaves, use):
+    torch.manual_seed(1)
+    terms = [(torch.randn_like(out) * out).sum() for out, used in zip(outputs, use, strict=True) if used]
+    return torch.autograd.grad(sum(terms), leaves)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 13, 100])
+@pytest.mark.parametrize("use", [(1, 1), (1, 0), (0, 1)], ids=["both", "logprobs", "entropy"])
+@pytest.mark.parametrize(
+    "options", [{}, {"temperature": 0.7}, {"softcap": 1.5, "scale": 0.5, "temperature": 1.3}, {"scale": 2.0}], ids=str
+)
+@pytest.mark.parametrize("bias", [False, True])
+def test_chunks_give_the_values_and_gradients_of_the_plain_way(chunk, use, options, bias):
+    (hidden, weight, *rest), targets = inputs(bias=bias)
+    named = {"bias": rest[0]} if rest else {}
+    ours = token_logprobs(hidden, weight, targets, chunk=chunk, **named, **options)
+    theirs = plain(hidden, weight, targets, **named, **options)
+    torch.testing.assert_close(ours, theirs)
+    leaves = [hidden, weight, *rest]
+    torch.testing.assert_close(gradients(ours, leaves, use), gradients(theirs, leaves, use))
+
+
+def test_no_positions_give_no_log_probs_and_zero_gradients():
+    (hidden, weight), targets = inputs(n=0)
+    logprobs, entropy = token_logprobs(hidden, weight, targets)
+    assert logprobs.shape == entropy.shape == (0,)
+    d_hidden, d_weight = torch.autograd.grad(logprobs.sum() + entropy.sum(), [hidden, weight])
+    assert d_hidden.shape == hidden.shape
+    assert not d_weight.any()
+
+
+def test_a_frozen_head_gets_no_gradient():
+    (hidden, weight), targets = inputs()
+    weight.requires_grad_(False)
+    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    assert hidden.grad is not None
+    assert weight.grad is None
+
+
+def test_low_precision_inputs_give_float32_log_probs_and_gradients_of_their_own_type():
+    (hidden, weight), targets = inputs(dtype=torch.bfloat16)
+    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=4)
+    assert logprobs.dtype == entropy.dtype == torch.float32
+    expected, _ = plain(hidden.float(), weight.float(), targets)
+    torch.testing.assert_close(logprobs, expected, atol=0.05, rtol=0.02)
+    logprobs.sum().backward()
+    assert weight.grad.dtype == hidden.grad.dtype == torch.bfloat16

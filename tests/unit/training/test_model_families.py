@@ -1,0 +1,83 @@
+"""Loading checks packed log-probs against the model's own: a family that loads is a family that works."""
+
+import pytest
+import torch
+import transformers
+
+from verl.errors import EngineError
+from verl.training.model import load_model
+
+pytestmark = pytest.mark.unit
+
+TINY = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 48,
+    "intermediate_size": 64,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+FAMILIES = {
+    "llama": (transformers.LlamaConfig, {}),
+    "qwen2-tied": (transformers.Qwen2Config, {"tie_word_embeddings": True}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "mistral-window": (transformers.MistralConfig, {"sliding_window": 3}),
+    "gemma2-softcaps": (
+        transformers.Gemma2Config,
+        {"head_dim": 16, "sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 0.5},
+    ),
+    "granite-divided": (transformers.GraniteConfig, {"logits_scaling": 4.0}),
+    "cohere-scaled": (transformers.CohereConfig, {"logit_scale": 0.25}),
+    "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
+    "phi-bias": (transformers.PhiConfig, {}),
+}
+
+
+def saved(tmp_path, family):
+    kind, options = FAMILIES[family]
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**TINY, **options}))
+    with torch.no_grad():
+        for parameter in model.parameters():  # large enough that a wrong scale or mask shows
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_log_probs_are_the_models_own(tmp_path, family):
+    model = load_model(saved(tmp_path, family), dtype=torch.float32)
+    assert len(model.layers()) == 2
+
+
+def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch):
+    path = saved(tmp_path, "llama")
+    real = transformers.LlamaForCausalLM.forward
+
+    def tripled(self, *args, **kwargs):
+        output = real(self, *args, **kwargs)
+        output.logits = output.logits * 3
+        return output
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", tripled)
+    with pytest.raises(EngineError, match=r"\(llama\): log-probs of packed sequences differ"):
+        load_model(path, dtype=torch.float32)
+
+
+def test_layers_with_a_state_of_their_own_are_refused(tmp_path):
+    path = saved(tmp_path, "qwen3")
+    config = transformers.AutoConfig.from_pretrained(path)
+    config.layer_types = ["full_attention", "chunked_attention"]
+    config.attention_chunk_size = 4
+    config.save_pretrained(path)
+    with pytest.raises(EngineError, match="chunked_attention cannot be trained on packed"):
+        load_model(path, dtype=torch.float32)
+
+
+def test_a_path_without_a_model_is_named(tmp_path):
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        load_model(str(tmp_path), dtype=torch.float32)
