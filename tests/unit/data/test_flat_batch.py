@@ -3,13 +3,14 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.data.batch import FlatBatch
 from verl.types import Sample
 
 pytestmark = pytest.mark.unit
+law = settings(max_examples=60, deadline=None)
 
 
 def sample(length: int, start: int = 0) -> Sample:
@@ -50,6 +51,7 @@ def test_samples_are_laid_end_to_end() -> None:
     assert batch.segment_ids.tolist() == [0, 0, 1, 1, 1]
 
 
+@law
 @given(lengths_of_batches, st.data())
 def test_select_takes_whole_sequences_in_the_order_asked(lengths: list[int], data: st.DataObject) -> None:
     batch = batch_of(lengths)
@@ -60,6 +62,7 @@ def test_select_takes_whole_sequences_in_the_order_asked(lengths: list[int], dat
         assert sequences(taken, name) == [before[index] for index in chosen]
 
 
+@law
 @given(lengths_of_batches, st.data())
 def test_what_is_split_and_joined_again_is_the_same(lengths: list[int], data: st.DataObject) -> None:
     batch = batch_of(lengths)

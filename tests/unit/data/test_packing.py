@@ -4,12 +4,13 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.data.packing import balance, chunk, level, longer_than, pack
 
 pytestmark = pytest.mark.unit
+law = settings(max_examples=60, deadline=None)
 
 lengths_lists = st.lists(st.integers(0, 50), max_size=60)
 
@@ -29,6 +30,7 @@ def assert_within(pieces: list[list[int]], lengths: list[int], budget: int) -> N
         assert len(piece) == 1 or tokens(piece, lengths) <= budget
 
 
+@law
 @given(lengths_lists, st.integers(1, 80))
 def test_packing_never_exceeds_the_budget_but_by_a_lone_longer_sample(lengths: list[int], budget: int) -> None:
     pieces = pack(lengths, budget)
@@ -39,12 +41,14 @@ def test_packing_never_exceeds_the_budget_but_by_a_lone_longer_sample(lengths: l
     assert {piece[0] for piece in pieces if tokens(piece, lengths) > budget} == set(alone)
 
 
+@law
 @given(lengths_lists, st.integers(1, 80))
 def test_packing_leaves_no_two_pieces_that_would_fit_into_one(lengths: list[int], budget: int) -> None:
     sums = sorted(tokens(piece, lengths) for piece in pack(lengths, budget))
     assert len(sums) < 2 or sums[0] + sums[1] > budget
 
 
+@law
 @given(lengths_lists, st.integers(1, 80), st.integers(0, 5))
 def test_levelling_gives_the_count_asked_for_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
     count = max(len(pack(lengths, budget)) + more, 1)
@@ -54,6 +58,7 @@ def test_levelling_gives_the_count_asked_for_within_the_budget(lengths: list[int
     assert_within(pieces, lengths, budget)
 
 
+@law
 @given(lengths_lists, st.integers(1, 9))
 def test_chunks_have_the_size_and_are_cut_along_the_lengths(lengths: list[int], size: int) -> None:
     pieces = chunk(lengths, size)
@@ -63,6 +68,7 @@ def test_chunks_have_the_size_and_are_cut_along_the_lengths(lengths: list[int], 
     assert flat == sorted(lengths)
 
 
+@law
 @given(lengths_lists, st.integers(1, 12))
 def test_shares_differ_by_no_more_than_the_longest_sample(lengths: list[int], parts: int) -> None:
     shares = balance(lengths, parts)
@@ -72,6 +78,7 @@ def test_shares_differ_by_no_more_than_the_longest_sample(lengths: list[int], pa
     assert max(loads) - min(loads) <= max(lengths, default=0)
 
 
+@law
 @given(lengths_lists, st.integers(1, 12), st.integers(0, 3))
 def test_shares_can_be_bounded_in_count(lengths: list[int], parts: int, more: int) -> None:
     most = -(-len(lengths) // parts) + more or 1

@@ -1,15 +1,17 @@
 """The order of prompts is a function of seed and position."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.data.stream import PromptStream
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
+law = settings(max_examples=60, deadline=None)
 
 
+@law
 @given(st.integers(1, 40), st.booleans(), st.integers(0, 2**40), st.integers(0, 5))
 def test_every_row_comes_exactly_once_an_epoch(length: int, shuffle: bool, seed: int, epoch: int) -> None:
     stream = PromptStream(length, shuffle=shuffle, seed=seed)
@@ -17,6 +19,7 @@ def test_every_row_comes_exactly_once_an_epoch(length: int, shuffle: bool, seed:
     assert sorted(rows) == list(range(length))
 
 
+@law
 @given(st.integers(1, 20), st.booleans(), st.integers(0, 50), st.integers(0, 50))
 def test_a_resumed_stream_goes_on_as_if_never_stopped(length: int, shuffle: bool, before: int, after: int) -> None:
     stream = PromptStream(length, shuffle=shuffle, seed=1)
