@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.config.keys import Path, Tree, graft, key_of, leaves, written
 
-__all__ = ["KEYS", "VALUES", "canonical", "canonical_tree"]
+__all__ = ["KEYS", "VALUES", "canonical", "canonical_path", "canonical_tree", "short_names"]
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PEFT = f"{_ACTOR}.peft"
@@ -66,7 +66,7 @@ _STEPS = re.compile(r"global_steps_(\d+)")
 
 def canonical(path: Path, value: Any, hints: list[str]) -> tuple[Path, Any]:
     """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
-    target = _canonical_path(path)
+    target = canonical_path(path)
     if target != path:
         hints.append(f"{key_of(path)} is a second spelling of {key_of(target)}")
     return target, _canonical_value(key_of(target), value, hints)
@@ -94,7 +94,8 @@ def short_names() -> Iterable[tuple[str, str]]:
     return ((short, full) for short, full in KEYS.items() if "." not in short)
 
 
-def _canonical_path(path: Path) -> Path:
+def canonical_path(path: Path) -> Path:
+    """The path that a second spelling stands for; any other path as it is."""
     for _ in range(len(KEYS)):  # a canonical key may itself be a second spelling below: actor.lora_rank
         for length in range(len(path), 0, -1):
             target = KEYS.get(key_of(path[:length]))

@@ -148,8 +148,8 @@ def hints(config: Config) -> Iterator[Finding]:
     if mini > data.train_batch_size:
         yield Finding(
             (f"{_A}.ppo_mini_batch_size", "data.train_batch_size"),
-            f"{_A}.ppo_mini_batch_size: {mini} prompts is more than data.train_batch_size={data.train_batch_size}: each "
-            f"step is one mini-batch; set {_A}.ppo_mini_batch_size={data.train_batch_size}",
+            f"{_A}.ppo_mini_batch_size: {mini} prompts is more than data.train_batch_size={data.train_batch_size}: "
+            f"each step is one mini-batch; set {_A}.ppo_mini_batch_size={data.train_batch_size}",
         )
     elif data.train_batch_size % mini:
         yield Finding(
@@ -204,7 +204,13 @@ def _keys(prefix: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{prefix}.{name}" for name in names)
 
 
-_ENGINE_ONLY = ("gpu_memory_utilization", "max_num_seqs", "max_num_batched_tokens", "enforce_eager", "engine_kwargs.vllm")
+_ENGINE_ONLY = (
+    "gpu_memory_utilization",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "enforce_eager",
+    "engine_kwargs.vllm",
+)
 
 _MUTES = (
     _Mute(

@@ -45,17 +45,17 @@ def graft(tree: Tree, path: Path, value: Any) -> None:
 
 
 def prune(tree: Tree, path: Path) -> bool:
-    """Take away what is at `path`; False if nothing was."""
-    *above, last = path
-    for name in above:
-        below = tree.get(name)
-        if not isinstance(below, dict):
+    """Take away what is at `path`, and the dicts above that become empty; False if nothing was there."""
+    name, *rest = path
+    if name not in tree:
+        return False
+    if rest:
+        if not isinstance(tree[name], dict) or not prune(tree[name], tuple(rest)):
             return False
-        tree = below
-    return tree.pop(last, _NOTHING) is not _NOTHING
-
-
-_NOTHING = object()
+        if tree[name]:
+            return True
+    del tree[name]
+    return True
 
 
 def look_up(tree: Any, path: Path) -> Any:

@@ -31,8 +31,7 @@ if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: onl
 __all__ = ["Loaded", "load", "load_dict", "load_yaml"]
 
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
-"""An override whose value has no structure: where Hydra's grammar stumbles over a character in it (~/models, a?b), it is
-text."""
+"""An override whose value has no structure: where Hydra's grammar stumbles over a character (~/models, a?b), it is text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded]:
     source = _source(options.config_path, options.config_name, problems)
     if problems:
         # what can be read is checked too, so that the list is whole
-        points = points[:1] or [[]]
+        points = points[:1] or [_Point([])]
     runs = [_build(point, source=source, complete=complete, problems=problems) for point in points]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
@@ -86,8 +85,16 @@ def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, com
     return loaded
 
 
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """The overrides of one run; `sweep` are those that came from a sweep."""
+
+    overrides: list[Override]
+    sweep: tuple[str, ...] = ()
+
+
 def _build(
-    overrides: Sequence[Override],
+    point: _Point,
     *,
     problems: list[str],
     complete: bool,
@@ -95,15 +102,14 @@ def _build(
     tree: Tree | None = None,
 ) -> Loaded:
     hints: list[str] = []
-    sweep = tuple(override.input_line or "" for override in overrides if getattr(override, "swept", False))
+    overrides = point.overrides
     if source is not None:
         tree, overrides = _compose(*source, overrides, problems)
     tree = canonical_tree(tree or {}, hints, problems)
     for override in overrides:
         _apply(override, tree, hints, problems)
     _resolve(tree, problems)
-    _drop_unknown(tree, problems)
-    config, wrong = _validate(tree, problems)
+    config, wrong = _validate(_known(tree, problems), problems)
 
     def say(findings: Iterable[checks.Finding], into: list[str]) -> None:
         into += [found.text for found in findings if not wrong.intersection(found.keys)]
@@ -113,7 +119,7 @@ def _build(
     say(checks.unbuilt(config), problems)
     say(checks.contradictions(config), problems)
     say(checks.hints(config), hints)
-    return Loaded(config, tuple(dict.fromkeys(hints)), sweep)
+    return Loaded(config, tuple(dict.fromkeys(hints)), point.sweep)
 
 
 # --- the command line
@@ -129,7 +135,9 @@ def _options(argv: Sequence[str], problems: list[str]) -> argparse.Namespace:
     options, unknown = parser.parse_known_intermixed_args(list(argv))
     for option in unknown:
         close = get_close_matches(option.split("=")[0], ["--config-path", "--config-name", "--multirun"], n=1)
-        problems.append(f"{option}: is not an option; " + (f"use {close[0]}" if close else "write settings as key=value"))
+        problems.append(
+            f"{option}: is not an option; " + (f"use {close[0]}" if close else "write settings as key=value")
+        )
     return options
 
 
@@ -177,9 +185,10 @@ def _parse(texts: Sequence[str], problems: list[str]) -> list[Override]:
     return parsed
 
 
-def _points(overrides: Sequence[Override], multirun: bool, problems: list[str]) -> list[list[Override]]:
+def _points(overrides: Sequence[Override], multirun: bool, problems: list[str]) -> list[_Point]:
     """The product of all sweeps; without `-m` there may be none."""
     axes: list[list[Override]] = []
+    swept: list[int] = []
     for override in overrides:
         if not override.is_sweep_override():
             axes.append([override])
@@ -196,11 +205,11 @@ def _points(overrides: Sequence[Override], multirun: bool, problems: list[str]) 
             )
         else:
             lines = [f"{override.get_key_element()}={value}" for value in override.sweep_string_iterator()]
-            axis = _parse(lines, problems)
-            for point in axis:
-                point.swept = True  # type: ignore[attr-defined]
-            axes.append(axis)
-    return [list(point) for point in itertools.product(*axes)]
+            axes.append(_parse(lines, problems))
+            swept.append(len(axes) - 1)
+    return [
+        _Point(list(point), tuple(point[axis].input_line or "" for axis in swept)) for point in itertools.product(*axes)
+    ]
 
 
 def _compose(
@@ -244,11 +253,7 @@ def _apply(override: Override, tree: Tree, hints: list[str], problems: list[str]
     if override.is_delete():
         _delete(path, value, tree, hints, problems)
         return
-    if isinstance(value, dict) and value:
-        below = leaves(value, path)
-    else:
-        below = iter([(path, value)])
-    for spelled, leaf in below:
+    for spelled, leaf in leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
         target, meant = canonical(spelled, leaf, hints)
         if override.is_add() and key_of(target) in settings_of(Config):
             hints.append(f"+{key_of(spelled)}: {key_of(target)} is a declared setting, the + is not needed")
@@ -304,9 +309,10 @@ def _resolve(tree: Tree, problems: list[str]) -> None:
             prune(tree, path)
 
 
-def _drop_unknown(tree: Tree, problems: list[str]) -> None:
-    """Keys that are not declared become problems; sections left empty and values left as ??? count as not given."""
-    for path, value in list(leaves(tree)):
+def _known(tree: Tree, problems: list[str]) -> Tree:
+    """The declared part of the tree. Other keys are problems; empty sections and values left as ??? are not given."""
+    known: Tree = {}
+    for path, value in leaves(tree):
         found = declared(path)
         if found is None:
             problems.append(_unknown(path, value))
@@ -318,8 +324,8 @@ def _drop_unknown(tree: Tree, problems: list[str]) -> None:
                     f"{found.key}.{next(iter(found.section.model_fields))}=..."
                 )
         elif value != MISSING:
-            continue
-        prune(tree, path)
+            graft(known, path, value)
+    return known
 
 
 def _unknown(path: Path, value: Any = None) -> str:

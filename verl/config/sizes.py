@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from verl.config.schema import Config
 
-__all__ = ["Size", "derived_sizes", "engine_count", "max_sequence_tokens", "render_sizes", "train_ranks"]
+__all__ = ["Size", "derived_sizes", "engine_count", "max_sequence_tokens", "render_sizes", "total_steps", "train_ranks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,13 @@ def max_sequence_tokens(config: Config) -> int:
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
+def total_steps(config: Config, prompts: int) -> int:
+    """Steps of the run over `prompts` training prompts; a step may reach over the end of an epoch."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
+
+
 def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
     """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
@@ -52,7 +59,9 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         Size("answers a step", answers, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
         Size("tokens of a sequence, at most", longest, _how_longest(config)),
         Size("engines", engines, _how_engines(config)),
-        Size("answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"),
+        Size(
+            "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
+        ),
         Size("train ranks", ranks, f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"),
         Size(
             "optimiser steps a step",
@@ -75,14 +84,14 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
             Size("micro-batches of a mini-batch", _ceil(rank_samples, micro), f"{rank_samples} samples / {micro}"),
         ]
     if prompts is not None:
-        per_epoch = max(1, prompts // data.train_batch_size)
-        steps = config.trainer.total_training_steps
-        rows.append(Size("steps an epoch", per_epoch, f"{prompts} prompts / {data.train_batch_size}"))
-        if steps is not None:
-            rows.append(Size("steps of the run", steps, "trainer.total_training_steps"))
-        else:
-            epochs = config.trainer.total_epochs
-            rows.append(Size("steps of the run", per_epoch * epochs, f"{per_epoch} x total_epochs={epochs}"))
+        rows.append(
+            Size(
+                "steps an epoch",
+                max(1, prompts // data.train_batch_size),
+                f"{prompts} prompts / {data.train_batch_size}",
+            )
+        )
+        rows.append(Size("steps of the run", total_steps(config, prompts), _how_steps(config, prompts)))
     return rows
 
 
@@ -91,7 +100,9 @@ def render_sizes(rows: list[Size]) -> str:
     values = [f"{row.value:,}" for row in rows]
     names = max(len(row.name) for row in rows)
     digits = max(len(value) for value in values)
-    return "\n".join(f"{row.name:<{names}}  {value:>{digits}}  {row.how}" for row, value in zip(rows, values, strict=True))
+    return "\n".join(
+        f"{row.name:<{names}}  {value:>{digits}}  {row.how}" for row, value in zip(rows, values, strict=True)
+    )
 
 
 def _how_longest(config: Config) -> str:
@@ -105,6 +116,12 @@ def _how_engines(config: Config) -> str:
     if rollout.num_engines is not None:
         return "rollout.num_engines"
     return f"{train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
+
+
+def _how_steps(config: Config, prompts: int) -> str:
+    if config.trainer.total_training_steps is not None:
+        return "trainer.total_training_steps"
+    return f"{prompts} prompts x trainer.total_epochs={config.trainer.total_epochs} / {config.data.train_batch_size}"
 
 
 def _ceil(total: int, part: int) -> int:

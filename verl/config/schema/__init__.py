@@ -1,4 +1,4 @@
-"""The settings themselves, one file a section; `Config` is the root. Imported by the rest of `verl.config` and above."""
+"""The settings themselves, one file a section; `Config` is the root. For the rest of `verl.config` and all above."""
 
 from verl.config.schema.base import MISSING, Section, Setting, settings_of
 from verl.config.schema.root import Config

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,7 +12,21 @@ __all__ = ["ActorConfig", "FsdpConfig", "MegatronConfig", "ModelConfig", "OptimC
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 KlKind = Literal[
-    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+", "full"
+    "kl",
+    "k1",
+    "abs",
+    "mse",
+    "k2",
+    "low_var_kl",
+    "k3",
+    "kl+",
+    "k1+",
+    "abs+",
+    "mse+",
+    "k2+",
+    "low_var_kl+",
+    "k3+",
+    "full",
 ]
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
@@ -24,7 +38,6 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about a third more time."
     )
-    override_config: dict[str, Any] = setting({}, "Values that replace those of the model's config.json.")
 
 
 class OptimConfig(Section):
@@ -54,7 +67,7 @@ class FsdpConfig(Section):
     model_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the master weights and moments.")
     dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on a CPU.")
     reshard_after_forward: bool = setting(
-        True, "Free the gathered weights of a layer between forward and backward: less memory, more traffic."
+        True, "Free a layer's gathered weights between forward and backward: less memory, more traffic.", planned=True
     )
     param_offload: bool = setting(False, "Keep the weights in host memory while they are not used.", planned=True)
     optimizer_offload: bool = setting(False, "Keep the optimiser's moments in host memory.", planned=True)
@@ -75,9 +88,11 @@ class PeftConfig(Section):
 
 class CheckpointConfig(Section):
     save_contents: list[Content] = setting(
-        ["model", "optimizer", "extra"], "What a checkpoint holds; extra: schedules and random states."
+        ["model", "optimizer", "extra"], "What a checkpoint holds; extra: schedules, random states.", planned=True
     )
-    load_contents: list[Content] = setting(["model", "optimizer", "extra"], "What a resumed run takes from it.")
+    load_contents: list[Content] = setting(
+        ["model", "optimizer", "extra"], "What a resumed run takes from it.", planned=True
+    )
 
 
 class ActorConfig(Section):
@@ -100,19 +115,17 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = setting(None, "The same upwards; null: clip_ratio.", gt=0)
     clip_ratio_c: float = setting(3.0, "Limit of the loss where the advantage is negative (dual clip).", gt=1)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
-    loss_agg_mode: Literal[
-        "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = setting("token-mean", "How the losses of tokens become one number.")
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        setting("token-mean", "How the losses of tokens become one number.")
+    )
     loss_scale_factor: float | None = setting(
         None, "Length that seq-mean-token-sum-norm divides by; null: data.max_response_length.", unit="tokens", gt=0
     )
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Hold the policy to the reference by a KL term in the loss.")
     kl_loss_coef: float = setting(0.001, "Weight of that term.", ge=0)
-    kl_loss_type: KlKind = setting(
-        "low_var_kl", "Its estimator; a trailing + takes k2's gradient.", planned=("full",)
-    )
-    grad_clip: float = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
+    kl_loss_type: KlKind = setting("low_var_kl", "Its estimator; a trailing + takes k2's gradient.", planned=("full",))
+    grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
     use_torch_compile: bool = setting(True, "Compile the fused kernels; off costs 10-20 % of the speed.")
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)

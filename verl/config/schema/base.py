@@ -32,9 +32,9 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
-        kind = cls.model_fields[info.field_name].annotation if info.field_name in cls.model_fields else Any
-        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind) and kind is not Any:
-            raise ValueError(f"must be {_type_name(kind)}")
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
+            raise ValueError(f"must be {_type_name(kind)}")  # Python would take True for 1
         return value
 
 
@@ -52,13 +52,17 @@ def setting(
     `planned=True`: any value but the default is refused as not built yet; `planned=("a", "b")`: these values are.
     Building the feature means removing the mark.
     """
-    marks = {"unit": unit, "planned": list(planned) if isinstance(planned, tuple) else planned, "required": required}
+    marks: Any = {
+        "unit": unit,
+        "planned": list(planned) if isinstance(planned, tuple) else planned,
+        "required": required,
+    }
     return Field(MISSING if required else default, description=doc, json_schema_extra=marks, **constraints)
 
 
 def section(kind: type[Section], doc: str, *, planned: bool = False) -> Any:
     """Declare a section inside another; `planned=True` refuses every value in it that is not the default."""
-    marks = {"unit": None, "planned": planned, "required": False}
+    marks: Any = {"unit": None, "planned": planned, "required": False}
     return Field(default_factory=kind, description=doc, json_schema_extra=marks)
 
 
@@ -96,7 +100,7 @@ class Setting:
     @property
     def type_name(self) -> str:
         """The type in words, for the reference page and for messages."""
-        return _type_name(self.annotation)
+        return "a section" if self.section is not None else _type_name(self.annotation)
 
 
 @cache
@@ -147,7 +151,7 @@ def _choices(annotation: Any) -> Iterator[Any]:
             yield from _choices(part)
 
 
-_WORDS = {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null", Any: "anything"}
+_WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 
 
 def _type_name(annotation: Any) -> str:
@@ -159,12 +163,12 @@ def _type_name(annotation: Any) -> str:
     if origin in (Union, types.UnionType):
         return " | ".join(_type_name(part) for part in parts)
     if origin is list:
-        return f"list of {_type_name(parts[0])}"
+        return f"a list of {_type_name(parts[0]).removeprefix('a ')}"
     if origin is tuple:
-        return f"list of {len(parts)} {_type_name(parts[0])}s"
-    if origin is dict or annotation is dict:
-        return "dictionary"
-    return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+        return f"a list of {len(parts)} {_type_name(parts[0]).removeprefix('a ')}s"
+    if origin is dict:
+        return "a dictionary"
+    return _WORDS[annotation]
 
 
 def _never_or_positive(value: int) -> int:

@@ -10,7 +10,9 @@ __all__ = ["DataConfig"]
 
 
 class DataConfig(Section):
-    train_files: str | list[str] = setting(None, "Training prompts: Parquet or JSONL, one file or a list.", required=True)
+    train_files: str | list[str] = setting(
+        None, "Training prompts: Parquet or JSONL, one file or a list.", required=True
+    )
     val_files: str | list[str] | None = setting(None, "Held-out prompts for validation; null: no validation.")
     prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a finished string.")
     max_prompt_length: int = setting(512, "Longest prompt.", unit="tokens", ge=1)
@@ -18,14 +20,10 @@ class DataConfig(Section):
     train_batch_size: int = setting(
         1024, "Prompts drawn a step; each is answered rollout.n times.", unit="prompts", ge=1
     )
-    val_batch_size: int | None = setting(
-        None, "Prompts validated at once; null: all of them.", unit="prompts", ge=1
-    )
+    val_batch_size: int | None = setting(None, "Prompts validated at once; null: all of them.", unit="prompts", ge=1)
     shuffle: bool = setting(True, "Draw the training prompts in a new random order every epoch.")
     seed: int | None = setting(None, "Seed of that order; null: trainer.seed.")
-    filter_overlong_prompts: bool = setting(
-        False, "Leave out prompts longer than max_prompt_length, and say how many."
-    )
+    filter_overlong_prompts: bool = setting(False, "Leave out prompts longer than max_prompt_length, and say how many.")
     truncation: Literal["error", "left", "right", "middle"] = setting(
         "error", "What happens to a longer prompt that was not left out: an error, or which side is cut."
     )

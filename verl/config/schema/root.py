@@ -25,7 +25,9 @@ class Config(Section):
     """All settings of a run, frozen. Made by `verl.config.load`, which checks them against each other too."""
 
     data: DataConfig = section(DataConfig, "Which prompts, how many, how long.")
-    actor_rollout_ref: ActorRolloutRefConfig = section(ActorRolloutRefConfig, "The policy: model, training, generation.")
+    actor_rollout_ref: ActorRolloutRefConfig = section(
+        ActorRolloutRefConfig, "The policy: model, training, generation."
+    )
     critic: CriticConfig = section(CriticConfig, "The value model of PPO.", planned=True)
     reward: RewardConfig = section(RewardConfig, "How answers are scored.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "From scores to advantages.")

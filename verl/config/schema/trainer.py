@@ -11,7 +11,7 @@ from verl.config.schema.base import Every, OneOrMany, Section, section, setting
 
 __all__ = ["RayConfig", "TrainerConfig"]
 
-Sink = Literal["console", "jsonl", "wandb", "tensorboard", "mlflow", "trackio"]
+Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
 
 
@@ -46,9 +46,7 @@ class TrainerConfig(Section):
         "auto", "auto: go on from the newest checkpoint; disable: start anew; path: from resume_from_path."
     )
     resume_from_path: str | None = setting(None, "A checkpoint: .../global_step_<N>.")
-    logger: Sinks = setting(
-        ["console"], "Who is told the metrics.", planned=("wandb", "tensorboard", "mlflow", "trackio")
-    )
+    logger: Sinks = setting(["console"], "Who is told the metrics.", planned=("mlflow", "trackio"))
     project_name: str = setting("verl", "Project, for trackers and the checkpoint directory.")
     experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
     wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)

@@ -1,0 +1,60 @@
+"""The settings page: `python -m verl.config.reference > docs/settings.md`."""
+
+from __future__ import annotations
+
+import sys
+
+from verl.config.aliases import KEYS, VALUES
+from verl.config.keys import written
+from verl.config.schema import Config, Setting, settings_of
+from verl.config.show import documentation, type_in_words
+
+__all__ = ["render_reference"]
+
+_HEAD = """\
+# Settings
+
+Every setting of verl, in the order of `verl config`. This page is written by `python -m verl.config.reference`.
+
+Settings are given on the command line in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/)
+(`key=value`, `+key=value`, `~key`, `--config-path`, `--config-name`, `-m` for sweeps), or in YAML files. Unknown
+keys, wrong types and settings that contradict each other are reported all at once, before anything starts. `verl config`
+prints the resolved settings, `verl config KEY` explains one.
+
+**·** after a key: declared, not built yet; only the default is accepted. **\\*** after a value: not built yet.
+"""
+
+
+def render_reference() -> str:
+    """The whole page, Markdown."""
+    parts = [_HEAD]
+    known = settings_of(Config)
+    for section in known.values():
+        if section.section is None:
+            continue
+        rows = [_row(known[f"{section.key}.{name}"]) for name in section.section.model_fields]
+        rows = [row for row in rows if row]
+        if rows:
+            parts.append(f"\n## {section.key}\n\n{section.doc}\n")
+            parts.append("| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n")
+    parts.append("\n## Second spellings\n\nAccepted, and answered with a hint.\n")
+    parts.append("| written | read as |\n| --- | --- |")
+    parts += [f"| `{written_as}` | `{key}` |" for written_as, key in KEYS.items()]
+    parts += [
+        f"| `{key}={second}` | `{key}={first}` |" for key, values in VALUES.items() for second, first in values.items()
+    ]
+    parts.append("| `global_steps_<N>` in `trainer.resume_from_path` | `global_step_<N>` |")
+    return "\n".join(parts) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    if setting.section is not None:
+        return ""
+    mark = " **·**" if setting.planned is True or setting.roof is not None else ""
+    default = "required" if setting.required else f"`{written(setting.default)}`"
+    kind = type_in_words(setting).replace("*", "\\*").replace("|", "\\|")
+    return f"| `{setting.path[-1]}`{mark} | {kind} | {default} | {documentation(setting)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(render_reference())
