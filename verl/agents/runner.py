@@ -28,7 +28,9 @@ class EpisodeRunner:
     ) -> None:
         self._generate, self._score, self._decode, self._episode = generate, score, decode, episode
 
-    async def run(self, prompt: Prompt, group: int, seeds: Sequence[int | None], sampling: SamplingParams) -> list[Sample]:
+    async def run(
+        self, prompt: Prompt, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+    ) -> list[Sample]:
         """One sample per seed, in the order of the seeds (None draws freely)."""
         return await asyncio.gather(*(self._one(prompt, group, replace(sampling, seed=seed)) for seed in seeds))
 

@@ -1,4 +1,4 @@
-"""transformers as a rollout engine: slow, simple and exactly repeatable; for debugging and for comparing others with."""
+"""transformers as a rollout engine: slow, simple, exactly repeatable; for debugging and to compare others with."""
 
 from __future__ import annotations
 

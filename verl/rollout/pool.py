@@ -20,7 +20,9 @@ class EnginePool:
 
     def __init__(self, engines: Sequence[RolloutEngine], *, deadline_s: float = 1800.0) -> None:
         if not engines:
-            raise EngineError("a pool needs at least one rollout engine; set actor_rollout_ref.rollout.num_engines >= 1")
+            raise EngineError(
+                "a pool needs at least one rollout engine; set actor_rollout_ref.rollout.num_engines >= 1"
+            )
         self._engines = list(engines)
         self._load = [0] * len(engines)
         self._deadline_s = deadline_s

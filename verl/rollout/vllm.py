@@ -91,7 +91,7 @@ class VllmEngine:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
         for parcel in parcels:
-            # vLLM's worker is a child process that cannot see the object store: what crosses is a name in shared memory.
+            # vLLM's worker, a child process, cannot see the object store: what crosses is a name in shared memory.
             with tempfile.NamedTemporaryFile(dir=_shared_memory(), prefix="verl-weights-") as file:
                 parcel.data.tofile(file)
                 file.flush()
@@ -108,7 +108,7 @@ class VllmEngine:
         if hasattr(self, "_llm"):
             self._llm.shutdown()
 
-    # The four calls below are vLLM's own weight-transfer control plane, driven by its trainer-side NCCL and IPC engines.
+    # Below: vLLM's own weight-transfer control plane, driven by its trainer-side NCCL and IPC engines.
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._llm.init_weight_transfer_engine(request)
@@ -124,10 +124,6 @@ class VllmEngine:
         await self._llm.finish_weight_update(weight_version)
         await self._llm.resume_generation()
 
-    async def set_version(self, version: int) -> None:
-        """Name the weights that a trainer-side engine has just brought."""
-        await self._llm.update_weight_version(str(version))
-
     async def _run(self, token_ids: Sequence[int], params: Any) -> Any:
         from vllm.inputs import TokensPrompt
         from vllm.v1.engine.exceptions import EngineDeadError
@@ -135,8 +131,8 @@ class VllmEngine:
         final = None
         try:
             prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-            async for final in self._llm.generate(prompt, params, str(next(self._requests))):
-                pass
+            async for output in self._llm.generate(prompt, params, str(next(self._requests))):
+                final = output
         except EngineDeadError as error:
             raise EngineError(f"vLLM's engine process has died: {error}") from error
         return final

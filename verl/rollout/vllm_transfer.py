@@ -64,7 +64,7 @@ class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
     def receive_weights(self, update_info: HostUpdateInfo) -> None:
         slots = [Slot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.slots]
         data = torch.from_file(update_info.path, shared=False, size=update_info.size, dtype=torch.uint8)
-        self.model.load_weights(unpack(slots, data))
+        self.model.load_weights(unpack(slots, data))  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -78,7 +78,7 @@ def refresh_packed_embeddings(model: torch.nn.Module) -> None:
     """Repack the embeddings that also serve as output heads.
 
     vLLM 0.32, CPU: with tied embeddings the packed copy used as `lm_head` is not refreshed by a layerwise reload, and
-    log-probs are silently wrong (the probe found it). Remove when a reload of a tied model passes the probe without this.
+    log-probs are silently wrong. Remove this when a reload of a tied model passes the probe without it.
     """
     for module in model.modules():
         if isinstance(module, VocabParallelEmbedding):

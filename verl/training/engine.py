@@ -41,8 +41,11 @@ class TrainEngine(Protocol):
     rank: int
     world_size: int
 
-    def forward(self, micro_batches: Sequence[FlatBatch]) -> list[ModelOutput]:
-        """Log-probs and entropies without gradients, on the CPU, one output per micro-batch."""
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
+        """Log-probs and entropies without gradients, on the CPU, one output per micro-batch.
+
+        At the temperature of training unless another is given.
+        """
         ...
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:

@@ -33,7 +33,9 @@ class Parcel:
     data: npt.NDArray[np.uint8]
 
 
-def pack(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int, dtype: torch.dtype | None = None) -> Iterator[Parcel]:
+def pack(
+    weights: Iterable[tuple[str, Tensor]], *, max_bytes: int, dtype: torch.dtype | None = None
+) -> Iterator[Parcel]:
     """Cut a stream of (name, tensor) into parcels of at most `max_bytes`; a larger tensor travels alone.
 
     `dtype` converts floating-point tensors on the way, so that an engine in bfloat16 is not sent twice the bytes.

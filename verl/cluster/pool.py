@@ -1,0 +1,38 @@
+"""A pool of devices: one bundle each, on which several actors may sit side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from verl.cluster.session import require
+from verl.errors import EngineError
+
+__all__ = ["DevicePool"]
+
+
+class DevicePool:
+    """`count` devices (GPUs, or CPU cores on a machine without) reserved together, or not at all."""
+
+    def __init__(self, count: int, device: str, *, mend: str, deadline_s: float = 120.0) -> None:
+        self.count = count
+        self.resource = "CPU" if device == "cpu" else "GPU"
+        require(self.resource, count, mend)
+        bundle = {self.resource: 1} if device == "cpu" else {"GPU": 1, "CPU": 1}
+        self._group: PlacementGroup = placement_group([bundle] * count, strategy="PACK")
+        ready, _ = ray.wait([self._group.ready()], timeout=deadline_s)
+        if not ready:
+            raise EngineError(f"{count} x {self.resource} were not free within {deadline_s:.0f} s; {mend}")
+
+    def options(self, place: int, *, share: float) -> dict[str, Any]:
+        """Ray options that put an actor on device `place` with a `share` of it; shares on a device sum to at most 1."""
+        resources = {"num_cpus": share} if self.resource == "CPU" else {"num_gpus": share, "num_cpus": 0}
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
+        return {**resources, "scheduling_strategy": strategy}
+
+    def close(self) -> None:
+        """Give the devices back."""
+        remove_placement_group(self._group)

@@ -1,0 +1,88 @@
+"""The sending end of vLLM's device transports, on the train workers. Not run on machines without GPUs.
+
+vLLM ships both ends of its "nccl" and "ipc" backends; all that is ours is to hand it the weights and a way to reach the
+engines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, WeightTransferInitRequest
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest as UpdateRequest
+from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
+
+__all__ = ["EngineClient", "VllmSender"]
+
+
+class _Engine(Protocol):
+    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+
+
+class _Source(WeightSource):
+    """The train engine's weights in the form that vLLM's trainer-side engines ask for."""
+
+    def __init__(self, engine: _Engine) -> None:
+        self._engine = engine
+        self._metadata: list[ParamMeta] | None = None
+
+    def metadata(self) -> list[ParamMeta]:
+        if self._metadata is None:
+            self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self._engine.weights()]
+        return self._metadata
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return self._engine.weights()
+
+
+class EngineClient(Protocol):
+    """Calls one method on every rollout engine and waits for all of them."""
+
+    def __call__(self, method: str, *args: Any) -> None: ...
+
+
+class _Control:
+    """vLLM's control-plane protocol on top of an `EngineClient`; names the version when an update ends."""
+
+    def __init__(self, client: EngineClient) -> None:
+        self._client = client
+        self.version = -1
+
+    def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
+        self._client("init_weight_transfer_engine", WeightTransferInitRequest(init_info=init_info))
+
+    def start_weight_update(self) -> None:
+        self._client("start_weight_update")
+
+    def update_weights(self, update_info: Any) -> None:
+        self._client("update_weights", UpdateRequest(update_info=update_info))
+
+    def finish_weight_update(self, weight_version: str | None = None) -> None:
+        self._client("finish_weight_update", str(self.version))
+
+
+class VllmSender:
+    """One per train rank; rank 0 sends, the others take part in gathering the shards."""
+
+    def __init__(
+        self, backend: str, client: EngineClient, engine: _Engine, rank: int, *, workers: int, address: tuple[str, int]
+    ) -> None:
+        host, port = address
+        info = (
+            NCCLTrainerInitInfo(host, port, workers + 1, rank=rank)
+            if backend == "nccl"
+            else IPCTrainerInitInfo(rank=rank, packed=True)
+        )
+        self._control = _Control(client)
+        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._control, source=_Source(engine))
+
+    def send(self, version: int) -> None:
+        self._control.version = version
+        self._sender.send_weights()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()

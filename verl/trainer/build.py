@@ -1,0 +1,352 @@
+"""Settings -> objects. The only place that knows all of them; what can start side by side does."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from verl.algorithms.objective import PolicyObjective
+from verl.checkpoint.manifest import CheckpointDir
+from verl.cluster.pool import DevicePool
+from verl.cluster.session import connect, detect_device, disconnect
+from verl.config.schema.root import Config
+from verl.data.plan import Planner
+from verl.data.stream import PromptStream
+from verl.errors import CheckpointError
+from verl.rewards.score import load_reward
+from verl.tracking.console import Console
+from verl.tracking.sinks import Run, open_sinks
+from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.data import RunData, read_data
+from verl.trainer.evaluate import Evaluator
+from verl.trainer.loop import Schedule, Trainer
+from verl.training.fsdp import FsdpSettings
+from verl.types import SampleHandle, SamplingParams
+from verl.weights.probe import TOLERANCES, Probe
+from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
+from verl.workers.episodes import EpisodePool, EpisodeSettings
+from verl.workers.rollout import RemoteEngine
+from verl.workers.train import PolicyGroup, TrainSettings
+
+__all__ = ["assemble"]
+
+PROBE_LENGTH = 24
+DEVICES_PER_EPISODE_WORKER = 8
+
+
+@asynccontextmanager
+async def assemble(
+    config: Config, console: Console, *, model_ready: Callable[[], Awaitable[None]] | None = None
+) -> AsyncIterator[Trainer]:
+    """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes.
+
+    `model_ready` is awaited before the weights are read, so that engines can start while somebody still makes them.
+    """
+    load_reward(**_reward(config))  # a mistake in it shows now, not after the first answers
+    options = config.ray_kwargs.ray_init.arguments()
+    reading = asyncio.create_task(asyncio.to_thread(read_data, config))
+    await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
+    connect(options)
+    data = await reading
+    for report in data.reports:
+        console.note(report)
+    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    device = detect_device() if config.trainer.device == "auto" else config.trainer.device
+    pool = DevicePool(devices, device, mend=f"set trainer.n_gpus_per_node to what a machine has ({_resources(device)})")
+    policy = PolicyGroup.place(pool, devices, share=0.5)
+    engines = _place_engines(config, pool, device)
+    episodes = EpisodePool.place(
+        max(1, devices // DEVICES_PER_EPISODE_WORKER),
+        EpisodeSettings(
+            tokenizer_path=config.actor_rollout_ref.model.path,
+            datasets=data.datasets,
+            reward=_reward(config),
+            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        ),
+        engines,
+    )
+    schedule = _schedule(config, data)
+
+    async def start_policy() -> None:
+        if model_ready is not None:
+            await model_ready()
+        await policy.start(_train_settings(config, schedule, device))
+
+    try:
+        await asyncio.gather(start_policy(), episodes.start(), *(engine.start() for engine in engines))
+        checkpoints, version = await _resume(config, policy, console)
+        answer = _answering(config, data, episodes)
+        stream = PromptStream(
+            data.train_rows, shuffle=config.data.shuffle, seed=config.data.seed or config.trainer.seed
+        )
+        folder = config.trainer.checkpoint_dir
+        run = Run(
+            folder=folder,
+            project=config.trainer.project_name,
+            name=config.trainer.experiment_name,
+            total_steps=schedule.total_steps,
+            settings=config.model_dump(mode="json"),
+            resumed_step=version or None,
+        )
+        console.total_steps = schedule.total_steps
+        tracker = open_sinks([*config.trainer.logger, "jsonl"], run, console)
+        trainer = Trainer(
+            buffer=EpisodeBuffer(
+                lambda position: answer("train", stream.row(position), position, config.actor_rollout_ref.rollout.n),
+                schedule.batch,
+                max_staleness=config.trainer.max_staleness,
+                position=version * schedule.batch,
+            ),
+            planner=_planner(config, devices),
+            policy=policy,
+            weights=Publisher(policy, engines, _transport(config, device), _probe(config, data, device)),
+            evaluator=_evaluator(config, data, answer),
+            checkpoints=checkpoints,
+            schedule=schedule,
+            tracker=tracker,
+            advise=console.advice,
+            version=version,
+        )
+        try:
+            yield trainer
+        finally:
+            await trainer.buffer.close()
+            tracker.close()
+    finally:
+        await _close(policy, episodes, engines, pool)
+
+
+async def _close(policy: PolicyGroup, episodes: EpisodePool, engines: list[RemoteEngine], pool: DevicePool) -> None:
+    episodes.close()
+    policy.close()
+    await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
+    pool.close()
+    disconnect()
+
+
+def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
+    rollout = config.actor_rollout_ref.rollout
+    width = rollout.tensor_model_parallel_size
+    count = rollout.num_engines or max(1, pool.count // width)
+    return [
+        RemoteEngine.place(
+            pool,
+            number,
+            device=number * width % pool.count,
+            share=0.5 / -(-count * width // pool.count),
+            name=rollout.name,
+            settings=_engine_settings(config, device, number),
+        )
+        for number in range(count)
+    ]
+
+
+def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    dtype = _rollout_dtype(config, device)
+    if rollout.name == "hf":
+        return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
+    return {
+        "model_path": model.path,
+        "dtype": dtype,
+        "load_format": rollout.load_format,
+        "max_model_len": _max_model_len(config),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "tensor_parallel": rollout.tensor_model_parallel_size,
+        "memory_fraction": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "trust_remote_code": model.trust_remote_code,
+        "weight_backend": _transport_name(config, device),
+        "seed": config.trainer.seed + number,
+        "device": device,
+        "cpu_cache_gib": rollout.cpu_cache_gib,
+        "cpu_cores": str(number % (os.cpu_count() or 1)) if device == "cpu" else "",
+        "kwargs": rollout.engine_kwargs.vllm,
+    }
+
+
+def _train_settings(config: Config, schedule: Schedule, device: str) -> TrainSettings:
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    optimiser_steps = schedule.total_steps * actor.ppo_epochs * -(-schedule.batch // actor.ppo_mini_batch_size)
+    warmup = actor.optim.lr_warmup_steps
+    common: dict[str, Any] = {
+        "model_path": model.path,
+        "param_dtype": actor.fsdp_config.model_dtype,
+        "compute_dtype": _compute_dtype(config, device),
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "device": device,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    trained = FsdpSettings(
+        **common,
+        lr=actor.optim.lr,
+        betas=actor.optim.betas,
+        eps=actor.optim.eps,
+        weight_decay=actor.optim.weight_decay,
+        grad_clip=actor.grad_clip,
+        schedule=actor.optim.lr_scheduler_type,
+        warmup_steps=round(actor.optim.lr_warmup_steps_ratio * optimiser_steps) if warmup is None else warmup,
+        total_steps=optimiser_steps,
+        min_lr_ratio=actor.optim.min_lr_ratio,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+    low, high = actor.clip_range
+    return TrainSettings(
+        actor=trained,
+        reference=FsdpSettings(**common, trainable=False) if actor.use_kl_loss else None,
+        loss=PolicyObjective(
+            clip_low=low,
+            clip_high=high,
+            clip_c=actor.clip_ratio_c,
+            agg_mode=actor.loss_agg_mode,
+            scale=actor.loss_scale_factor or config.data.max_response_length,
+            entropy_coeff=actor.entropy_coeff,
+            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+            kl_type=actor.kl_loss_type,
+        ),
+        by_std=config.algorithm.norm_adv_by_std_in_grpo,
+        publish_dtype=_rollout_dtype(config, device),
+    )
+
+
+def _planner(config: Config, ranks: int) -> Planner:
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    dynamic = actor.use_dynamic_bsz
+    return Planner(
+        ranks,
+        actor.ppo_mini_batch_size,
+        micro_batch_samples=None if dynamic else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
+        forward_micro_batch_samples=None if dynamic else rollout.log_prob_micro_batch_size_per_gpu,
+        forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if dynamic else None,
+        epochs=actor.ppo_epochs,
+        shuffle_seed=config.trainer.seed if actor.shuffle else None,
+    )
+
+
+def _schedule(config: Config, data: RunData) -> Schedule:
+    batch = config.data.train_batch_size
+    return Schedule(
+        batch=batch,
+        total_steps=config.trainer.total_training_steps
+        or max(1, config.trainer.total_epochs * data.train_rows // batch),
+        save_every=config.trainer.save_freq,
+        validate_every=config.trainer.test_freq,
+        validate_first=config.trainer.val_before_train,
+        keep_checkpoints=config.trainer.max_ckpts_to_keep,
+    )
+
+
+Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle]]]
+"""(split, row, group, how many answers) -> samples."""
+
+
+def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
+    rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    common: dict[str, Any] = {
+        "max_tokens": config.data.max_response_length,
+        "stop_token_ids": data.stop_token_ids,
+    }
+    greedy = validation.do_sample is False
+    sampling = {
+        "train": SamplingParams(temperature=rollout.temperature, top_p=rollout.top_p, top_k=rollout.top_k, **common),
+        "val": SamplingParams(
+            temperature=0.0 if greedy else validation.temperature,
+            top_p=validation.top_p,
+            top_k=validation.top_k,
+            **common,
+        ),
+    }
+
+    def seed(split: str, group: int, number: int) -> int | None:
+        if not config.trainer.deterministic:
+            return None
+        text = f"{config.trainer.seed}/{split}/{group}/{number}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+    async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle]:
+        seeds = [seed(split, group, number) for number in range(count)]
+        return await episodes.run(split, row, group, seeds, sampling[split])
+
+    return answer
+
+
+def _evaluator(config: Config, data: RunData, answer: Answer) -> Evaluator | None:
+    if not data.has_validation:
+        return None
+    count = config.actor_rollout_ref.rollout.val_kwargs.n
+    return Evaluator(lambda row: answer("val", row, row, count), data.val_sources, batch=config.data.val_batch_size)
+
+
+def _probe(config: Config, data: RunData, device: str) -> Probe:
+    rollout = config.actor_rollout_ref.rollout
+    coarser = max(_rollout_dtype(config, device), _compute_dtype(config, device), key=TOLERANCES.__getitem__)
+    return Probe.random(
+        data.vocabulary,
+        tolerance=rollout.probe_tolerance or TOLERANCES[coarser],
+        length=min(PROBE_LENGTH, _max_model_len(config) - 1),
+    )
+
+
+def _transport(config: Config, device: str) -> Transport:
+    name = _transport_name(config, device)
+    return HostTransport() if name == "host" else DeviceTransport(name)
+
+
+def _transport_name(config: Config, device: str) -> str:
+    wanted = config.actor_rollout_ref.rollout.weight_transport
+    if wanted != "auto":
+        return wanted
+    return "ipc" if device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm" else "host"
+
+
+async def _resume(config: Config, policy: PolicyGroup, console: Console) -> tuple[CheckpointDir, int]:
+    """Where checkpoints go, and the version to go on from: 0 for a fresh start."""
+    checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return checkpoints, 0
+    source = checkpoints
+    step = checkpoints.latest()
+    if mode == "path":
+        path = Path(config.trainer.resume_from_path or "").expanduser()
+        number = path.name.removeprefix("global_step_")
+        if not number.isdigit():
+            raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
+        source, step = CheckpointDir(path.parent), int(number)
+    if step is None:
+        return checkpoints, 0
+    version = int(source.trainer(step)["step"])
+    await policy.load(str(source.step_dir(step) / "actor"))
+    console.note(f"resumed from {source.step_dir(step)}: going on with step {version + 1}")
+    return checkpoints, version
+
+
+def _reward(config: Config) -> dict[str, Any]:
+    function = config.reward.custom_reward_function
+    return {"path": function.path, "name": function.name, "kwargs": function.reward_kwargs}
+
+
+def _max_model_len(config: Config) -> int:
+    wanted = config.actor_rollout_ref.rollout.max_model_len
+    return wanted or config.data.max_prompt_length + config.data.max_response_length
+
+
+def _compute_dtype(config: Config, device: str) -> str:
+    wanted = config.actor_rollout_ref.actor.fsdp_config.dtype
+    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
+
+
+def _rollout_dtype(config: Config, device: str) -> str:
+    wanted = config.actor_rollout_ref.rollout.dtype
+    return _compute_dtype(config, device) if wanted == "auto" else wanted
+
+
+def _resources(device: str) -> str:
+    return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"

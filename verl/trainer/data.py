@@ -1,0 +1,67 @@
+"""The data of a run, read and checked once by the controller; episode workers are told which rows survived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.schema.root import Config
+from verl.data.dataset import PromptDataset
+from verl.workers.episodes import DatasetSettings
+
+__all__ = ["RunData", "read_data"]
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """What the controller keeps of the data: numbers. The prompts are read again where the episodes run."""
+
+    datasets: dict[str, DatasetSettings]
+    train_rows: int
+    val_sources: list[str]
+    reports: list[str]
+    stop_token_ids: tuple[int, ...]
+    vocabulary: int
+
+    @property
+    def has_validation(self) -> bool:
+        return bool(self.val_sources)
+
+
+def read_data(config: Config) -> RunData:
+    """Tokenise every prompt once, to know which are too long; `DataError` says what is wrong with a file."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    model = config.actor_rollout_ref.model
+    trust = model.trust_remote_code
+    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trust)
+    datasets: dict[str, DatasetSettings] = {}
+    reports, val_sources = [], []
+    for split, files, limit in (
+        ("train", config.data.train_files, config.data.train_max_samples),
+        ("val", config.data.val_files, config.data.val_max_samples),
+    ):
+        if not files:
+            continue
+        arguments: dict[str, Any] = {
+            "prompt_key": config.data.prompt_key,
+            "max_prompt_length": config.data.max_prompt_length,
+            "filter_overlong": config.data.filter_overlong_prompts,
+            "truncation": config.data.truncation,
+            "chat_template_kwargs": config.data.apply_chat_template_kwargs,
+            "max_samples": limit,
+        }
+        names = [files] if isinstance(files, str) else list(files)
+        dataset = PromptDataset(names, tokenizer, **arguments)
+        datasets[split] = DatasetSettings(names, arguments, dataset.kept)
+        reports.append(str(dataset.report))
+        if split == "val":
+            val_sources = [prompt.data_source for prompt in dataset]
+    try:
+        ends = GenerationConfig.from_pretrained(model.path).eos_token_id
+    except OSError:  # the model brings none: the tokenizer's end token is all there is
+        ends = None
+    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).vocab_size
+    train_rows = len(datasets["train"].kept)
+    return RunData(datasets, train_rows, val_sources, reports, tuple(sorted(stops)), vocabulary)

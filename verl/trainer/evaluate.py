@@ -1,0 +1,39 @@
+"""Validation: held-out prompts, answered and scored by the same episodes as training, never trained on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import defaultdict
+from collections.abc import Awaitable, Callable
+
+from verl.types import SampleHandle
+
+__all__ = ["Evaluator"]
+
+
+class Evaluator:
+    """Answers every held-out prompt `n` times and reports the mean score, overall and per data source.
+
+    `answer(row)` returns the samples of one prompt; `sources[row]` names where it came from.
+    """
+
+    def __init__(
+        self, answer: Callable[[int], Awaitable[list[SampleHandle]]], sources: list[str], *, batch: int | None = None
+    ) -> None:
+        self._answer, self._sources, self._batch = answer, sources, batch or len(sources)
+
+    async def evaluate(self) -> dict[str, float]:
+        start = time.perf_counter()
+        scores: dict[str, list[float]] = defaultdict(list)
+        count = 1
+        for first in range(0, len(self._sources), self._batch):
+            rows = range(first, min(first + self._batch, len(self._sources)))
+            for row, samples in zip(rows, await asyncio.gather(*map(self._answer, rows)), strict=True):
+                scores[self._sources[row]].extend(sample.score for sample in samples)
+                count = len(samples)
+        means = {f"val/{source}/mean@{count}": sum(found) / len(found) for source, found in sorted(scores.items())}
+        if len(means) > 1:
+            everything = [score for found in scores.values() for score in found]
+            means[f"val/all/mean@{count}"] = sum(everything) / len(everything)
+        return means | {"timing_s/validation": time.perf_counter() - start}

@@ -1,0 +1,116 @@
+"""The episode workers: they read prompts, run episodes against the engines, score, and keep the samples.
+
+What leaves them for the controller is a `SampleHandle` per sample: a reference and a few numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import ray
+
+from verl.cluster.group import call
+from verl.types import Sample, SampleHandle, SamplingParams
+from verl.workers.rollout import RemoteEngine
+
+__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker"]
+
+GROUP_DEADLINE_S = 7200.0
+
+
+@dataclass(frozen=True, slots=True)
+class DatasetSettings:
+    """Arguments of `PromptDataset`; `kept` are the rows that survived the controller's filter."""
+
+    files: list[str]
+    arguments: dict[str, Any]
+    kept: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeSettings:
+    """What an episode worker builds itself from."""
+
+    tokenizer_path: str
+    datasets: dict[str, DatasetSettings]
+    reward: dict[str, Any] = field(default_factory=dict)  # arguments of load_reward
+    trust_remote_code: bool = False
+
+
+class EpisodeWorker:
+    """Runs many episodes at once on one event loop."""
+
+    def __init__(self, settings: EpisodeSettings, engines: Sequence[RemoteEngine]) -> None:
+        from transformers import AutoTokenizer
+
+        from verl.agents.runner import EpisodeRunner
+        from verl.data.dataset import PromptDataset
+        from verl.rewards.score import load_reward
+        from verl.rollout.pool import EnginePool
+
+        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
+        self._datasets = {
+            split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
+            for split, data in settings.datasets.items()
+        }
+        self._runner = EpisodeRunner(
+            generate=EnginePool(engines).generate,
+            score=load_reward(**settings.reward).score,
+            decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+        )
+
+    async def ready(self) -> None:
+        """Returns once the worker has been built; raises what went wrong then."""
+
+    async def run(
+        self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+    ) -> list[SampleHandle]:
+        samples = await self._runner.run(self._datasets[split][row], group, seeds, sampling)
+        return [_deposit(sample) for sample in samples]
+
+
+def _deposit(sample: Sample) -> SampleHandle:
+    generated = sample.versions[sample.mask]
+    return SampleHandle(
+        ref=ray.put(sample),
+        group=sample.group,
+        tokens=len(sample.tokens),
+        generated=len(generated),
+        score=sample.score,
+        version=int(generated.min()) if len(generated) else -1,
+        finish_reason=sample.finish_reason,
+        metrics=sample.metrics,
+    )
+
+
+class EpisodePool:
+    """All episode workers as the trainer sees them: prompts in, handles out."""
+
+    def __init__(self, actors: Sequence[Any]) -> None:
+        self._actors = list(actors)
+        self._turn = itertools.cycle(self._actors)
+
+    @classmethod
+    def place(cls, count: int, settings: EpisodeSettings, engines: Sequence[RemoteEngine]) -> EpisodePool:
+        worker = ray.remote(EpisodeWorker).options(num_cpus=0, max_concurrency=100_000)
+        return cls([worker.remote(settings, engines) for _ in range(count)])
+
+    async def start(self) -> None:
+        for number, actor in enumerate(self._actors):
+            await call(actor.ready.remote(), what=f"episode worker {number}: start", deadline_s=600.0)
+
+    async def run(
+        self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+    ) -> list[SampleHandle]:
+        """The samples of one prompt, one per seed."""
+        reference = next(self._turn).run.remote(split, row, group, seeds, sampling)
+        return await call(reference, what=f"the episodes of prompt {group}", deadline_s=GROUP_DEADLINE_S)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            ray.kill(actor)

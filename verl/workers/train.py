@@ -1,0 +1,150 @@
+"""The train workers: one process per rank, each with its shard of the policy and of the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+
+from verl.cluster.group import ActorGroup
+from verl.cluster.pool import DevicePool
+from verl.cluster.session import free_port
+from verl.data.plan import Plan, RankPlan
+
+__all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
+
+PARCEL_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class TrainSettings:
+    """What a train worker builds itself from: settings of the engines, and the objective as a picklable callable."""
+
+    actor: Any  # FsdpSettings
+    reference: Any  # FsdpSettings, or None
+    loss: Any  # a verl.training.engine.Loss
+    by_std: bool = True
+    publish_dtype: str = "bfloat16"
+
+
+class TrainWorker:
+    """The actor of one rank. Imports torch only when it starts, so that processes come up side by side."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 can be met by the others."""
+        return ray.util.get_node_ip_address(), free_port()
+
+    def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
+        """Join the other ranks and load the models."""
+        from verl.algorithms.advantages import grpo
+        from verl.training.fsdp import FsdpEngine
+        from verl.training.group import init_process_group
+        from verl.training.policy import Policy
+
+        host, port = address
+        init_process_group(self._rank, self._world_size, host, port, settings.actor.device)
+        reference = None if settings.reference is None else FsdpEngine(settings.reference)
+        advantages = partial(grpo, by_std=settings.by_std)
+        self._policy = Policy(FsdpEngine(settings.actor), reference, settings.loss, advantages)
+        self._publish_dtype = settings.publish_dtype
+
+    def prepare(self, plan: RankPlan) -> dict[str, float]:
+        """Pull this rank's samples out of the object store and compute what the update needs."""
+        return self._policy.prepare(ray.get(plan.refs), plan)
+
+    def update(self, plan: RankPlan) -> dict[str, float]:
+        return self._policy.update(plan)
+
+    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return self._policy.score(sequences)
+
+    def pack_weights(self) -> list[ray.ObjectRef]:
+        """Gather the full weights; rank 0 lays them into the object store and returns where they are."""
+        import torch
+
+        from verl.weights.parcel import pack
+
+        weights = self._policy.actor.weights()
+        if self._rank > 0:
+            for _ in weights:  # the gathering is collective
+                pass
+            return []
+        dtype = getattr(torch, self._publish_dtype)
+        return [ray.put(parcel) for parcel in pack(weights, max_bytes=PARCEL_BYTES, dtype=dtype)]
+
+    def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
+        """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
+        from verl.rollout.vllm_send import VllmSender
+
+        def client(method: str, *args: Any) -> None:
+            ray.get([engine.weight_transfer.remote(method, *args) for engine in engines])
+
+        if not hasattr(self, "_sender"):
+            self._sender = VllmSender(
+                backend, client, self._policy.actor, self._rank, workers=len(engines), address=self.address()
+            )
+        self._sender.send(version)
+
+    def save(self, directory: str) -> None:
+        from verl.checkpoint.save import save
+
+        save(self._policy.actor.state(), directory)
+
+    def load(self, directory: str) -> None:
+        from verl.checkpoint.save import load
+
+        self._policy.actor.load_state(load(self._policy.actor.state(), directory))
+
+    def memory_gib(self) -> float:
+        """Resident memory of this process."""
+        import psutil
+
+        return psutil.Process().memory_info().rss / 2**30
+
+
+class PolicyGroup:
+    """All train workers as the trainer sees them: one policy."""
+
+    def __init__(self, group: ActorGroup) -> None:
+        self._group = group
+
+    @classmethod
+    def place(cls, pool: DevicePool, ranks: int, *, share: float) -> PolicyGroup:
+        """Ask Ray for the processes; they come up while the caller goes on."""
+        worker = ray.remote(TrainWorker)
+        actors = [worker.options(**pool.options(rank, share=share)).remote(rank, ranks) for rank in range(ranks)]
+        return cls(ActorGroup("train worker", actors))
+
+    async def start(self, settings: TrainSettings) -> None:
+        address = (await self._group.call("address"))[0]
+        await self._group.call("start", address, settings)
+
+    async def prepare(self, plan: Plan) -> dict[str, float]:
+        return (await self._group.call("prepare", per_rank=plan.ranks))[0]
+
+    async def update(self, plan: Plan) -> dict[str, float]:
+        return (await self._group.call("update", per_rank=[rank.without_refs() for rank in plan.ranks]))[0]
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self._group.call("score", sequences))[0]
+
+    async def pack_weights(self) -> Sequence[Any]:
+        return (await self._group.call("pack_weights"))[0]
+
+    async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
+        await self._group.call("send_weights", backend, [receiver.actor for receiver in receivers], version)
+
+    async def save(self, directory: str) -> None:
+        await self._group.call("save", directory)
+
+    async def load(self, directory: str) -> None:
+        await self._group.call("load", directory)
+
+    def close(self) -> None:
+        self._group.close()
