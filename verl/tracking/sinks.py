@@ -66,9 +66,10 @@ class ConsoleSink:
         self._console = console
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if any(not name.startswith("val/") for name in metrics):
+        validated = any(name.startswith("val/") for name in metrics)
+        if not validated or "reward/mean" in metrics:
             self._console.step(metrics, step)
-        if any(name.startswith("val/") for name in metrics):
+        if validated:
             self._console.validation(metrics, step)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ def test_the_console_sink_writes_a_line_for_the_step_and_one_for_its_validation(
     out = io.StringIO()
     sink = ConsoleSink(Console(10, rich.console.Console(file=out)))
     sink.log({"reward/mean": 0.5, "val/addition/mean@1": 0.7}, 1)
-    sink.log({"val/addition/mean@1": 0.8}, 2)
+    sink.log({"val/addition/mean@1": 0.8, "timing_s/validation": 1.0}, 2)
     assert [line.split()[0] for line in out.getvalue().splitlines()] == ["step", "valid", "valid"]
 
 

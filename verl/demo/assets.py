@@ -1,0 +1,159 @@
+"""All that the demo needs, made in seconds without a download: a character tokenizer, a tiny model, two-digit sums.
+
+folder/model/          config.json, model.safetensors, tokenizer.json: an ordinary Hugging Face folder
+folder/train.parquet   12+34= -> 046, every problem but the held-out ones
+folder/test.parquet    held-out problems: neither a+b nor b+a is in train.parquet
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from string import ascii_letters, digits, punctuation
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from safetensors.torch import save_file
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+__all__ = [
+    "ANSWER_LENGTH",
+    "Assets",
+    "make_assets",
+    "make_model",
+    "make_tokenizer",
+    "read_problems",
+    "split_problems",
+    "write_weights",
+]
+
+ANSWER_LENGTH = 4
+"""Three digits and the end token."""
+
+_HELD_OUT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Assets:
+    """Where the demo's files are."""
+
+    folder: Path
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def train(self) -> Path:
+        return self.folder / "train.parquet"
+
+    @property
+    def test(self) -> Path:
+        return self.folder / "test.parquet"
+
+
+def make_assets(folder: str | Path, *, seed: int = 0, tied: bool = True) -> Assets:
+    """Write the tokenizer, the randomly initialised model and the data; the same seed writes the same files."""
+    assets = Assets(Path(folder))
+    assets.model.mkdir(parents=True, exist_ok=True)
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(assets.model)
+    model = make_model(tokenizer, seed=seed, tied=tied)
+    model.config.save_pretrained(assets.model)
+    model.generation_config.save_pretrained(assets.model)
+    write_weights(assets.model, model.named_parameters())
+    train, test = split_problems(seed=seed)
+    _write_problems(assets.train, train, "train")
+    _write_problems(assets.test, test, "test")
+    return assets
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token per printable character: what the model reads is what is on the screen."""
+    characters = digits + "+-*/=" + ascii_letters + " \n"
+    characters += "".join(c for c in punctuation if c not in characters)
+    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        unk_token="<unk>",
+        clean_up_tokenization_spaces=False,
+        chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
+    )
+
+
+def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, tied: bool = True) -> Qwen2ForCausalLM:
+    """A Qwen2 of 2.4 million parameters in float32, randomly initialised."""
+    config = Qwen2Config(
+        vocab_size=len(tokenizer),
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,  # head size 64: vLLM's attention on the CPU needs at least 32
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        initializer_range=0.05,  # of so narrow a model: with the usual 0.02 it needs three times the warm-up
+        tie_word_embeddings=tied,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen2ForCausalLM(config)
+    model.config.architectures = [type(model).__name__]  # else written by `save_pretrained` of the model alone
+    return model
+
+
+def split_problems(*, seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """(train, held-out) pairs of two-digit numbers. A pair and its mirror image are on the same side."""
+    pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
+    shuffle = random.Random(seed).shuffle
+    shuffle(pairs)
+    both = [{pair, pair[::-1]} for pair in pairs]
+    cut = _HELD_OUT // 2
+    test = [problem for mirror in both[:cut] for problem in sorted(mirror)]
+    train = [problem for mirror in both[cut:] for problem in sorted(mirror)]
+    shuffle(train)
+    shuffle(test)
+    return train, test
+
+
+def read_problems(path: Path) -> list[tuple[str, str]]:
+    """(prompt, answer) of every row."""
+    rows = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
+    return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in rows]
+
+
+def write_weights(model: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Replace the weights of a Hugging Face folder: whole, or not at all."""
+    temporary = model / "model.safetensors.tmp"
+    tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
+    save_file(tensors, temporary, metadata={"format": "pt"})
+    os.replace(temporary, model / "model.safetensors")
+
+
+def _write_problems(path: Path, problems: list[tuple[int, int]], split: str) -> None:
+    pq.write_table(pa.Table.from_pylist([_row(a, b, split, i) for i, (a, b) in enumerate(problems)]), path)
+
+
+def _row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
+    """One problem in the layout that every verl data file has; the prompt is a finished string here."""
+    return {
+        "data_source": "addition",
+        "prompt": f"{a}+{b}=",
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": f"{a + b:03d}"},
+        "extra_info": {"split": split, "index": index},
+    }
