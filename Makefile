@@ -1,0 +1,51 @@
+# `make setup` once, then `make check` before every commit. CI runs the same targets: see .ci/run.
+VENV ?= .venv
+PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo python)
+PYTEST = $(PYTHON) -m pytest -q
+SHOWS = $(basename $(notdir $(wildcard tests/show/[a-z]*.py)))
+
+.PHONY: help setup pins fmt check unit test e2e bench docs show-short
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
+	@echo "show-NAME     proofs, each ends with one JSON line: $(SHOWS)"
+
+setup: ## an environment in .venv with the pinned dependencies
+	bash .ci/setup $(VENV)
+
+pins: ## write constraints.txt from the current environment
+	$(PYTHON) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | grep -viE '^(verl|pip|wheel)\b' > constraints.txt
+
+fmt: ## format and mend what can be mended
+	$(PYTHON) -m ruff format .
+	$(PYTHON) -m ruff check --fix .
+
+check: ## style, types, layers, unit tests: a coffee break
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m mypy
+	PYTHONPATH=. $(PYTHON) -c "import sys; from importlinter.cli import lint_imports_command as c; c()"
+	$(PYTEST) -m unit
+
+unit: ## unit tests: no processes
+	$(PYTEST) -m unit
+
+test: ## contract and distributed tests
+	$(PYTEST) -m "contract or distributed"
+
+e2e: ## real Ray, FSDP2 and vLLM with a tiny model
+	$(PYTEST) -m e2e
+
+bench: ## figures, nothing asserted
+	$(PYTEST) -m bench
+
+docs: ## regenerate the settings reference
+	$(PYTHON) -m verl.config.reference > docs/settings.md
+
+show-%:
+	$(PYTHON) tests/show/$*.py $(ARGS)
+
+show-short: ## the short form of every proof that CI runs
+	$(PYTHON) tests/show/gradient.py --short
+	$(PYTHON) tests/show/learning.py --short
+	$(PYTHON) tests/show/parity.py --short
+	$(PYTHON) tests/show/dataplane.py --short
