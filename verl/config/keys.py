@@ -13,7 +13,9 @@ __all__ = ["Path", "Tree", "declared", "graft", "key_of", "leaves", "look_up", "
 Path = tuple[str, ...]
 Tree = dict[str, Any]
 
-_SIMILAR = 0.65
+_SIMILAR = 0.62  # below this, two keys have nothing to do with each other
+_LAST = 0.65  # weight of the last name, against the whole key
+_BUILT = 0.05  # of two keys that are equally like, the one that does something
 
 
 def key_of(path: Path) -> str:
@@ -83,15 +85,22 @@ def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
     known = settings_of(Config)
     if candidates is None:
         candidates = [found.key for found in known.values() if found.section is None]
-    last = key.rpartition(".")[2]
+    whole, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])
 
-    def likeness(candidate: str) -> float:
-        end = SequenceMatcher(None, last, candidate.rpartition(".")[2]).ratio()
+    def end_likeness(candidate: str) -> float:
+        last.set_seq1(candidate.rpartition(".")[2])
+        return last.ratio()
+
+    best, most = None, _SIMILAR
+    for end, candidate in sorted(((end_likeness(candidate), candidate) for candidate in candidates), reverse=True):
+        if _LAST * end + (1 - _LAST) + _BUILT < most:
+            break  # no candidate from here on can be liker
+        whole.set_seq1(candidate)
         built = candidate in known and known[candidate].roof is None
-        return 0.65 * end + 0.35 * SequenceMatcher(None, key, candidate).ratio() + 0.1 * built
-
-    best = max(candidates, key=likeness)
-    return best if likeness(best) >= _SIMILAR else None
+        likeness = _LAST * end + (1 - _LAST) * whole.ratio() + _BUILT * built
+        if likeness > most:
+            best, most = candidate, likeness
+    return best
 
 
 def written(value: Any) -> str:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: onl
 __all__ = ["Loaded", "load", "load_dict", "load_yaml"]
 
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
-"""An override whose value has no structure: where Hydra's grammar stumbles over a character (~/models, a?b), it is text."""
+"""An override whose value has no structure: where Hydra's grammar refuses a character (~/models, a?b), it is text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ Every setting of verl, in the order of `verl config`. This page is written by `p
 
 Settings are given on the command line in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/)
 (`key=value`, `+key=value`, `~key`, `--config-path`, `--config-name`, `-m` for sweeps), or in YAML files. Unknown
-keys, wrong types and settings that contradict each other are reported all at once, before anything starts. `verl config`
+keys, wrong types and settings that contradict each other are reported all at once, before a run starts. `verl config`
 prints the resolved settings, `verl config KEY` explains one.
 
 **·** after a key: declared, not built yet; only the default is accepted. **\\*** after a value: not built yet.

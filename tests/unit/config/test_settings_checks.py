@@ -1,0 +1,205 @@
+"""Settings against each other, and the sizes that follow from them."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.config.load import load
+from verl.config.schema import Config
+from verl.config.sizes import derived_sizes, engine_count, max_sequence_tokens, render_sizes, total_steps, train_ranks
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def hints(*overrides: str) -> list[str]:
+    [loaded] = load([f"{R}.n=8", *overrides], complete=False)
+    return list(loaded.hints)
+
+
+def problem(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load([f"{R}.n=8", *overrides], complete=False)
+    [text] = raised.value.problems
+    return text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{R}.max_model_len=1000"], f"set {R}.max_model_len=1024"),
+        ([f"{R}.max_num_batched_tokens=100"], f"set {R}.max_num_seqs=100"),
+        ([f"{R}.tensor_model_parallel_size=16"], f"set {R}.tensor_model_parallel_size=8"),
+        ([f"{R}.num_engines=9", "trainer.device=cuda"], f"set {R}.num_engines=8"),
+        ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], f"set {R}.name=vllm"),
+        ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
+        ([f"{R}.val_kwargs.do_sample=true"], f"set {R}.val_kwargs.temperature=1.0"),
+        ([f"{R}.weight_transport=nccl", "trainer.device=cpu"], f"set {R}.weight_transport=host"),
+        (["trainer.test_freq=5"], "set data.val_files=test.parquet"),
+        (
+            ["trainer.resume_mode=path"],
+            "set trainer.resume_from_path=checkpoints/verl/default/global_step_100",
+        ),
+    ],
+)
+def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[str], says: str) -> None:
+    text = problem(*overrides)
+    assert says in text
+    hints(*overrides, says.removeprefix("set "))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([f"{R}.n=1"], "leaves GRPO no group"),
+        ([f"{R}.temperature=1.7"], "mostly noise"),
+        ([f"{R}.val_kwargs.n=4"], "4 greedy answers are all the same"),
+        (["data.train_batch_size=64"], "each step is one mini-batch"),
+        (["data.train_batch_size=1000"], "the last mini-batch of a step has 232 prompts"),
+        ([f"{A}.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"], "without work"),
+        ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "less than the longest sequence"),
+        ([f"{A}.clip_ratio_low=0.3"], "is above clip_ratio_high=0.2"),
+        ([f"{R}.tensor_model_parallel_size=3"], "2 will not generate"),
+        ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "for nothing"),
+    ],
+)
+def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> None:
+    assert any(says in hint for hint in hints(*overrides))
+    assert not any(says in hint for hint in hints())
+
+
+@pytest.mark.parametrize(
+    ("mute", "wakes"),
+    [
+        (f"{A}.kl_loss_coef=0.1", [f"{A}.use_kl_loss=true"]),
+        (f"{A}.kl_loss_type=k1", [f"{A}.use_kl_loss=true"]),
+        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2", [f"{A}.use_kl_loss=true"]),
+        (f"{A}.loss_scale_factor=100.0", [f"{A}.loss_agg_mode=seq-mean-token-sum-norm"]),
+        (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=true"]),
+        (f"{A}.optim.min_lr_ratio=0.1", [f"{A}.optim.lr_scheduler_type=cosine"]),
+        ("reward.custom_reward_function.name=f", ["reward.custom_reward_function.path=r.py"]),
+        ("data.val_max_samples=10", ["data.val_files=v.parquet"]),
+        ("trainer.max_ckpts_to_keep=2", ["trainer.save_freq=10"]),
+        ("trainer.resume_from_path=x/global_step_5", ["trainer.resume_mode=path"]),
+    ],
+)
+def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wakes: list[str]) -> None:
+    def muted(*overrides: str) -> bool:
+        return any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, *overrides))
+
+    assert muted()
+    assert not muted(*wakes)
+
+
+@pytest.mark.parametrize(
+    ("mute", "by"),
+    [
+        (f"{A}.ppo_micro_batch_size_per_gpu=2", [f"{A}.use_dynamic_bsz=true"]),
+        (f"{A}.clip_ratio=0.1", [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.3"]),
+        (f"{A}.optim.lr_warmup_steps_ratio=0.1", [f"{A}.optim.lr_warmup_steps=4"]),
+        (f"{R}.max_num_seqs=64", [f"{R}.name=hf"]),
+        (f"{R}.gpu_memory_utilization=0.4", ["trainer.device=cpu"]),
+        (f"{R}.val_kwargs.top_p=0.9", [f"{R}.val_kwargs.do_sample=false"]),
+        ("data.truncation=left", ["data.filter_overlong_prompts=true"]),
+        ("data.seed=4", ["data.shuffle=false"]),
+        ("trainer.total_epochs=3", ["trainer.total_training_steps=10"]),
+    ],
+)
+def test_a_setting_that_another_takes_the_effect_from_is_said(mute: str, by: list[str]) -> None:
+    def muted(*overrides: str) -> bool:
+        return any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, *overrides))
+
+    assert not muted()
+    assert muted(*by)
+
+
+def test_the_kl_weight_in_the_reward_has_no_effect_without_it() -> None:
+    assert any("algorithm.use_kl_in_reward=false" in hint for hint in hints("algorithm.kl_ctrl.kl_coef=0.05"))
+
+
+def test_ray_arguments_are_those_given() -> None:
+    [loaded] = load(["ray_kwargs.ray_init.num_cpus=4"], complete=False)
+    assert loaded.config.ray_kwargs.ray_init.arguments() == {"num_cpus": 4}
+
+
+# --- sizes
+
+
+def sizes(config: Config, prompts: int | None = None) -> dict[str, int]:
+    return {size.name: size.value for size in derived_sizes(config, prompts=prompts)}
+
+
+def test_the_sizes_of_the_grpo_example() -> None:
+    overrides = ["data.train_batch_size=128", "data.max_response_length=1024", f"{R}.n=8", "trainer.n_gpus_per_node=4"]
+    overrides += [
+        f"{A}.ppo_mini_batch_size=64",
+        f"{A}.ppo_micro_batch_size_per_gpu=2",
+        f"{R}.tensor_model_parallel_size=2",
+    ]
+    [loaded] = load([*overrides, "trainer.total_epochs=20"], complete=False)
+    assert sizes(loaded.config, prompts=7473) == {
+        "prompts a step": 128,
+        "answers a step": 1024,
+        "tokens of a sequence, at most": 1536,
+        "engines": 2,
+        "answers generated at once": 512,
+        "train ranks": 4,
+        "optimiser steps a step": 2,
+        "samples of a mini-batch": 512,
+        "... on one rank": 128,
+        "samples of a micro-batch and rank": 2,
+        "... tokens of it, at most": 3072,
+        "micro-batches of a mini-batch": 64,
+        "steps an epoch": 58,
+        "steps of the run": 1167,
+    }
+
+
+def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
+    [loaded] = load([f"{R}.n=8", f"{A}.use_dynamic_bsz=true"], complete=False)
+    found = sizes(loaded.config)
+    assert found["tokens of a micro-batch and rank"] == 16384
+    assert "samples of a micro-batch and rank" not in found
+    assert "steps an epoch" not in found
+
+
+small = st.integers(1, 40)
+
+
+@given(batch=small, n=small, mini=small, micro=small, ranks=small, tp=small, epochs=small)
+def test_sizes_cover_the_work_without_a_spare_piece(
+    batch: int, n: int, mini: int, micro: int, ranks: int, tp: int, epochs: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "data": {"train_batch_size": batch},
+            "trainer": {"n_gpus_per_node": ranks},
+            "actor_rollout_ref": {
+                "actor": {"ppo_mini_batch_size": mini, "ppo_micro_batch_size_per_gpu": micro, "ppo_epochs": epochs},
+                "rollout": {"n": n, "tensor_model_parallel_size": tp},
+            },
+        }
+    )
+    found = sizes(config)
+    mini_batches, rest = divmod(found["optimiser steps a step"], epochs)
+    assert rest == 0
+    assert (mini_batches - 1) * found["samples of a mini-batch"] < batch * n
+    assert mini_batches * found["samples of a mini-batch"] >= batch * n
+    assert found["... on one rank"] * ranks >= found["samples of a mini-batch"]
+    pieces, size = found["micro-batches of a mini-batch"], found["samples of a micro-batch and rank"]
+    assert (pieces - 1) * size < found["... on one rank"] <= pieces * size
+    assert found["engines"] == engine_count(config) >= 1
+    assert train_ranks(config) == ranks
+    assert max_sequence_tokens(config) == 1024
+    assert total_steps(config, prompts=batch * 3) == 3
+
+
+def test_the_table_is_aligned() -> None:
+    rows = derived_sizes(Config())
+    lines = render_sizes(rows).splitlines()
+    assert len(lines) == len(rows)
+    assert len({line.index(row.how, len(row.name)) for line, row in zip(lines, rows, strict=True)}) == 1

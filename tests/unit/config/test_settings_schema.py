@@ -1,0 +1,110 @@
+"""What is declared: complete, documented, frozen, and consistent with its own defaults."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+from pydantic import ValidationError
+
+from verl.config.aliases import KEYS, VALUES, canonical_path
+from verl.config.keys import declared
+from verl.config.reference import render_reference
+from verl.config.schema import Config, settings_of
+
+pytestmark = pytest.mark.unit
+
+SETTINGS = [setting for setting in settings_of(Config).values() if setting.section is None]
+
+
+@pytest.mark.parametrize(
+    ("key", "default"),
+    [
+        ("data.train_batch_size", 1024),
+        ("data.max_prompt_length", 512),
+        ("data.max_response_length", 512),
+        ("data.prompt_key", "prompt"),
+        ("actor_rollout_ref.actor.optim.lr", 1e-6),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", 256),
+        ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu", 8),
+        ("actor_rollout_ref.actor.grad_clip", 1.0),
+        ("actor_rollout_ref.actor.clip_ratio", 0.2),
+        ("actor_rollout_ref.actor.ppo_epochs", 1),
+        ("actor_rollout_ref.actor.entropy_coeff", 0.0),
+        ("actor_rollout_ref.actor.use_kl_loss", False),
+        ("actor_rollout_ref.actor.kl_loss_coef", 0.001),
+        ("actor_rollout_ref.actor.use_torch_compile", True),
+        ("actor_rollout_ref.rollout.name", "vllm"),
+        ("actor_rollout_ref.rollout.temperature", 1.0),
+        ("actor_rollout_ref.rollout.top_p", 1.0),
+        ("actor_rollout_ref.rollout.n", 1),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size", 1),
+        ("actor_rollout_ref.rollout.gpu_memory_utilization", 0.5),
+        ("actor_rollout_ref.rollout.enforce_eager", True),
+        ("actor_rollout_ref.rollout.val_kwargs.temperature", 0.0),
+        ("algorithm.kl_ctrl.kl_coef", 0.001),
+        ("algorithm.norm_adv_by_std_in_grpo", True),
+        ("reward.custom_reward_function.name", "compute_score"),
+        ("reward.reward_manager.name", "naive"),
+        ("trainer.n_gpus_per_node", 8),
+        ("trainer.nnodes", 1),
+        ("trainer.total_epochs", 1),
+        ("trainer.save_freq", -1),
+        ("trainer.test_freq", -1),
+        ("trainer.logger", ["console"]),
+        ("trainer.project_name", "verl"),
+        ("trainer.experiment_name", "default"),
+    ],
+)
+def test_the_documented_defaults_hold(key: str, default: object) -> None:
+    assert settings_of(Config)[key].default == default
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_every_setting_has_one_line_of_documentation_and_a_type_in_words(setting) -> None:
+    assert setting.doc.endswith(".")
+    assert "\n" not in setting.doc
+    assert len(setting.doc) <= 110
+    assert setting.type_name
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
+def test_planned_values_are_choices_and_never_the_default(setting) -> None:
+    if isinstance(setting.planned, tuple):
+        assert set(setting.planned) <= set(setting.choices)
+        default = setting.default if isinstance(setting.default, list) else [setting.default]
+        assert not set(setting.planned) & set(default)
+
+
+def test_every_second_spelling_leads_to_a_declared_key_and_hides_none() -> None:
+    for second, key in KEYS.items():
+        assert declared(canonical_path(tuple(key.split(".")))) is not None, key
+        assert second not in settings_of(Config), second
+    for key, values in VALUES.items():
+        choices = settings_of(Config)[key].choices
+        assert set(values.values()) <= set(choices)
+        assert not set(values) & set(choices)
+
+
+def test_nothing_changes_after_the_start() -> None:
+    config = Config()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.data.train_batch_size = 3
+    with pytest.raises(ValidationError, match="frozen"):
+        config.ray_kwargs.ray_init.num_cpus = 3
+
+
+def test_a_config_travels_to_other_processes() -> None:
+    config = Config.model_validate({"actor_rollout_ref": {"rollout": {"n": 8}}, "ray_kwargs": {"ray_init": {"a": 1}}})
+    assert pickle.loads(pickle.dumps(config)) == config
+
+
+def test_clip_range_and_checkpoint_directory_follow_from_the_settings() -> None:
+    config = Config.model_validate({"actor_rollout_ref": {"actor": {"clip_ratio": 0.1, "clip_ratio_high": 0.28}}})
+    assert config.actor_rollout_ref.actor.clip_range == (0.1, 0.28)
+    assert config.trainer.checkpoint_dir.as_posix() == "checkpoints/verl/default"
+
+
+def test_the_settings_page_is_up_to_date(pytestconfig: pytest.Config) -> None:
+    page = pytestconfig.rootpath / "docs" / "settings.md"
+    assert page.read_text() == render_reference(), "run: python -m verl.config.reference > docs/settings.md"

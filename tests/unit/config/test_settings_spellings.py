@@ -1,0 +1,249 @@
+"""The settings as users write them: whole examples, and second spellings, each read and answered."""
+
+from __future__ import annotations
+
+import textwrap
+
+import pytest
+import yaml
+
+from verl.config.keys import look_up
+from verl.config.load import load, load_dict
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+DATA = """
+data:
+  train_files: /data/gsm8k/train.parquet
+  val_files: /data/gsm8k/test.parquet
+  max_prompt_length: 512
+"""
+
+GRPO = (
+    DATA
+    + """
+  train_batch_size: 128
+  max_response_length: 1024
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor:
+    optim: {lr: 1e-6}
+    use_kl_loss: true
+    kl_loss_coef: 0.001
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 2
+  rollout: {name: vllm, n: 8, temperature: 1.0, tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}
+algorithm: {adv_estimator: grpo}
+trainer: {n_gpus_per_node: 4, total_epochs: 20}
+"""
+)
+
+PPO = (
+    DATA
+    + """
+  train_batch_size: 256
+  max_response_length: 512
+actor_rollout_ref:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  actor:
+    optim: {lr: 1e-6}
+    ppo_mini_batch_size: 64
+    ppo_micro_batch_size_per_gpu: 4
+    ppo_epochs: 1
+    clip_ratio: 0.2
+    grad_clip: 1.0
+    entropy_coeff: 0.0
+    use_torch_compile: true
+  rollout: {name: vllm, tensor_model_parallel_size: 1, gpu_memory_utilization: 0.4, temperature: 1.0, top_p: 1.0, n: 1}
+  ref: {log_prob_micro_batch_size_per_gpu: 4}
+critic:
+  model: {path: Qwen/Qwen2.5-7B-Instruct}
+  optim: {lr: 1e-5}
+  ppo_micro_batch_size_per_gpu: 4
+algorithm:
+  adv_estimator: gae
+  kl_ctrl: {kl_coef: 0.001}
+trainer:
+  n_gpus_per_node: 4
+  nnodes: 1
+  total_epochs: 15
+  save_freq: 10
+  logger: ["console", "wandb"]
+  project_name: ppo-gsm8k
+"""
+)
+
+SFT = """
+data:
+  train_files: /data/sft_train.parquet
+  val_files: /data/sft_val.parquet
+  prompt_key: prompt
+  response_key: response
+  micro_batch_size_per_gpu: 4
+model: {path: Qwen/Qwen2.5-7B-Instruct}
+trainer: {n_gpus_per_node: 4, nnodes: 1, total_epochs: 3, save_freq: 500, project_name: my-sft, logger: [wandb]}
+optim: {lr: 2e-5, weight_decay: 0.01, warmup_steps_proportion: 0.1, lr_scheduler: cosine}
+"""
+
+
+def read(text: str, *overrides: str):
+    return load_dict(yaml.safe_load(textwrap.dedent(text)) or {}, overrides, complete=False)
+
+
+def unbuilt(text: str, *overrides: str) -> set[str]:
+    """The keys that are refused; fails if any is refused for another reason than not being built."""
+    with pytest.raises(ConfigError) as raised:
+        read(text, *overrides)
+    assert all("not built yet" in problem for problem in raised.value.problems), raised.value.problems
+    return {problem.split(":")[0] for problem in raised.value.problems}
+
+
+def test_the_grpo_example_loads_without_a_word() -> None:
+    loaded = load_dict(yaml.safe_load(GRPO))
+    assert loaded.hints == ()
+    assert loaded.config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert loaded.config.actor_rollout_ref.rollout.n == 8
+
+
+def test_the_dapo_snippet_loads() -> None:
+    config = read("actor_rollout_ref: {actor: {clip_ratio_low: 0.2, clip_ratio_high: 0.28}}").config
+    assert config.actor_rollout_ref.actor.clip_range == (0.2, 0.28)
+
+
+@pytest.mark.parametrize(
+    ("text", "keys"),
+    [
+        (PPO, {"critic", "algorithm.adv_estimator"}),
+        (SFT, {"data.response_key", "data.micro_batch_size_per_gpu"}),
+        (
+            "actor_rollout_ref: {actor: {peft: {peft_type: lora, lora_rank: 16, lora_alpha: 32, "
+            "target_modules: [q_proj, v_proj, k_proj, o_proj]}}}",
+            {"actor_rollout_ref.actor.peft"},
+        ),
+        (
+            "rollout: {multi_turn: {enable: true, max_turns: 5, tool_server: 'http://tool-server:8080'}}",
+            {"actor_rollout_ref.rollout.multi_turn"},
+        ),
+        ("rollout: {dtype: fp8}", {"actor_rollout_ref.rollout.dtype"}),
+        ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
+        ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus"}),
+        (
+            "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: vllm, "
+            "tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}}}",
+            {"reward.reward_model"},
+        ),
+        (
+            "reward: {num_workers: 8, reward_manager: {name: prime}}",
+            {"reward.num_workers", "reward.reward_manager.name"},
+        ),
+        (
+            "actor_rollout_ref: {actor: {strategy: fsdp2, fsdp_config: {offload_policy: True, param_offload: True, "
+            "optimizer_offload: True}}, ref: {fsdp_config: {param_offload: True}}}",
+            {
+                "actor_rollout_ref.actor.fsdp_config.offload_policy",
+                "actor_rollout_ref.actor.fsdp_config.param_offload",
+                "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+                "actor_rollout_ref.ref.fsdp_config.param_offload",
+            },
+        ),
+        (
+            "actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 4, "
+            "pipeline_model_parallel_size: 2}}}",
+            {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"},
+        ),
+        ("reward_model: {enable: True, model: {path: rm}, micro_batch_size_per_gpu: 4}", {"reward.reward_model"}),
+        ("data: {return_raw_input_ids: True}", {"data.return_raw_input_ids"}),
+        ("trainer: {max_staleness: 1}", {"trainer.max_staleness"}),
+        ("algorithm: {filter_groups: {enable: true}}", {"algorithm.filter_groups"}),
+        ("algorithm: {rollout_correction: {rollout_is: token}}", {"algorithm.rollout_correction"}),
+        ("actor: {policy_loss: {loss_mode: gspo}}", {"actor_rollout_ref.actor.policy_loss.loss_mode"}),
+    ],
+)
+def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str]) -> None:
+    assert unbuilt(text) == keys
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    ["gae", "rloo", "rloo_vectorized", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg"],
+)
+def test_estimators_that_are_not_built_are_named(estimator: str) -> None:
+    assert unbuilt("", f"algorithm.adv_estimator={estimator}") == {"algorithm.adv_estimator"}
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("reward_model.reward_fn.path=/path/my_reward.py", "reward.custom_reward_function.path", "/path/my_reward.py"),
+        ("reward_model.reward_fn.name=compute_reward", "reward.custom_reward_function.name", "compute_reward"),
+        ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
+        ("ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus", 4),
+        ("ray_init.timeline_file=/tmp/ray_timeline.json", "ray_kwargs.timeline_json_file", "/tmp/ray_timeline.json"),
+        ("+ray_kwargs.timeline_json_file=/tmp/t.json", "ray_kwargs.timeline_json_file", "/tmp/t.json"),
+        ("trainer.nnode=4", "trainer.nnodes", 4),
+        ("rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.temperature", 0.5),
+        ("rollout={n: 4}", "actor_rollout_ref.rollout.n", 4),
+        ("actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio", 0.1),
+        ("ref.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", 4),
+        ("model.path=tiny", "actor_rollout_ref.model.path", "tiny"),
+        ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.strategy", "fsdp2"),
+        ("trainer.resume_mode=auto trainer.resume_from_path=x/global_steps_500", "trainer.resume_from_path", None),
+    ],
+)
+def test_second_spellings_are_read_and_answered(override: str, key: str, value: object) -> None:
+    [loaded] = load(override.split(" ") if "{" not in override else [override], complete=False)
+    expected = "x/global_step_500" if value is None else value
+    assert look_up(loaded.config, tuple(key.split("."))) == expected
+    assert any(("second spelling of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
+
+
+@pytest.mark.parametrize("override", ["actor_rollout_ref.actor.lora_rank=16", "actor.lora_rank=16"])
+def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(override: str) -> None:
+    assert unbuilt("", override) == {"actor_rollout_ref.actor.peft"}
+
+
+def test_the_wandb_proxy_is_known() -> None:
+    assert unbuilt("", "+trainer.wandb_proxy=http://proxy:80") == {"trainer.wandb_proxy"}
+
+
+def test_a_checkpoint_that_is_really_called_global_steps_is_left_alone(tmp_path) -> None:
+    (tmp_path / "global_steps_5").mkdir()
+    override = f"trainer.resume_from_path={tmp_path}/global_steps_5"
+    [loaded] = load(["trainer.resume_mode=path", override], complete=False)
+    assert loaded.config.trainer.resume_from_path == f"{tmp_path}/global_steps_5"
+
+
+def test_one_setting_under_two_spellings_must_not_have_two_values() -> None:
+    with pytest.raises(ConfigError, match=r"contradicts actor_rollout_ref\.rollout\.n=4"):
+        read("{actor_rollout_ref: {rollout: {n: 4}}, rollout: {n: 8}}")
+    assert read("{actor_rollout_ref: {rollout: {n: 8}}, rollout: {n: 8}}").config.actor_rollout_ref.rollout.n == 8
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "actor_rollout_ref.actor.clip_ratio=0.1",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.3",
+        "actor_rollout_ref.rollout.max_num_seqs=64",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=True",
+        "data.max_response_length=256",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        "data.prompt_key=question",
+        "ray_kwargs.ray_init.num_cpus=4",
+        "algorithm.norm_adv_by_std_in_grpo=True",
+        "actor_rollout_ref.actor.grad_clip=1.0",
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+        "actor_rollout_ref.actor.use_torch_compile=False",
+        "algorithm.use_kl_in_reward=False",
+        "algorithm.kl_ctrl.kl_coef=0.05",
+        "algorithm.adv_estimator=grpo_vectorized",
+        "trainer.save_freq=10",
+    ],
+)
+def test_remedies_that_users_are_told_are_accepted(override: str) -> None:
+    load([override], complete=False)

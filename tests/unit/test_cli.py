@@ -1,0 +1,109 @@
+"""The command `verl`: what it prints, where, with which exit code, and what it does not import."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+
+import pytest
+
+import verl
+from verl.cli import COMMANDS, main
+from verl.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and command.summary in text for name, command in COMMANDS.items())
+    assert main([]) == 0
+    assert capsys.readouterr().out == text
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"verl {verl.__version__}\n"
+
+
+@pytest.mark.parametrize("name", list(COMMANDS))
+def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: verl {name}")
+
+
+def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "there are train, demo, config" in capsys.readouterr().err
+
+
+def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "rollout.n=8", "data.train_batch_size=256"]) == 0
+    printed = capsys.readouterr()
+    changed = [line.split("#")[0].strip() for line in printed.out.splitlines() if "[changed from" in line]
+    assert changed == ["train_batch_size: 256", "n: 8"]
+    assert "answers a step                     2,048" in printed.out
+    assert printed.err == "hint: rollout.n is a second spelling of actor_rollout_ref.rollout.n\n"
+
+
+def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "-m", "actor_rollout_ref.rollout.n=4,8"]) == 0
+    text = capsys.readouterr().out
+    assert text.count("---\n") == 2
+    assert "# actor_rollout_ref.rollout.n=8\n" in text
+
+
+def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "critic.optim.lr"]) == 0
+    text = capsys.readouterr().out
+    assert "Prompts drawn a step" in text
+    assert "default: 1024" in text
+    assert "vllm | sglang* | hf" in text
+    assert "also:    trainer.nnode" in text
+    assert "Not built yet" in text
+
+
+def test_config_with_the_key_of_a_section_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "algorithm"]) == 0
+    assert "algorithm.kl_ctrl.kl_coef" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [["data.train_batchsize"], ["data.train_batchsize=3"]])
+def test_wrong_settings_end_with_code_2_and_the_message_alone(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", *arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "the nearest is data.train_batch_size" in printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(("command", "module"), [("train", "verl.trainer.main_ppo"), ("demo", "verl.demo.main")])
+def test_train_and_demo_hand_their_arguments_on(
+    command: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen: list[list[str]] = []
+    stand_in = types.ModuleType(module)
+    stand_in.main = seen.append  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module, stand_in)
+    assert main([command, "a=1", "-m"]) == 0
+    assert seen == [["a=1", "-m"]]
+
+    def fail(argv: list[str]) -> None:
+        raise DataError("train.parquet: not found")
+
+    stand_in.main = fail  # type: ignore[attr-defined]
+    assert main([command]) == 2
+    assert capsys.readouterr().err == "train.parquet: not found\n"
+
+
+@pytest.mark.parametrize("arguments", [["config", "data.train_batch_size=8"], ["train", "--help"]])
+def test_settings_and_help_import_nothing_heavy(arguments: list[str]) -> None:
+    script = (
+        "import sys; from verl.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'ray', 'numpy', 'transformers', 'vllm', 'pyarrow'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
