@@ -1,0 +1,73 @@
+"""Episodes end as samples whose arrays line up, each scored on what the model itself wrote."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from verl.agents.episode import Generate, Transcript
+from verl.agents.runner import EpisodeRunner
+from verl.types import Completion, Prompt, SamplingParams
+
+pytestmark = pytest.mark.unit
+
+PROMPT = Prompt(row=0, token_ids=[1, 2], data_source="s", ground_truth="g", extra_info={"k": 1})
+
+
+async def echo(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    """Answers with the seed and the length of what it was asked."""
+    return Completion([sampling.seed or 0, len(token_ids)], [-0.5, -0.25], [3, 3], "stop")
+
+
+def decode(tokens: Sequence[int]) -> str:
+    return " ".join(map(str, tokens))
+
+
+async def accept(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    assert (source, truth, extra) == ("s", "g", {"k": 1})
+    return float(answer.split()[0]), {"words": float(len(answer.split()))}
+
+
+async def test_one_sample_per_seed_with_prompt_and_answer_laid_out() -> None:
+    samples = await EpisodeRunner(echo, accept, decode).run(PROMPT, 7, [5, 6], SamplingParams(max_tokens=4))
+    assert [sample.score for sample in samples] == [5.0, 6.0]
+    first = samples[0]
+    assert first.group == 7
+    assert first.tokens.tolist() == [1, 2, 5, 2]
+    assert first.mask.tolist() == [False, False, True, True]
+    assert first.logprobs.tolist() == [0.0, 0.0, -0.5, -0.25]
+    assert first.versions.tolist() == [-1, -1, 3, 3]
+    assert first.metrics == {"words": 2.0}
+
+
+async def test_tokens_that_the_model_did_not_write_are_masked_and_not_scored() -> None:
+    async def with_tool(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+        transcript = Transcript(list(prompt.token_ids))
+        transcript.add_generated(await generate(transcript.tokens, sampling))
+        transcript.add_given([90, 91, 92])
+        transcript.add_generated(await generate(transcript.tokens, sampling))
+        return transcript
+
+    [sample] = await EpisodeRunner(echo, accept, decode, with_tool).run(PROMPT, 0, [5], SamplingParams(max_tokens=4))
+    assert sample.tokens.tolist() == [1, 2, 5, 2, 90, 91, 92, 5, 7]
+    assert sample.mask.tolist() == [False, False, True, True, False, False, False, True, True]
+    assert sample.metrics == {"words": 4.0}
+    assert np.all((sample.versions >= 0) == sample.mask)
+
+
+async def test_an_episode_is_scored_while_others_still_generate() -> None:
+    order: list[str] = []
+
+    async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        await asyncio.sleep(0.02 if sampling.seed == 1 else 0)
+        order.append(f"generated {sampling.seed}")
+        return Completion([sampling.seed or 0], [0.0], [0], "stop")
+
+    async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
+        order.append(f"scored {answer}")
+        return 0.0, {}
+
+    await EpisodeRunner(generate, score, decode).run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1))
+    assert order == ["generated 2", "scored 2", "generated 1", "scored 1"]

@@ -1,0 +1,88 @@
+"""A publish ends only when every engine has proved that it holds the new weights."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from verl.errors import WeightSyncError
+from verl.weights.probe import Probe, compare
+from verl.weights.publish import HostTransport, Publisher
+
+pytestmark = pytest.mark.unit
+
+PROBE = Probe(sequences=((1, 2, 3), (4, 5)), tolerance=1e-3)
+
+
+class Model:
+    """A trainer whose log-probs depend on one weight."""
+
+    def __init__(self) -> None:
+        self.weight = 0.0
+
+    async def pack_weights(self) -> Sequence[float]:
+        return [self.weight]
+
+    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
+        raise AssertionError("not this way")
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[self.weight - token for token in sequence[1:]] for sequence in sequences]
+
+
+class Engine(Model):
+    def __init__(self, *, loses_weights: bool = False, keeps_version: bool = False) -> None:
+        super().__init__()
+        self._loses, self._keeps, self._version = loses_weights, keeps_version, -1
+
+    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+        if not self._loses or version == 0:
+            [self.weight] = parcels
+        if not self._keeps:
+            self._version = version
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:  # type: ignore[override]
+        return [self.weight - token for token in token_ids[1:]]
+
+    async def version(self) -> int:
+        return self._version
+
+
+async def test_every_engine_gets_the_weights_and_the_version() -> None:
+    model, engines = Model(), [Engine(), Engine()]
+    publisher = Publisher(model, engines, HostTransport(), PROBE)
+    for version in range(3):
+        model.weight = 1.5 * version
+        metrics = await publisher.publish(version)
+        assert [engine.weight for engine in engines] == [model.weight] * 2
+        assert metrics["weights/version"] == version
+        assert metrics["weights/probe_gap"] == 0
+
+
+async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
+    model = Model()
+    publisher = Publisher(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
+    await publisher.publish(0)
+    model.weight = 0.5
+    with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still answers as version 0"):
+        await publisher.publish(1)
+
+
+async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
+    publisher = Publisher(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
+    with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
+        await publisher.publish(0)
+
+
+def test_wrong_weights_are_told_from_old_ones() -> None:
+    with pytest.raises(WeightSyncError, match="lost, renamed, cast or not repacked"):
+        compare(PROBE, [[0.0]], [[[9.0]]], version=2, before=[[0.1]])
+
+
+def test_rounding_within_the_tolerance_passes_and_is_reported() -> None:
+    assert compare(PROBE, [[0.0, 1.0]], [[[0.0, 1.0005]]], version=1) == pytest.approx(0.00025)
+
+
+def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
+    probe = Probe.random(50, tolerance=1e-3)
+    assert probe == Probe.random(50, tolerance=1e-3)
+    assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
