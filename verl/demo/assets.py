@@ -12,15 +12,14 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from string import ascii_letters, digits, punctuation
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 from safetensors.torch import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from tokenizers import pre_tokenizers
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 __all__ = [
     "ANSWER_LENGTH",
@@ -74,25 +73,24 @@ def make_assets(folder: str | Path, *, seed: int = 0, tied: bool = True) -> Asse
     return assets
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per printable character: what the model reads is what is on the screen."""
-    characters = digits + "+-*/=" + ascii_letters + " \n"
-    characters += "".join(c for c in punctuation if c not in characters)
-    vocabulary = {token: index for index, token in enumerate(["<pad>", "<eos>", "<unk>", *characters])}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
-    core.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+def make_tokenizer() -> Qwen2Tokenizer:
+    """One token a byte, so one a character in plain English: what the model reads is what is on the screen.
+
+    It is the tokenizer class of the model's family, without merges: transformers would put that class in the place of
+    any other it finds beside a Qwen2 model, and quietly split text in another way.
+    """
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
+    return Qwen2Tokenizer(
+        vocab=vocabulary,
+        merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token="<unk>",
-        clean_up_tokenization_spaces=False,
+        unk_token="<eos>",  # never needed: every byte has its token
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
     )
 
 
-def make_model(tokenizer: PreTrainedTokenizerFast, *, seed: int = 0, tied: bool = True) -> Qwen2ForCausalLM:
+def make_model(tokenizer: Qwen2Tokenizer, *, seed: int = 0, tied: bool = True) -> Qwen2ForCausalLM:
     """A Qwen2 of 2.4 million parameters in float32, randomly initialised."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),

@@ -1,0 +1,51 @@
+"""The demo's last page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.config.load import load
+from verl.demo.assets import Assets
+from verl.demo.main import demo_settings
+from verl.demo.report import Example, curve, report
+
+pytestmark = pytest.mark.unit
+
+
+def test_the_report_shows_before_after_curve_and_answers() -> None:
+    records = [
+        {"step": 0, "val/addition/mean@1": 0.41},
+        {"step": 1, "reward/mean": 0.30},
+        {"step": 2, "reward/mean": 0.70, "val/addition/mean@1": 0.5},
+        {"step": 3, "reward/mean": 0.90},
+        {"step": 3, "val/addition/mean@1": 0.92},
+    ]
+    text = report(records, [Example("12+34=", "046", "047", "046")])
+    assert "before  (step   0)    41.0 %" in text
+    assert "after   (step   3)    92.0 %" in text
+    assert "+51.0 points" in text
+    assert "3 steps, from 0.30 to 0.90" in text
+    assert "12+34=" in text
+    assert "047   ✗  046   ✓  046" in text
+
+
+def test_a_run_without_steps_has_a_report_all_the_same() -> None:
+    assert report([]) == ""
+
+
+@given(st.lists(st.floats(-5, 5), max_size=200), st.integers(1, 80))
+def test_a_curve_is_never_wider_than_asked_and_follows_order(values: list[float], width: int) -> None:
+    drawn = curve(values, width)
+    assert len(drawn) == min(width, len(values))
+    rising = curve(sorted(values), width)
+    assert list(rising) == sorted(rising)
+
+
+def test_the_demos_settings_are_settings_of_verl() -> None:
+    [loaded] = load([*demo_settings(Assets(Path("demo")), 7), "data.train_batch_size=32"])
+    assert loaded.config.trainer.total_training_steps == 7
+    assert loaded.config.data.train_batch_size == 32

@@ -1,0 +1,109 @@
+"""`verl demo`: a tiny model, made here, learns to add while you watch. No download, no accelerator, a few minutes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from verl.config.load import Loaded, load
+from verl.config.sizes import derived_sizes, render_sizes
+from verl.demo.assets import ANSWER_LENGTH, Assets, make_assets, read_problems, write_weights
+from verl.demo.report import Example, read_metrics, report
+from verl.demo.warmup import encode, greedy_answers, warm_up
+from verl.tracking.console import Console
+from verl.weights.parcel import unpack
+from verl.weights.publish import Source
+
+__all__ = ["demo_settings", "main"]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make, warm up, train, show. What is not an option of the demo is a setting of the run, as in `verl train`."""
+    parser = argparse.ArgumentParser(prog="verl demo", description=__doc__)
+    parser.add_argument("--dir", default="demo", help="folder for everything that is made (default: %(default)s)")
+    parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps (default: %(default)s)")
+    options, overrides = parser.parse_known_args(argv)
+    folder = Path(options.dir)
+    [loaded] = load([*demo_settings(Assets(folder), options.steps), *overrides])
+    asyncio.run(_demo(folder, loaded, Console()))
+    return 0
+
+
+def demo_settings(assets: Assets, steps: int) -> list[str]:
+    """Group-relative policy optimisation at the size of a laptop: the settings that `verl train` would be given."""
+    return [
+        f"data.train_files={assets.train}",
+        f"data.val_files={assets.test}",
+        "data.train_batch_size=64",
+        "data.max_prompt_length=8",
+        f"data.max_response_length={ANSWER_LENGTH}",
+        f"actor_rollout_ref.model.path={assets.model}",
+        "actor_rollout_ref.actor.optim.lr=1e-4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_coef=0.001",
+        "actor_rollout_ref.rollout.n=8",
+        "algorithm.adv_estimator=grpo",
+        f"trainer.n_gpus_per_node={min(2, os.cpu_count() or 1)}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.test_freq=10",
+        "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={assets.folder / 'run'}",
+    ]
+
+
+async def _demo(folder: Path, loaded: Loaded, console: Console) -> None:
+    console.note(f"making a model of 2.4 million parameters and its problems in {folder}/")
+    assets = make_assets(folder)
+    for hint in loaded.hints:
+        console.note(f"hint: {hint}")
+    console.banner(render_sizes(derived_sizes(loaded.config)), title="sizes of a step")
+    await _reinforce(loaded, assets, console)
+    examples = _examples(assets, folder / "trained")
+    console.banner(report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="what it learned")
+    console.note(f"the trained model is in {folder / 'trained'}: an ordinary Hugging Face folder")
+
+
+async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
+    """Train by the same way as `verl train`; the model is warmed up while the rollout engines start."""
+    from verl.trainer.build import assemble  # late: it imports what the help does not need
+
+    async def warmed() -> None:
+        console.note("warming it up by supervised steps, while the engines start")
+        done = await asyncio.to_thread(warm_up, assets.folder)
+        console.note(f"warm: {done.accuracy:.0%} of held-out sums right after {done.steps} steps, {done.seconds:.0f} s")
+
+    async with assemble(loaded.config, console, model_ready=warmed) as trainer:
+        await trainer.fit()
+        shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
+        policy = trainer.policy
+        write_weights(assets.folder / "trained", [item async for item in _weights_of(policy)])  # type: ignore[arg-type]
+
+
+async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    for reference in await source.pack_weights():
+        parcel = await reference
+        for name, tensor in unpack(parcel.slots, torch.from_numpy(parcel.data.copy())):
+            yield name, tensor
+
+
+def _examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:
+    """The first held-out problems, answered by both models with transformers: a second pair of eyes beside vLLM."""
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    problems = read_problems(assets.test)[:count]
+    prompts = encode(tokenizer, problems)[:, :-ANSWER_LENGTH]
+    before, after = (
+        tokenizer.batch_decode(
+            greedy_answers(AutoModelForCausalLM.from_pretrained(path), prompts), skip_special_tokens=True
+        )
+        for path in (assets.model, trained)
+    )
+    return [Example(*problem, old, new) for problem, old, new in zip(problems, before, after, strict=True)]
