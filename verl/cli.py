@@ -122,8 +122,9 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command(
         "make a tiny model and watch it learn, without a download",
-        "usage: verl demo [settings]\n\nMake a tiny model, its tokenizer and arithmetic problems; warm it up, "
-        f"train it and show what it learned.\n\n{_GRAMMAR}",
+        "usage: verl demo [--dir DIR] [--steps N] [settings]\n\nMake a tiny model, its tokenizer and arithmetic problems; warm it up, "
+        f"train it and show what it learned.\n\noptions:\n  --dir DIR               folder for all that is made (demo)\n"
+        f"  --steps N               reinforcement-learning steps (40)\n\n{_GRAMMAR}",
         _demo,
     ),
     "config": Command(

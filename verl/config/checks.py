@@ -221,9 +221,9 @@ _MUTES = (
     ),
     _Mute(
         _keys(_REF, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
-        lambda c: not (c.actor_rollout_ref.actor.use_kl_loss or c.algorithm.use_kl_in_reward),
-        f"no reference is used: {_A}.use_kl_loss=false",
-        (f"{_A}.use_kl_loss", "algorithm.use_kl_in_reward"),
+        lambda c: True,
+        f"the reference is cut as {_R}.log_prob_micro_batch_size_per_gpu and log_prob_max_token_len_per_gpu say",
+        (),
     ),
     _Mute(
         ("algorithm.kl_penalty", *_keys("algorithm.kl_ctrl", "type", "kl_coef", "horizon", "target_kl")),
@@ -253,7 +253,6 @@ _MUTES = (
         (
             *_keys(_A, "ppo_max_token_len_per_gpu"),
             *_keys(_R, "log_prob_max_token_len_per_gpu"),
-            *_keys(_REF, "log_prob_max_token_len_per_gpu"),
         ),
         lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,
         f"{_A}.use_dynamic_bsz=false",
@@ -263,7 +262,6 @@ _MUTES = (
         (
             *_keys(_A, "ppo_micro_batch_size_per_gpu"),
             *_keys(_R, "log_prob_micro_batch_size_per_gpu"),
-            *_keys(_REF, "log_prob_micro_batch_size_per_gpu"),
         ),
         lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
         f"{_A}.use_dynamic_bsz=true counts tokens",

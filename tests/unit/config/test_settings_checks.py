@@ -77,7 +77,6 @@ def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> 
     [
         (f"{A}.kl_loss_coef=0.1", [f"{A}.use_kl_loss=true"]),
         (f"{A}.kl_loss_type=k1", [f"{A}.use_kl_loss=true"]),
-        ("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2", [f"{A}.use_kl_loss=true"]),
         (f"{A}.loss_scale_factor=100.0", [f"{A}.loss_agg_mode=seq-mean-token-sum-norm"]),
         (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=true"]),
         (f"{A}.optim.min_lr_ratio=0.1", [f"{A}.optim.lr_scheduler_type=cosine"]),

@@ -63,8 +63,8 @@ def test_plus_adds_to_open_dictionaries_without_a_hint() -> None:
 
 
 def test_plus_on_a_declared_setting_works_and_says_that_it_is_not_needed() -> None:
-    loaded = one("+ray_kwargs.timeline_json_file=/tmp/t.json")
-    assert loaded.config.ray_kwargs.timeline_json_file == "/tmp/t.json"
+    loaded = one("+trainer.seed=3")
+    assert loaded.config.trainer.seed == 3
     assert any("the + is not needed" in hint for hint in loaded.hints)
 
 

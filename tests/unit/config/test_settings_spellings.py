@@ -179,8 +179,6 @@ def test_estimators_that_are_not_built_are_named(estimator: str) -> None:
         ("reward_model.reward_fn.name=compute_reward", "reward.custom_reward_function.name", "compute_reward"),
         ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
         ("ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus", 4),
-        ("ray_init.timeline_file=/tmp/ray_timeline.json", "ray_kwargs.timeline_json_file", "/tmp/ray_timeline.json"),
-        ("+ray_kwargs.timeline_json_file=/tmp/t.json", "ray_kwargs.timeline_json_file", "/tmp/t.json"),
         ("trainer.nnode=4", "trainer.nnodes", 4),
         ("rollout.val_kwargs.temperature=0.5", "actor_rollout_ref.rollout.val_kwargs.temperature", 0.5),
         ("rollout={n: 4}", "actor_rollout_ref.rollout.n", 4),
@@ -203,8 +201,16 @@ def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(ov
     assert unbuilt("", override) == {"actor_rollout_ref.actor.peft"}
 
 
-def test_the_wandb_proxy_is_known() -> None:
-    assert unbuilt("", "+trainer.wandb_proxy=http://proxy:80") == {"trainer.wandb_proxy"}
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("+trainer.wandb_proxy=http://proxy:80", "trainer.wandb_proxy"),
+        ("+ray_kwargs.timeline_json_file=/tmp/t.json", "ray_kwargs.timeline_json_file"),
+        ("ray_init.timeline_file=/tmp/t.json", "ray_kwargs.timeline_json_file"),
+    ],
+)
+def test_documented_extras_are_known(override: str, key: str) -> None:
+    assert unbuilt("", override) == {key}
 
 
 def test_a_checkpoint_that_is_really_called_global_steps_is_left_alone(tmp_path) -> None:

@@ -68,7 +68,9 @@ class RolloutConfig(Section):
     probe_tolerance: float | None = setting(
         None, "Largest log-prob difference to the trainer after a publish; null: by dtype.", unit="nats", gt=0
     )
-    calculate_log_probs: bool = setting(True, "Report how far the engine's log-probs are from the trainer's.")
+    calculate_log_probs: bool = setting(
+        True, "Report how far the engine's log-probs are from the trainer's; always on.", planned=True
+    )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples a rank takes at once for the old log-probs; null: as the actor.", unit="samples", ge=1
     )

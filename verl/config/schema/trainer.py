@@ -80,4 +80,4 @@ class RayInit(Section):
 
 class RayConfig(Section):
     ray_init: RayInit = section(RayInit, "Arguments of ray.init, passed as they are.")
-    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.")
+    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.", planned=True)
