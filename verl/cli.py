@@ -122,8 +122,10 @@ COMMANDS: dict[str, Command] = {
     ),
     "demo": Command(
         "make a tiny model and watch it learn, without a download",
-        "usage: verl demo [--dir DIR] [--steps N] [settings]\n\nMake a tiny model, its tokenizer and arithmetic problems; warm it up, "
-        f"train it and show what it learned.\n\noptions:\n  --dir DIR               folder for all that is made (demo)\n"
+        "usage: verl demo [--dir DIR] [--steps N] [settings]\n\n"
+        "Make a tiny model, its tokenizer and arithmetic problems; warm it up, train it and show what it learned.\n\n"
+        "options:\n"
+        "  --dir DIR               folder for all that is made (demo)\n"
         f"  --steps N               reinforcement-learning steps (40)\n\n{_GRAMMAR}",
         _demo,
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.config.load import load
@@ -169,6 +169,7 @@ def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
 small = st.integers(1, 40)
 
 
+@settings(deadline=None)
 @given(batch=small, n=small, mini=small, micro=small, ranks=small, tp=small, epochs=small)
 def test_sizes_cover_the_work_without_a_spare_piece(
     batch: int, n: int, mini: int, micro: int, ranks: int, tp: int, epochs: int

@@ -295,6 +295,7 @@ trees = st.recursive(
 ).filter(lambda tree: isinstance(tree, dict))
 
 
+@settings(deadline=None)
 @given(trees)
 def test_a_tree_is_its_leaves(tree: dict[str, Any]) -> None:
     rebuilt: dict[str, Any] = {}
@@ -304,6 +305,7 @@ def test_a_tree_is_its_leaves(tree: dict[str, Any]) -> None:
     assert rebuilt == tree
 
 
+@settings(deadline=None)
 @given(trees)
 def test_pruning_all_leaves_leaves_nothing(tree: dict[str, Any]) -> None:
     for path, _ in list(leaves(tree)):
