@@ -107,6 +107,7 @@ class VllmEngine:
     async def close(self) -> None:
         if hasattr(self, "_llm"):
             self._llm.shutdown()
+            del self._llm  # now: at the interpreter's end its finaliser would find half of its modules gone
 
     # Below: vLLM's own weight-transfer control plane, driven by its trainer-side NCCL and IPC engines.
 
@@ -158,8 +159,6 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if host:
         arguments["worker_extension_cls"] = EXTENSION
-    if settings.tensor_parallel == 1:
-        arguments["distributed_executor_backend"] = "uni"  # one process less, which imports vLLM once less
     if settings.device != "cpu":
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     if settings.max_model_len is not None:
@@ -174,6 +173,9 @@ def _environment(settings: VllmSettings) -> dict[str, str]:
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
+        # AsyncLLM has its engine process either way; this keeps the model in it, instead of in a third process that
+        # would import vLLM once more.
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.tensor_parallel == 1 else "1"
         if settings.cpu_cores:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
         if settings.enforce_eager:
