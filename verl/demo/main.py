@@ -21,19 +21,25 @@ from verl.tracking.console import Console
 from verl.weights.parcel import unpack
 from verl.weights.publish import Source
 
-__all__ = ["demo_settings", "main"]
+__all__ = ["demo_settings", "main", "read_arguments"]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make, warm up, train, show. What is not an option of the demo is a setting of the run, as in `verl train`."""
+    """Make, warm up, train, show."""
+    folder, loaded = read_arguments(argv)
+    asyncio.run(_demo(folder, loaded, Console()))
+    return 0
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[Path, Loaded]:
+    """The demo's folder and the run's settings. What is no option of the demo is a setting, as in `verl train`."""
     parser = argparse.ArgumentParser(prog="verl demo", description=__doc__)
     parser.add_argument("--dir", default="demo", help="folder for everything that is made (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps (default: %(default)s)")
     options, overrides = parser.parse_known_args(argv)
     folder = Path(options.dir)
     [loaded] = load([*demo_settings(Assets(folder), options.steps), *overrides])
-    asyncio.run(_demo(folder, loaded, Console()))
-    return 0
+    return folder, loaded
 
 
 def demo_settings(assets: Assets, steps: int) -> list[str]:

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.config.load import load
-from verl.demo.assets import Assets
-from verl.demo.main import demo_settings
+from verl.demo.main import read_arguments
 from verl.demo.report import Example, curve, report
 
 pytestmark = pytest.mark.unit
@@ -45,7 +43,9 @@ def test_a_curve_is_never_wider_than_asked_and_follows_order(values: list[float]
     assert list(rising) == sorted(rising)
 
 
-def test_the_demos_settings_are_settings_of_verl() -> None:
-    [loaded] = load([*demo_settings(Assets(Path("demo")), 7), "data.train_batch_size=32"])
+def test_options_of_the_demo_and_settings_of_the_run_are_told_apart() -> None:
+    folder, loaded = read_arguments(["--dir", "here", "--steps", "7", "data.train_batch_size=32"])
+    assert folder == Path("here")
     assert loaded.config.trainer.total_training_steps == 7
     assert loaded.config.data.train_batch_size == 32
+    assert loaded.config.trainer.checkpoint_dir == Path("here/run")

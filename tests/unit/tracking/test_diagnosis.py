@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 
+from verl.config.load import load
 from verl.tracking.diagnosis import Diagnosis, diagnose
 
 pytestmark = pytest.mark.unit
@@ -65,3 +67,13 @@ def test_a_new_trouble_is_told_at_once_also_while_another_lasts() -> None:
     assert len(diagnosis.advise(HEALTHY | {"reward/max": 0.0}, 1)) == 1
     (line,) = diagnosis.advise(HEALTHY | {"reward/max": 0.0, "actor/kl_loss": 9.0}, 2)
     assert "actor/kl_loss" in line
+
+
+@pytest.mark.parametrize("change", [change for change, _, _ in TROUBLES])
+def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str, float]) -> None:
+    (line,) = diagnose(HEALTHY | change)
+    keys = re.findall(r"\+?(?:actor_rollout_ref|data|algorithm|trainer)\.[\w.]+(?:=\w[\w.]*)?", line)
+    overrides = [key.rstrip(".") for key in keys if "=" in key]
+    assert keys
+    load(overrides, complete=False)
+    load([f"{key}=1" for key in keys if "=" not in key], complete=False)
