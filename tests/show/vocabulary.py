@@ -3,7 +3,7 @@
 python tests/show/vocabulary.py [--short]
 
 The plain way (logits, log-softmax, gather) and ours each run in a process of their own. The figure is the peak of
-resident memory over what the process held before it began, which is the inputs. `--short` takes an eighth of the tokens.
+resident memory over what the process held when its inputs were made. `--short` takes an eighth of the tokens.
 """
 
 import argparse
