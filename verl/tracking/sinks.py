@@ -66,10 +66,9 @@ class ConsoleSink:
         self._console = console
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        validated = any(name.startswith("val/") for name in metrics)
-        if not validated or "reward/mean" in metrics:
+        if "reward/mean" in metrics:
             self._console.step(metrics, step)
-        if validated:
+        if any(name.startswith("val/") for name in metrics):
             self._console.validation(metrics, step)
 
     def close(self) -> None:

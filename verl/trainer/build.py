@@ -15,11 +15,13 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
 from verl.config.schema.root import Config
+from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.plan import Planner
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
 from verl.rewards.score import load_reward
 from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, open_sinks
 from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.data import RunData, read_data
@@ -49,13 +51,16 @@ async def assemble(
     """
     load_reward(**_reward(config))  # a mistake in it shows now, not after the first answers
     options = config.ray_kwargs.ray_init.arguments()
-    reading = asyncio.create_task(asyncio.to_thread(read_data, config))
-    await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
-    connect(options)
-    data = await reading
+    times = Metrics()
+    with timer(times, "start_data"):
+        reading = asyncio.create_task(asyncio.to_thread(read_data, config))
+        await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
+        with timer(times, "start_ray"):
+            connect(options)
+        data = await reading
     for report in data.reports:
         console.note(report)
-    devices = config.trainer.nnodes * config.trainer.n_gpus_per_node
+    devices = train_ranks(config)
     device = detect_device() if config.trainer.device == "auto" else config.trainer.device
     pool = DevicePool(devices, device, mend=f"set trainer.n_gpus_per_node to what a machine has ({_resources(device)})")
     policy = PolicyGroup.place(pool, devices, share=0.5)
@@ -72,18 +77,25 @@ async def assemble(
     )
     schedule = _schedule(config, data)
 
+    async def timed(name: str, start: Awaitable[Any]) -> None:
+        with timer(times, f"start_{name}"):
+            await start
+
     async def start_policy() -> None:
         if model_ready is not None:
-            await model_ready()
-        await policy.start(_train_settings(config, schedule, device))
+            await timed("model", model_ready())
+        await timed("train_workers", policy.start(_train_settings(config, schedule, device)))
 
     try:
-        await asyncio.gather(start_policy(), episodes.start(), *(engine.start() for engine in engines))
+        await asyncio.gather(
+            start_policy(),
+            timed("episode_workers", episodes.start()),
+            timed("engines", asyncio.gather(*(engine.start() for engine in engines))),
+        )
         checkpoints, version = await _resume(config, policy, console)
         answer = _answering(config, data, episodes)
-        stream = PromptStream(
-            data.train_rows, shuffle=config.data.shuffle, seed=config.data.seed or config.trainer.seed
-        )
+        seed = config.trainer.seed if config.data.seed is None else config.data.seed
+        stream = PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
         folder = config.trainer.checkpoint_dir
         run = Run(
             folder=folder,
@@ -95,6 +107,7 @@ async def assemble(
         )
         console.total_steps = schedule.total_steps
         tracker = open_sinks([*config.trainer.logger, "jsonl"], run, console)
+        tracker.log(times, version)
         trainer = Trainer(
             buffer=EpisodeBuffer(
                 lambda position: answer("train", stream.row(position), position, config.actor_rollout_ref.rollout.n),
@@ -132,7 +145,7 @@ async def _close(policy: PolicyGroup, episodes: EpisodePool, engines: list[Remot
 def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
-    count = rollout.num_engines or max(1, pool.count // width)
+    count = engine_count(config)
     return [
         RemoteEngine.place(
             pool,
@@ -155,7 +168,7 @@ def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]
         "model_path": model.path,
         "dtype": dtype,
         "load_format": rollout.load_format,
-        "max_model_len": _max_model_len(config),
+        "max_model_len": max_sequence_tokens(config),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel": rollout.tensor_model_parallel_size,
@@ -234,8 +247,7 @@ def _schedule(config: Config, data: RunData) -> Schedule:
     batch = config.data.train_batch_size
     return Schedule(
         batch=batch,
-        total_steps=config.trainer.total_training_steps
-        or max(1, config.trainer.total_epochs * data.train_rows // batch),
+        total_steps=total_steps(config, data.train_rows),
         save_every=config.trainer.save_freq,
         validate_every=config.trainer.test_freq,
         validate_first=config.trainer.val_before_train,
@@ -290,7 +302,7 @@ def _probe(config: Config, data: RunData, device: str) -> Probe:
     return Probe.random(
         data.vocabulary,
         tolerance=rollout.probe_tolerance or TOLERANCES[coarser],
-        length=min(PROBE_LENGTH, _max_model_len(config) - 1),
+        length=min(PROBE_LENGTH, max_sequence_tokens(config) - 1),
     )
 
 
@@ -331,11 +343,6 @@ async def _resume(config: Config, policy: PolicyGroup, console: Console) -> tupl
 def _reward(config: Config) -> dict[str, Any]:
     function = config.reward.custom_reward_function
     return {"path": function.path, "name": function.name, "kwargs": function.reward_kwargs}
-
-
-def _max_model_len(config: Config) -> int:
-    wanted = config.actor_rollout_ref.rollout.max_model_len
-    return wanted or config.data.max_prompt_length + config.data.max_response_length
 
 
 def _compute_dtype(config: Config, device: str) -> str:

@@ -18,7 +18,7 @@ from verl.cluster.group import call
 from verl.types import Sample, SampleHandle, SamplingParams
 from verl.workers.rollout import RemoteEngine
 
-__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker"]
+__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "deposit"]
 
 GROUP_DEADLINE_S = 7200.0
 
@@ -71,10 +71,11 @@ class EpisodeWorker:
         self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
     ) -> list[SampleHandle]:
         samples = await self._runner.run(self._datasets[split][row], group, seeds, sampling)
-        return [_deposit(sample) for sample in samples]
+        return [deposit(sample) for sample in samples]
 
 
-def _deposit(sample: Sample) -> SampleHandle:
+def deposit(sample: Sample) -> SampleHandle:
+    """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
         ref=ray.put(sample),

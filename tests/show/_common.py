@@ -1,0 +1,66 @@
+"""What the proofs share: a run as a user would start it, its metrics, and the JSON line at the end."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def finish(name: str, passed: bool, **figures: Any) -> NoReturn:
+    """The last line of a proof, and its exit code."""
+    print(json.dumps({"name": name, **figures, "pass": bool(passed)}), flush=True)
+    sys.exit(0 if passed else 1)
+
+
+def train(*overrides: str, deadline_s: float, config: str | None = None) -> tuple[int, str, float]:
+    """`verl train` in a process of its own, shown as it goes: (exit code, its output, seconds)."""
+    command = [sys.executable, "-m", "verl", "train"]
+    if config is not None:
+        path = ROOT / config
+        command += ["--config-path", str(path.parent), "--config-name", path.stem]
+    start = time.perf_counter()
+    lines = []
+    process = subprocess.Popen(
+        [*command, *overrides], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
+    )
+    assert process.stdout is not None
+    try:
+        for line in process.stdout:
+            print(f"{time.perf_counter() - start:6.1f}s {line}", end="", flush=True)
+            lines.append(line)
+            if time.perf_counter() - start > deadline_s:
+                process.terminate()
+                break
+        code = process.wait(timeout=60)
+    except BaseException:
+        process.kill()
+        raise
+    return code, "".join(lines), time.perf_counter() - start
+
+
+def metrics_of(folder: Path) -> list[dict[str, Any]]:
+    """All lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def sized_for_addition(folder: Path) -> list[str]:
+    """What must be replaced in settings meant for a 7B model and GSM8K: model, paths and sizes."""
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'test.parquet'}",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
+        "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.default_local_dir={folder / 'run'}",
+        "trainer.resume_mode=disable",
+    ]

@@ -1,0 +1,140 @@
+"""The controller sees numbers, never tensors: the samples of a cluster's step through the data plane.
+
+16,384 synthetic samples of 4,096 tokens go from fake engines through episode workers, object store, buffer and planner
+to two train workers that pull them. Measured in the controller: growth of resident memory (<= 300 MB), time to plan
+(<= 1 s), bytes that it receives and sends per sample (<= 1 KB). The same with four times the tokens must change these
+by less than 20 %. `--short` (CI) takes an eighth of the samples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import sys
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+from _common import finish
+
+from verl.cluster.group import ActorGroup
+from verl.cluster.session import connect, disconnect
+from verl.data.plan import Planner, RankPlan
+from verl.trainer.buffer import EpisodeBuffer
+from verl.types import Prompt, SampleHandle, SamplingParams
+from verl.workers.episodes import deposit
+
+GROUP = 8
+PROMPT_TOKENS = 64
+
+
+class SyntheticEpisodes:
+    """An episode worker whose engine is the fake; everything behind the engine is the real path."""
+
+    def __init__(self) -> None:
+        from verl.agents.runner import EpisodeRunner
+        from verl.rollout.fake import FakeRolloutEngine
+        from verl.rollout.pool import EnginePool
+
+        async def score(*_: Any) -> tuple[float, dict[str, float]]:
+            return 1.0, {}
+
+        self._runner = EpisodeRunner(EnginePool([FakeRolloutEngine(32_000)]).generate, score, lambda tokens: "")
+
+    async def run(self, group: int, tokens: int) -> list[SampleHandle]:
+        prompt = Prompt(row=group, token_ids=[1] * PROMPT_TOKENS)
+        sampling = SamplingParams(max_tokens=tokens - PROMPT_TOKENS)
+        return [deposit(sample) for sample in await self._runner.run(prompt, group, [None] * GROUP, sampling)]
+
+
+class Puller:
+    """A train worker's first act: pull its samples and lay them end to end."""
+
+    def prepare(self, plan: RankPlan) -> int:
+        from verl.data.batch import FlatBatch
+
+        total = 0
+        for cut in plan.forward:
+            total += FlatBatch.from_samples(ray.get([plan.refs[i] for i in cut])).num_tokens
+        return total
+
+
+@dataclass(frozen=True)
+class Figures:
+    memory_mb: float
+    plan_s: float
+    bytes_per_sample: float
+    tokens_pulled: int
+    seconds: float
+
+
+async def measure(samples: int, tokens: int) -> Figures:
+    start = time.perf_counter()
+    episodes = [ray.remote(SyntheticEpisodes).options(num_cpus=0, max_concurrency=1000).remote() for _ in range(2)]
+    workers = [ray.remote(Puller).options(num_cpus=0).remote() for _ in range(2)]
+    await asyncio.gather(*(worker.run.remote(0, 100) for worker in episodes))
+    policy = ActorGroup("train worker", workers)
+    planner = Planner(2, samples // GROUP // 4, micro_batch_samples=None, micro_batch_tokens=65_536)
+    gc.collect()
+    before = psutil.Process().memory_info().rss
+    received = 0
+
+    async def run_group(position: int) -> list[SampleHandle]:
+        nonlocal received
+        handles = await episodes[position % 2].run.remote(position, tokens)
+        received += len(ray.cloudpickle.dumps(handles))
+        return handles
+
+    buffer = EpisodeBuffer(run_group, samples // GROUP)
+    buffer.advance(0)
+    handles = await buffer.take(samples // GROUP)
+    planning = time.perf_counter()
+    plan = planner.plan(handles)
+    plan_s = time.perf_counter() - planning
+    sent = sum(len(ray.cloudpickle.dumps(rank)) for rank in plan.ranks)
+    pulled = sum(await policy.call("prepare", per_rank=plan.ranks))
+    grown = psutil.Process().memory_info().rss - before
+    for actor in (*episodes, *workers):
+        ray.kill(actor)
+    return Figures(grown / 1e6, plan_s, (received + sent) / samples, pulled, time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args()
+    samples = 2_048 if options.short else 16_384
+    found = {}
+    for tokens in (4_096, 16_384):  # a cluster of its own each: no memory of the first run in the second
+        connect({"num_cpus": 2})
+        found[tokens] = asyncio.run(measure(samples, tokens))
+        disconnect()
+        print(f"{samples} samples of {tokens} tokens: {found[tokens]}", flush=True)
+    small, large = found[4_096], found[16_384]
+    changes = {
+        "memory": large.memory_mb / max(small.memory_mb, 1.0) - 1,
+        "plan": large.plan_s / small.plan_s - 1,
+        "bytes": large.bytes_per_sample / small.bytes_per_sample - 1,
+    }
+    passed = (
+        all(f.memory_mb <= 300 and f.plan_s <= 1 and f.bytes_per_sample <= 1024 for f in found.values())
+        and all(change < 0.2 for change in changes.values())
+        and all(f.tokens_pulled == samples * tokens for tokens, f in found.items())
+    )
+    finish(
+        "dataplane",
+        passed,
+        samples=samples,
+        **{f"memory_mb_{t}": round(f.memory_mb, 1) for t, f in found.items()},
+        **{f"plan_s_{t}": round(f.plan_s, 3) for t, f in found.items()},
+        **{f"bytes_per_sample_{t}": round(f.bytes_per_sample) for t, f in found.items()},
+        **{f"change_{name}": round(change, 3) for name, change in changes.items()},
+        seconds=round(sum(f.seconds for f in found.values()), 1),
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

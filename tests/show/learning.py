@@ -1,0 +1,64 @@
+"""GRPO learns: the settings of the GRPO example, model, paths and sizes replaced, on 2 FSDP2 ranks and 2 vLLM engines.
+
+Held-out greedy accuracy on two-digit addition must go from <= 0.55 to >= 0.90 within 15 minutes on 2 cores, from the
+command to the last validation. `--short` (CI) asks for a rise of 0.15 within 4 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+from _common import finish, metrics_of, sized_for_addition, train
+
+from verl.demo.assets import make_assets
+from verl.demo.warmup import warm_up
+
+EXAMPLE = "examples/grpo/grpo_config.yaml"
+METRIC = "val/addition/mean@1"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    short = options.short
+    steps = options.steps or (25 if short else 220)
+    with tempfile.TemporaryDirectory(prefix="verl-learning-") as directory:
+        folder = Path(directory)
+        make_assets(folder)
+        print(f"warm-up: {warm_up(folder)}", flush=True)
+        code, _, seconds = train(
+            *sized_for_addition(folder),
+            "data.train_batch_size=64",
+            "actor_rollout_ref.actor.optim.lr=3e-4",
+            f"trainer.total_training_steps={steps}",
+            f"trainer.test_freq={steps if short else 20}",
+            *options.overrides,
+            config=EXAMPLE,
+            deadline_s=1500,
+        )
+        lines = metrics_of(folder / "run") if code == 0 else []
+    accuracy = [line[METRIC] for line in lines if METRIC in line]
+    if code != 0 or len(accuracy) < 2:
+        finish("learning", False, exit_code=code, validations=accuracy)
+    first, last, limit = accuracy[0], accuracy[-1], 240 if short else 900
+    learned = last - first >= 0.15 if short else first <= 0.55 and last >= 0.90
+    finish(
+        "learning",
+        learned and seconds <= limit,
+        short=short,
+        steps=steps,
+        before=round(first, 4),
+        after=round(last, 4),
+        seconds=round(seconds, 1),
+        seconds_allowed=limit,
+        curve=[round(value, 3) for value in accuracy],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""From the command to the first optimiser step of the demo's RL part: <= 60 s on 2 cores.
+
+Runs `verl demo --steps 1` as a user would and reads the moments from the metrics that the run writes. The parts of the
+breakdown overlap: they are started side by side.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from _common import finish, metrics_of
+
+ALLOWED_S = 60.0
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="verl-start-") as directory:
+        folder = Path(directory, "demo")
+        command = [sys.executable, "-m", "verl", "demo", "--dir", str(folder), "--steps", "1"]
+        start = time.time()
+        code = subprocess.run([*command, "trainer.val_before_train=False"], timeout=600).returncode
+        if code != 0:
+            finish("start", False, exit_code=code)
+        lines = metrics_of(folder / "run")
+    first = next(line for line in lines if "timing_s/update" in line)
+    stepped = first["time"] - first["timing_s/sync"] - first["timing_s/probe"] - start
+    parts = {key.removeprefix("timing_s/start_"): v for line in lines for key, v in line.items() if "/start_" in key}
+    finish(
+        "start",
+        stepped <= ALLOWED_S,
+        seconds_to_first_optimiser_step=round(stepped, 1),
+        allowed=ALLOWED_S,
+        first_step={name: round(first[f"timing_s/{name}"], 1) for name in ("gen", "prep", "update")},
+        side_by_side={name: round(seconds, 1) for name, seconds in parts.items()},
+    )
+
+
+if __name__ == "__main__":
+    main()
