@@ -1,0 +1,76 @@
+"""A run that is stopped and resumed is the run that was not: the same metrics from the next step on, to the last digit.
+
+One run of 4 steps; another that is given only 2, saves, ends, and is started again for all 4. With the transformers
+engine and `trainer.deterministic=True`, every metric of steps 3 and 4 (but for times) must be equal.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from _common import finish, metrics_of, sized_for_addition, train
+
+from verl.demo.assets import make_assets
+
+STEPS, STOP = 4, 2
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory(prefix="verl-resume-") as directory:
+        folder = Path(directory)
+        make_assets(folder)
+        whole = run(folder, "whole", STEPS)
+        stopped = run(folder, "parts", STOP)
+        resumed = run(folder, "parts", STEPS)
+    if not (whole and stopped and resumed):
+        finish("resume", False, reason="a run failed")
+    repeated = [step for step in resumed if step not in (*range(1, STEPS + 1),)]
+    differences = {
+        f"step {step}: {name}": (whole[step].get(name), resumed[step].get(name))
+        for step in range(STOP + 1, STEPS + 1)
+        for name in whole[step].keys() | resumed[step].keys()
+        if whole[step].get(name) != resumed[step].get(name)
+    }
+    for place, (expected, found) in sorted(differences.items()):
+        print(f"{place}: {expected} uninterrupted, {found} resumed")
+    finish(
+        "resume",
+        not differences and not repeated and set(resumed) == set(whole),
+        steps=STEPS,
+        stopped_after=STOP,
+        metrics_compared=sum(len(whole[step]) for step in range(STOP + 1, STEPS + 1)),
+        metrics_different=len(differences),
+        reward=[whole[step]["reward/mean"] for step in sorted(whole)],
+    )
+
+
+def run(folder: Path, name: str, steps: int) -> dict[int, dict[str, Any]]:
+    """Step -> its metrics, without times."""
+    code, _, _ = train(
+        *sized_for_addition(folder),
+        f"trainer.default_local_dir={folder / name}",
+        "trainer.resume_mode=auto",
+        "trainer.deterministic=True",
+        "actor_rollout_ref.rollout.name=hf",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=2",
+        "trainer.val_before_train=False",
+        deadline_s=600,
+    )
+    if code != 0:
+        return {}
+    lines = [line for line in metrics_of(folder / name) if "reward/mean" in line]
+    ignored = ("time", "timing_s/", "perf/")
+    return {line["step"]: {k: v for k, v in line.items() if not k.startswith(ignored)} for line in lines}
+
+
+if __name__ == "__main__":
+    main()
