@@ -1,12 +1,12 @@
 """The exceptions of verl, each for one kind of trouble; all say place, value, rule and mend.
 
-    VerlError
-    ├── ConfigError        a setting is unknown, of the wrong type, or contradicts another
-    ├── DataError          a data file is missing, unreadable or lacks a column
-    ├── RewardError        the reward function cannot be loaded or failed
-    ├── WeightSyncError    an engine does not hold the weights that the trainer sent
-    ├── CheckpointError    a checkpoint is incomplete or does not fit
-    └── EngineError        an engine died, refused or did not answer in time
+VerlError
+├── ConfigError        a setting is unknown, of the wrong type, or contradicts another
+├── DataError          a data file is missing, unreadable or lacks a column
+├── RewardError        the reward function cannot be loaded or failed
+├── WeightSyncError    an engine does not hold the weights that the trainer sent
+├── CheckpointError    a checkpoint is incomplete or does not fit
+└── EngineError        an engine died, refused or did not answer in time
 """
 
 from __future__ import annotations

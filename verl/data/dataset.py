@@ -19,7 +19,7 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset"]
+__all__ = ["DataReport", "PromptDataset", "require_prompts"]
 
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
 
@@ -183,6 +183,12 @@ def _told_to_rewards(fields: dict[str, Any]) -> dict[str, Any]:
     elif extra is not None:
         fields["extra_info"] = extra
     return {"data_source": "" if source is None else str(source), "ground_truth": truth, "extra_info": fields}
+
+
+def require_prompts(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], prompt_key: str) -> None:
+    """Raise `DataError` unless every file can be read and has the column of prompts. Reads no rows."""
+    for path in find_files(files):
+        _require_column(open_rows(path), prompt_key)
 
 
 def _require_column(file: Rows, name: str) -> None:

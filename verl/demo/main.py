@@ -8,18 +8,17 @@ import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
-
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from typing import TYPE_CHECKING
 
 from verl.config.load import Loaded, load
 from verl.config.sizes import derived_sizes, render_sizes
-from verl.demo.assets import ANSWER_LENGTH, Assets, make_assets, read_problems, write_weights
+from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, report
-from verl.demo.warmup import encode, greedy_answers, warm_up
 from verl.tracking.console import Console
-from verl.weights.parcel import unpack
 from verl.weights.publish import Source
+
+if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray starts
+    import torch
 
 __all__ = ["demo_settings", "main", "read_arguments"]
 
@@ -51,12 +50,13 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
         "data.max_prompt_length=8",
         f"data.max_response_length={ANSWER_LENGTH}",
         f"actor_rollout_ref.model.path={assets.model}",
-        "actor_rollout_ref.actor.optim.lr=1e-4",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.kl_loss_coef=0.001",
         "actor_rollout_ref.rollout.n=8",
+        "actor_rollout_ref.rollout.num_engines=1",
         "algorithm.adv_estimator=grpo",
         f"trainer.n_gpus_per_node={min(2, os.cpu_count() or 1)}",
         f"trainer.total_training_steps={steps}",
@@ -67,8 +67,13 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
 
 
 async def _demo(folder: Path, loaded: Loaded, console: Console) -> None:
-    console.note(f"making a model of 2.4 million parameters and its problems in {folder}/")
-    assets = make_assets(folder)
+    from verl.cluster.session import connect
+
+    console.note(f"making a model of 0.6 million parameters and its problems in {folder}/")
+    making = asyncio.create_task(asyncio.to_thread(_make, folder))
+    await asyncio.sleep(0)  # the thread imports torch and makes the model, while this one waits for Ray
+    connect(loaded.config.ray_kwargs.ray_init.arguments())
+    assets = await making
     for hint in loaded.hints:
         console.note(f"hint: {hint}")
     console.banner(render_sizes(derived_sizes(loaded.config)), title="sizes of a step")
@@ -78,13 +83,23 @@ async def _demo(folder: Path, loaded: Loaded, console: Console) -> None:
     console.note(f"the trained model is in {folder / 'trained'}: an ordinary Hugging Face folder")
 
 
+def _make(folder: Path) -> Assets:
+    from verl.demo.assets import make_assets
+
+    return make_assets(folder)
+
+
 async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
-    """Train by the same way as `verl train`; the model is warmed up while the rollout engines start."""
-    from verl.trainer.build import assemble  # late: it imports what the help does not need
+    """Train by the same way as `verl train`; the model is warmed up while the rollout engine starts."""
+    from verl.demo.assets import write_weights
+    from verl.demo.warmup import warm_up
+    from verl.trainer.build import assemble
+
+    console.note("warming it up by supervised steps, while the other processes start")
+    warming = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
 
     async def warmed() -> None:
-        console.note("warming it up by supervised steps, while the engines start")
-        done = await asyncio.to_thread(warm_up, assets.folder)
+        done = await warming
         console.note(f"warm: {done.accuracy:.0%} of held-out sums right after {done.steps} steps, {done.seconds:.0f} s")
 
     async with assemble(loaded.config, console, model_ready=warmed) as trainer:
@@ -95,6 +110,10 @@ async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
 
 
 async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    import torch
+
+    from verl.weights.parcel import unpack
+
     for reference in await source.pack_weights():
         parcel = await reference
         for name, tensor in unpack(parcel.slots, torch.from_numpy(parcel.data.copy())):
@@ -103,6 +122,11 @@ async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]
 
 def _examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:
     """The first held-out problems, answered by both models with transformers: a second pair of eyes beside vLLM."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from verl.demo.assets import read_problems
+    from verl.demo.warmup import encode, greedy_answers
+
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
     problems = read_problems(assets.test)[:count]
     prompts = encode(tokenizer, problems)[:, :-ANSWER_LENGTH]

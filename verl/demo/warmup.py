@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -19,16 +17,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from verl.algorithms.objective import sft
 from verl.data.batch import FlatBatch
-from verl.demo.assets import ANSWER_LENGTH, Assets, read_problems, write_weights
+from verl.demo.assets import read_problems, write_weights
+from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.errors import EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.group import close_process_group, init_process_group
 
 __all__ = ["WarmUp", "accuracy_of", "encode", "greedy_answers", "supervised_batch", "warm_up"]
 
-_BATCH = 64
+_BATCH = 128
 _LOSS_WORTH_A_LOOK = 0.6  # above it, accuracy is below 0.2: no use to measure
-_LOOK_EVERY = 10
+_LOOK_EVERY = 5
 _LOOK_AT = 256
 
 
@@ -44,19 +43,21 @@ class WarmUp:
 def warm_up(
     folder: str | Path, *, target: float = 0.4, max_steps: int = 600, threads: int = 1, seed: int = 0
 ) -> WarmUp:
-    """Train the model of `folder` in a process of its own (threads and process group are set there), in place."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
-        return child.submit(_warm_up, Assets(Path(folder)), target, max_steps, threads, seed).result()
-
-
-def _warm_up(assets: Assets, target: float, max_steps: int, threads: int, seed: int) -> WarmUp:
+    """Train the model of `folder` in place, on one rank in this process."""
     torch.set_num_threads(threads)
     init_process_group(0, 1, "127.0.0.1", 0)
+    try:
+        return _warm_up(Assets(Path(folder)), target, max_steps, seed)
+    finally:
+        close_process_group()
+
+
+def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
     start = time.perf_counter()
     path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     train, test = (encode(tokenizer, read_problems(file)) for file in (assets.train, assets.test))
-    settings = FsdpSettings(path, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
+    settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
     engine = FsdpEngine(settings)
     judge = AutoModelForCausalLM.from_pretrained(path)
     random = torch.Generator().manual_seed(seed)

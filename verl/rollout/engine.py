@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from verl.types import Completion, SamplingParams
-from verl.weights.parcel import Parcel
+
+if TYPE_CHECKING:  # parcels import torch, and many who speak of engines need none
+    from verl.weights.parcel import Parcel
 
 __all__ = ["RolloutEngine"]
 

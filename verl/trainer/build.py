@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.manifest import CheckpointDir
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
@@ -22,12 +21,12 @@ from verl.errors import CheckpointError
 from verl.rewards.score import load_reward
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.tracking.sinks import Run, open_sinks
+from verl.tracking.sinks import Run, Sink, open_sinks
 from verl.trainer.buffer import EpisodeBuffer
-from verl.trainer.data import RunData, read_data
+from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
 from verl.trainer.loop import Schedule, Trainer
-from verl.training.fsdp import FsdpSettings
+from verl.training.settings import FsdpSettings
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
@@ -38,7 +37,11 @@ from verl.workers.train import PolicyGroup, TrainSettings
 __all__ = ["assemble"]
 
 PROBE_LENGTH = 24
-DEVICES_PER_EPISODE_WORKER = 8
+RANKS_PER_EPISODE_WORKER = 8
+
+T = TypeVar("T")
+Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle]]]
+"""(split, row, group, how many answers) -> samples."""
 
 
 @asynccontextmanager
@@ -49,97 +52,101 @@ async def assemble(
 
     `model_ready` is awaited before the weights are read, so that engines can start while somebody still makes them.
     """
-    load_reward(**_reward(config))  # a mistake in it shows now, not after the first answers
-    options = config.ray_kwargs.ray_init.arguments()
     times = Metrics()
-    with timer(times, "start_data"):
-        reading = asyncio.create_task(asyncio.to_thread(read_data, config))
-        await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
-        with timer(times, "start_ray"):
-            connect(options)
-        data = await reading
-    for report in data.reports:
-        console.note(report)
-    devices = train_ranks(config)
-    device = detect_device() if config.trainer.device == "auto" else config.trainer.device
-    pool = DevicePool(devices, device, mend=f"set trainer.n_gpus_per_node to what a machine has ({_resources(device)})")
-    policy = PolicyGroup.place(pool, devices, share=0.5)
-    engines = _place_engines(config, pool, device)
-    episodes = EpisodePool.place(
-        max(1, devices // DEVICES_PER_EPISODE_WORKER),
-        EpisodeSettings(
-            tokenizer_path=config.actor_rollout_ref.model.path,
-            datasets=data.datasets,
-            reward=_reward(config),
-            trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
-        ),
-        engines,
-    )
-    schedule = _schedule(config, data)
 
-    async def timed(name: str, start: Awaitable[Any]) -> None:
+    async def timed(name: str, part: Awaitable[T]) -> T:
         with timer(times, f"start_{name}"):
-            await start
+            return await part
 
-    async def start_policy() -> None:
-        if model_ready is not None:
-            await timed("model", model_ready())
-        await timed("train_workers", policy.start(_train_settings(config, schedule, device)))
+    check_files(config)  # what can be seen to be wrong at once is said before anything is started
+    load_reward(**_reward(config))
+    async with AsyncExitStack() as closing:
+        reading = asyncio.create_task(timed("data", asyncio.to_thread(read_data, config)))
+        await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
+        closing.callback(disconnect)
+        with timer(times, "start_ray"):
+            connect(config.ray_kwargs.ray_init.arguments())
+        device = detect_device() if config.trainer.device == "auto" else config.trainer.device
+        ranks = train_ranks(config)
+        pool = DevicePool(ranks, device, mend=f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}")
+        closing.callback(pool.close)
+        engines = _place_engines(config, pool, device)
+        closing.push_async_callback(_close_all, engines)
+        engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
+        policy = PolicyGroup.place(pool, ranks, share=0.5)
+        closing.callback(policy.close)
 
-    try:
-        await asyncio.gather(
-            start_policy(),
-            timed("episode_workers", episodes.start()),
-            timed("engines", asyncio.gather(*(engine.start() for engine in engines))),
+        data = await reading
+        for report in data.reports:
+            console.note(report)
+        schedule = _schedule(config, data)
+        episodes = EpisodePool.place(
+            max(1, ranks // RANKS_PER_EPISODE_WORKER), _episode_settings(config, data), engines
         )
-        checkpoints, version = await _resume(config, policy, console)
-        answer = _answering(config, data, episodes)
-        seed = config.trainer.seed if config.data.seed is None else config.data.seed
-        stream = PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
-        folder = config.trainer.checkpoint_dir
-        run = Run(
-            folder=folder,
-            project=config.trainer.project_name,
-            name=config.trainer.experiment_name,
-            total_steps=schedule.total_steps,
-            settings=config.model_dump(mode="json"),
-            resumed_step=version or None,
-        )
-        console.total_steps = schedule.total_steps
-        tracker = open_sinks([*config.trainer.logger, "jsonl"], run, console)
+        closing.callback(episodes.close)
+
+        async def start_policy() -> None:
+            if model_ready is not None:
+                await timed("model", model_ready())
+            await timed("train_workers", policy.start(_train_settings(config, schedule, device)))
+
+        await asyncio.gather(engines_up, start_policy(), timed("episode_workers", episodes.start()))
+        version = await _resume(config, policy, console)
+        tracker = _open_tracker(config, console, schedule, version)
+        closing.callback(tracker.close)
         tracker.log(times, version)
-        trainer = Trainer(
-            buffer=EpisodeBuffer(
-                lambda position: answer("train", stream.row(position), position, config.actor_rollout_ref.rollout.n),
-                schedule.batch,
-                max_staleness=config.trainer.max_staleness,
-                position=version * schedule.batch,
-            ),
-            planner=_planner(config, devices),
+        answer = _answering(config, data, episodes)
+        buffer = _buffer(config, data, schedule, answer, version)
+        closing.push_async_callback(buffer.close)
+        yield Trainer(
+            buffer=buffer,
+            planner=_planner(config, ranks),
             policy=policy,
             weights=Publisher(policy, engines, _transport(config, device), _probe(config, data, device)),
             evaluator=_evaluator(config, data, answer),
-            checkpoints=checkpoints,
+            checkpoints=CheckpointDir(config.trainer.checkpoint_dir),
             schedule=schedule,
             tracker=tracker,
             advise=console.advice,
             version=version,
         )
-        try:
-            yield trainer
-        finally:
-            await trainer.buffer.close()
-            tracker.close()
-    finally:
-        await _close(policy, episodes, engines, pool)
 
 
-async def _close(policy: PolicyGroup, episodes: EpisodePool, engines: list[RemoteEngine], pool: DevicePool) -> None:
-    episodes.close()
-    policy.close()
+async def _all(parts: Iterable[Awaitable[Any]]) -> None:
+    await asyncio.gather(*parts)
+
+
+async def _close_all(engines: list[RemoteEngine]) -> None:
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
-    pool.close()
-    disconnect()
+
+
+def _open_tracker(config: Config, console: Console, schedule: Schedule, version: int) -> Sink:
+    console.total_steps = schedule.total_steps
+    run = Run(
+        folder=config.trainer.checkpoint_dir,
+        project=config.trainer.project_name,
+        name=config.trainer.experiment_name,
+        total_steps=schedule.total_steps,
+        settings=config.model_dump(mode="json"),
+        resumed_step=version or None,
+    )
+    return open_sinks([*config.trainer.logger, "jsonl"], run, console)
+
+
+def _buffer(config: Config, data: RunData, schedule: Schedule, answer: Answer, version: int) -> EpisodeBuffer:
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    stream = PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
+    return EpisodeBuffer(
+        lambda position: answer("train", stream.row(position), position, config.actor_rollout_ref.rollout.n),
+        schedule.batch,
+        max_staleness=config.trainer.max_staleness,
+        position=version * schedule.batch,
+    )
+
+
+def _episode_settings(config: Config, data: RunData) -> EpisodeSettings:
+    model = config.actor_rollout_ref.model
+    return EpisodeSettings(model.path, data.datasets, _reward(config), model.trust_remote_code)
 
 
 def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
@@ -213,16 +220,16 @@ def _train_settings(config: Config, schedule: Schedule, device: str) -> TrainSet
     return TrainSettings(
         actor=trained,
         reference=FsdpSettings(**common, trainable=False) if actor.use_kl_loss else None,
-        loss=PolicyObjective(
-            clip_low=low,
-            clip_high=high,
-            clip_c=actor.clip_ratio_c,
-            agg_mode=actor.loss_agg_mode,
-            scale=actor.loss_scale_factor or config.data.max_response_length,
-            entropy_coeff=actor.entropy_coeff,
-            kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
-            kl_type=actor.kl_loss_type,
-        ),
+        objective={
+            "clip_low": low,
+            "clip_high": high,
+            "clip_c": actor.clip_ratio_c,
+            "agg_mode": actor.loss_agg_mode,
+            "scale": actor.loss_scale_factor or config.data.max_response_length,
+            "entropy_coeff": actor.entropy_coeff,
+            "kl_coef": actor.kl_loss_coef if actor.use_kl_loss else None,
+            "kl_type": actor.kl_loss_type,
+        },
         by_std=config.algorithm.norm_adv_by_std_in_grpo,
         publish_dtype=_rollout_dtype(config, device),
     )
@@ -253,10 +260,6 @@ def _schedule(config: Config, data: RunData) -> Schedule:
         validate_first=config.trainer.val_before_train,
         keep_checkpoints=config.trainer.max_ckpts_to_keep,
     )
-
-
-Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle]]]
-"""(split, row, group, how many answers) -> samples."""
 
 
 def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
@@ -318,14 +321,13 @@ def _transport_name(config: Config, device: str) -> str:
     return "ipc" if device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm" else "host"
 
 
-async def _resume(config: Config, policy: PolicyGroup, console: Console) -> tuple[CheckpointDir, int]:
-    """Where checkpoints go, and the version to go on from: 0 for a fresh start."""
-    checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
+async def _resume(config: Config, policy: PolicyGroup, console: Console) -> int:
+    """Load what there is to resume; the version to go on from, 0 for a fresh start."""
     mode = config.trainer.resume_mode
     if mode == "disable":
-        return checkpoints, 0
-    source = checkpoints
-    step = checkpoints.latest()
+        return 0
+    source = CheckpointDir(config.trainer.checkpoint_dir)
+    step = source.latest()
     if mode == "path":
         path = Path(config.trainer.resume_from_path or "").expanduser()
         number = path.name.removeprefix("global_step_")
@@ -333,11 +335,11 @@ async def _resume(config: Config, policy: PolicyGroup, console: Console) -> tupl
             raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
         source, step = CheckpointDir(path.parent), int(number)
     if step is None:
-        return checkpoints, 0
+        return 0
     version = int(source.trainer(step)["step"])
     await policy.load(str(source.step_dir(step) / "actor"))
     console.note(f"resumed from {source.step_dir(step)}: going on with step {version + 1}")
-    return checkpoints, version
+    return version
 
 
 def _reward(config: Config) -> dict[str, Any]:
@@ -355,5 +357,5 @@ def _rollout_dtype(config: Config, device: str) -> str:
     return _compute_dtype(config, device) if wanted == "auto" else wanted
 
 
-def _resources(device: str) -> str:
+def _owned(device: str) -> str:
     return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.config.schema.root import Config
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, require_prompts
 from verl.workers.episodes import DatasetSettings
 
-__all__ = ["RunData", "read_data"]
+__all__ = ["RunData", "check_files", "read_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,13 @@ class RunData:
     @property
     def has_validation(self) -> bool:
         return bool(self.val_sources)
+
+
+def check_files(config: Config) -> None:
+    """In a blink: the files are there, can be read and have the prompt's column."""
+    for files in (config.data.train_files, config.data.val_files):
+        if files:
+            require_prompts(files, config.data.prompt_key)
 
 
 def read_data(config: Config) -> RunData:

@@ -39,4 +39,5 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except VerlError as error:
-        sys.exit(f"verl: {error}")
+        sys.stderr.write(f"verl: {error}\n")
+        sys.exit(2)

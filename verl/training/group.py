@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from verl.errors import EngineError
 
-__all__ = ["init_process_group"]
+__all__ = ["close_process_group", "init_process_group"]
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """By type of device. Numbers that live on the host (totals, metrics) always travel by gloo."""
@@ -35,3 +35,8 @@ def init_process_group(
             f"rank {rank} of {world_size} could not join {address}:{port} within {timeout_seconds:g} s: {error}; "
             "see that every rank started and can reach that address"
         ) from error
+
+
+def close_process_group() -> None:
+    """Leave the group again, so that this process may join another."""
+    dist.destroy_process_group()

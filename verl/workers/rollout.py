@@ -71,6 +71,7 @@ class RemoteEngine:
 
     def __init__(self, actor: Any, number: int) -> None:
         self.actor, self.number = actor, number
+        self._started = False
 
     @classmethod
     def place(
@@ -82,6 +83,7 @@ class RemoteEngine:
 
     async def start(self) -> None:
         await self._call("start", deadline_s=START_DEADLINE_S)
+        self._started = True
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call("generate", token_ids, sampling)
@@ -96,8 +98,12 @@ class RemoteEngine:
         return await self._call("version")
 
     async def close(self) -> None:
-        await self._call("close", deadline_s=30.0)
-        ray.kill(self.actor)
+        """End the process; an engine that has started first ends its own children."""
+        try:
+            if self._started:
+                await self._call("close", deadline_s=30.0)
+        finally:
+            ray.kill(self.actor)
 
     async def _call(self, method: str, *args: Any, deadline_s: float = 3600.0) -> Any:
         reference = getattr(self.actor, method).remote(*args)

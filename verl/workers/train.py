@@ -13,6 +13,7 @@ from verl.cluster.group import ActorGroup
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
 from verl.data.plan import Plan, RankPlan
+from verl.training.settings import FsdpSettings
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
@@ -21,17 +22,17 @@ PARCEL_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What a train worker builds itself from: settings of the engines, and the objective as a picklable callable."""
+    """What a train worker builds itself from. `objective` are the arguments of `PolicyObjective`."""
 
-    actor: Any  # FsdpSettings
-    reference: Any  # FsdpSettings, or None
-    loss: Any  # a verl.training.engine.Loss
+    actor: FsdpSettings
+    reference: FsdpSettings | None
+    objective: dict[str, Any]
     by_std: bool = True
     publish_dtype: str = "bfloat16"
 
 
 class TrainWorker:
-    """The actor of one rank. Imports torch only when it starts, so that processes come up side by side."""
+    """The actor of one rank. Imports torch when it starts: until then the cores belong to the engines' long start."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
@@ -43,6 +44,7 @@ class TrainWorker:
     def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
         """Join the other ranks and load the models."""
         from verl.algorithms.advantages import grpo
+        from verl.algorithms.objective import PolicyObjective
         from verl.training.fsdp import FsdpEngine
         from verl.training.group import init_process_group
         from verl.training.policy import Policy
@@ -50,8 +52,9 @@ class TrainWorker:
         host, port = address
         init_process_group(self._rank, self._world_size, host, port, settings.actor.device)
         reference = None if settings.reference is None else FsdpEngine(settings.reference)
+        objective = PolicyObjective(**settings.objective)
         advantages = partial(grpo, by_std=settings.by_std)
-        self._policy = Policy(FsdpEngine(settings.actor), reference, settings.loss, advantages)
+        self._policy = Policy(FsdpEngine(settings.actor), reference, objective, advantages)
         self._publish_dtype = settings.publish_dtype
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:

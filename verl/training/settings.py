@@ -1,0 +1,31 @@
+"""What a training engine is told. Imports no torch: the controller makes these records, and holds no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["FsdpSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpSettings:
+    """All that an `FsdpEngine` is told. A model that is not `trainable` has no optimiser: a reference."""
+
+    model_path: str
+    trainable: bool = True
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    grad_clip: float | None = 1.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_lr_ratio: float = 0.0
+    param_dtype: str = "float32"  # in which parameters and optimiser states are kept
+    compute_dtype: str = "float32"  # in which layers compute; gradients are summed over ranks in float32
+    gradient_checkpointing: bool = False
+    temperature: float = 1.0  # of the distribution whose log-probs are trained
+    logprob_chunk: int | None = None  # positions whose logits exist at once
+    device: str = "cpu"
+    trust_remote_code: bool = False
