@@ -26,11 +26,11 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     short = options.short
-    steps = options.steps or (25 if short else 220)
+    steps = options.steps or (25 if short else 160)
     with tempfile.TemporaryDirectory(prefix="verl-learning-") as directory:
         folder = Path(directory)
         make_assets(folder)
-        print(f"warm-up: {warm_up(folder)}", flush=True)
+        print(f"before reinforcement learning: {warm_up(folder)}", flush=True)
         code, _, seconds = train(
             *sized_for_addition(folder),
             "data.train_batch_size=64",

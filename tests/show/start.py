@@ -22,7 +22,7 @@ def main() -> None:
         folder = Path(directory, "demo")
         command = [sys.executable, "-m", "verl", "demo", "--dir", str(folder), "--steps", "1"]
         start = time.time()
-        code = subprocess.run([*command, "trainer.val_before_train=False"], timeout=600).returncode
+        code = subprocess.run([*command, "trainer.val_before_train=False", *sys.argv[1:]], timeout=600).returncode
         if code != 0:
             finish("start", False, exit_code=code)
         lines = metrics_of(folder / "run")

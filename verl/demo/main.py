@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
 import shutil
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
@@ -56,9 +55,8 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
         "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.kl_loss_coef=0.001",
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.num_engines=1",
         "algorithm.adv_estimator=grpo",
-        f"trainer.n_gpus_per_node={min(2, os.cpu_count() or 1)}",
+        "trainer.n_gpus_per_node=1",  # one train rank and one engine: the quickest start where cores are few
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=10",
         "trainer.resume_mode=disable",

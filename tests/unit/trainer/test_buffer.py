@@ -26,7 +26,7 @@ def test_no_group_starts_that_could_become_staler_than_allowed(batch: int, stale
             return [handle(position, version)]
 
         buffer = EpisodeBuffer(episode, batch, max_staleness=staleness)
-        for version in range(steps):  # noqa: B007
+        for version in range(steps):
             buffer.advance(version)
             await asyncio.sleep(0)
             taken = await buffer.take(batch)
