@@ -284,7 +284,17 @@ def _describe(
         "response_length/min": float(answers.min()),
         "response_length/max": float(answers.max()),
         "response_length/clip_ratio": cut / len(handles),
+        **_users_numbers(handles),
     }
+
+
+def _users_numbers(handles: Sequence[SampleHandle]) -> dict[str, float]:
+    """Whatever else the reward function returned, as means over the samples that have it."""
+    found: dict[str, list[float]] = {}
+    for handle in handles:
+        for name, value in handle.metrics.items():
+            found.setdefault(f"reward/extra/{name}", []).append(value)
+    return {name: float(np.mean(values)) for name, values in found.items()}
 
 
 def _ceil(a: int, b: int) -> int:

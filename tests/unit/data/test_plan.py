@@ -255,3 +255,13 @@ def test_sixteen_thousand_samples_are_planned_within_a_second_in_few_bytes(ranks
     plan = planner.plan(handles)
     assert time.process_time() - start < 1.0  # 0.3 s on a quiet machine
     assert sum(len(pickle.dumps(own)) for own in plan.ranks) / len(handles) < 200
+
+
+def test_what_else_the_reward_function_returned_is_averaged_over_the_samples_that_have_it() -> None:
+    extras = [{"format": 1.0}, {"format": 0.0, "length": 3.0}, {}]
+    handles = [
+        SampleHandle(ref=None, group=0, tokens=4, generated=2, score=0.0, version=0, metrics=extra) for extra in extras
+    ]
+    metrics = Planner(1, 1, micro_batch_samples=8, micro_batch_tokens=None).plan(handles).metrics
+    assert metrics["reward/extra/format"] == 0.5
+    assert metrics["reward/extra/length"] == 3.0

@@ -1,0 +1,126 @@
+"""`verl train` as a user meets it: real Ray and FSDP2 in every test, real vLLM in the first."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl.demo.assets import make_assets
+from verl.demo.folder import Assets
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    return make_assets(tmp_path_factory.mktemp("assets"))
+
+
+@pytest.fixture(autouse=True)
+def _no_process_is_left_behind() -> Iterator[None]:
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    deadline = time.monotonic() + 30
+    while left := [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p)]:
+        assert time.monotonic() < deadline, f"left behind: {[p.info['cmdline'] for p in left]}"
+        time.sleep(0.5)
+
+
+def _ours(process: psutil.Process) -> bool:
+    command = " ".join(process.info["cmdline"] or ())
+    return any(mark in command for mark in ("ray::", "raylet", "gcs_server", "VLLM::", "verl train"))
+
+
+def command(assets: Assets, folder: Path, *overrides: str) -> list[str]:
+    settings = [
+        f"actor_rollout_ref.model.path={assets.model}",
+        f"data.train_files={assets.train}",
+        f"data.val_files={assets.test}",
+        "data.val_max_samples=16",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.rollout.n=4",
+        "trainer.n_gpus_per_node=1",
+        "trainer.total_training_steps=2",
+        f"trainer.default_local_dir={folder}",
+    ]
+    return [sys.executable, "-m", "verl", "train", *settings, *overrides]
+
+
+def run(assets: Assets, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(assets, folder, *overrides), capture_output=True, text=True, timeout=360)
+
+
+def metrics_of(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_trains_validates_saves_and_resumes_with_vllm(assets: Assets, tmp_path: Path) -> None:
+    settings = ("trainer.n_gpus_per_node=2", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.max_ckpts_to_keep=1")
+    first = run(assets, tmp_path, *settings)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert first.stdout.count("\nstep") == 2
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert [path.name for path in tmp_path.glob("global_step_*")] == ["global_step_2"]
+    assert (tmp_path / "global_step_2" / "actor").is_dir()
+
+    again = run(assets, tmp_path, *settings, "trainer.total_training_steps=3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on with step 3" in again.stdout
+    steps = [line for line in metrics_of(tmp_path) if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["weights/version"] for line in steps] == [1, 2, 3]
+    assert all(line["training/rollout_logprobs_diff_max"] < 1e-4 for line in steps)
+    assert sum("val/addition/mean@1" in line for line in metrics_of(tmp_path)) >= 4
+
+
+def test_a_reward_that_raises_ends_the_run_with_the_users_own_traceback(assets: Assets, tmp_path: Path) -> None:
+    reward = tmp_path / "my_reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1 / 0\n"
+    )
+    done = run(
+        assets,
+        tmp_path / "run",
+        f"reward.custom_reward_function.path={reward}",
+        "actor_rollout_ref.rollout.name=hf",
+        "trainer.val_before_train=False",
+    )
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "ZeroDivisionError" in done.stderr
+    assert "my_reward.py" in done.stderr
+    assert "ray::" not in done.stderr, "our own errors come without Ray's wrapping"
+
+
+def test_ctrl_c_ends_the_run_and_all_its_processes(assets: Assets, tmp_path: Path) -> None:
+    overrides = ("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=1000")
+    process = subprocess.Popen(
+        command(assets, tmp_path, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    os.kill(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert errors.strip().splitlines()[-1] == "interrupted"
+
+
+def test_more_ranks_than_the_machine_has_are_refused_at_once_with_the_mend(assets: Assets, tmp_path: Path) -> None:
+    start = time.monotonic()
+    done = run(assets, tmp_path, "trainer.n_gpus_per_node=512")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "trainer.n_gpus_per_node" in done.stderr
+    assert time.monotonic() - start < 60
