@@ -64,13 +64,17 @@ def _mismatch(metrics: Numbers) -> str | None:
 def _kl_explodes(metrics: Numbers) -> str | None:
     for name, limit in (("actor/kl_loss", 1.0), ("actor/kl", 1.0), ("actor/ppo_kl", 0.5)):
         if abs(value := metrics.get(name, 0.0)) > limit:
-            return f"the policy runs away: {name} is {value:.3g} per token (limit of this warning: {limit:g})"
+            count = " (counted as loss_agg_mode says)" if name == "actor/kl_loss" else ""
+            return f"the policy runs away: {name} is {value:.3g}{count}; the limit of this warning is {limit:g}"
     return None
 
 
 def _skipped(metrics: Numbers) -> str | None:
     if count := metrics.get("actor/skipped_steps", 0.0):
-        return f"{count:g} optimiser step(s) were skipped, since the gradient was not finite"
+        return (
+            f"{count:g} optimiser step(s) were skipped: the gradient was not finite, or the mini-batch held no "
+            "generated tokens"
+        )
     broken = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
     return f"not a number: {', '.join(broken[:4])}" if broken else None
 
@@ -90,7 +94,8 @@ _TROUBLES = (
     _Trouble(
         "mismatch",
         _mismatch,
-        "try actor_rollout_ref.rollout.dtype=float32, or with vLLM on long contexts "
+        "where top_p or top_k cut the sampling, that is expected; else try actor_rollout_ref.rollout.dtype=float32, "
+        "or with vLLM on long contexts "
         "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
     ),
     _Trouble(
@@ -102,8 +107,8 @@ _TROUBLES = (
     _Trouble(
         "not finite",
         _skipped,
-        "look at reward/min and reward/max for outliers; try a lower actor_rollout_ref.actor.optim.lr "
-        "or actor_rollout_ref.actor.grad_clip=0.5",
+        "look at reward/min and reward/max for outliers, and at response_length/min for empty answers; try a lower "
+        "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip=0.5",
     ),
     _Trouble("cut", _cut, "try a larger data.max_response_length, or check that the model knows its end token"),
 )

@@ -46,6 +46,18 @@ def test_a_trouble_is_one_line_with_what_was_seen_and_what_to_try(
     assert "\n" not in line
 
 
+def test_a_skipped_step_is_not_blamed_on_the_gradient_alone() -> None:
+    (line,) = diagnose(HEALTHY | {"actor/skipped_steps": 1.0})
+    assert "not finite" in line
+    assert "no generated tokens" in line
+
+
+def test_the_kl_of_the_loss_is_not_said_to_be_per_token() -> None:
+    (line,) = diagnose(HEALTHY | {"actor/kl_loss": 3.0})
+    assert "token" not in line
+    assert "loss_agg_mode" in line
+
+
 def test_health_and_silence_give_no_advice() -> None:
     assert diagnose(HEALTHY) == []
     assert diagnose({}) == []
