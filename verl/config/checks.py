@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from verl.config.keys import look_up, written
 from verl.config.schema import MISSING, Config, Setting, settings_of
-from verl.config.sizes import engine_count, max_sequence_tokens, train_ranks
+from verl.config.sizes import max_sequence_tokens, optimiser_steps, train_ranks
 
 __all__ = ["Finding", "contradictions", "hints", "missing", "unbuilt"]
 
@@ -15,6 +16,10 @@ _A = "actor_rollout_ref.actor"
 _R = "actor_rollout_ref.rollout"
 _REF = "actor_rollout_ref.ref"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
+_PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of trainer.logger; the other sinks need none
+_UNBUILT = {  # what there is instead of a planned setting, where its default does not say it
+    f"{_R}.tensor_model_parallel_size": f"an engine has one device, and {_R}.num_engines says how many engines",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,10 +31,18 @@ class Finding:
 
 
 def missing(config: Config) -> Iterator[Finding]:
-    """Required settings that nobody has given."""
+    """What a run needs and does not have: required settings that nobody has given, packages that are not installed."""
     for key, setting in settings_of(Config).items():
         if setting.required and _value(config, key) == MISSING:
             yield Finding((key,), f"{key}: is required; set {key}={_EXAMPLES[key]}")
+    sinks = config.trainer.logger
+    absent = [sink for sink in sinks if sink in _PACKAGES and not _installed(_PACKAGES[sink])]
+    rest = written([sink for sink in sinks if sink not in absent] or ["console"])
+    for sink in absent:
+        yield Finding(
+            ("trainer.logger",),
+            f"trainer.logger: {sink} needs its package; pip install {_PACKAGES[sink]}, or set trainer.logger={rest}",
+        )
 
 
 def unbuilt(config: Config) -> Iterator[Finding]:
@@ -46,7 +59,8 @@ def unbuilt(config: Config) -> Iterator[Finding]:
         elif setting.planned is True:
             if _changed(config, key):
                 value, default = written(_value(config, key)), written(setting.default)
-                yield Finding((key,), f"{key}: {value} is not built yet; set {key}={default}")
+                instead = f": {_UNBUILT[key]}" if key in _UNBUILT else ""
+                yield Finding((key,), f"{key}: {value} is not built yet{instead}; set {key}={default}")
         else:
             yield from _planned_values(config, setting)
 
@@ -65,7 +79,7 @@ def contradictions(config: Config) -> Iterator[Finding]:
     """Settings that cannot work together."""
     data, trainer = config.data, config.trainer
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
-    ranks, tp = train_ranks(config), rollout.tensor_model_parallel_size
+    ranks = train_ranks(config)
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield Finding(
             (f"{_R}.max_model_len", "data.max_prompt_length", "data.max_response_length"),
@@ -78,22 +92,11 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{_R}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
             f"({rollout.max_num_seqs}), one token each; set {_R}.max_num_seqs={rollout.max_num_batched_tokens}",
         )
-    if rollout.num_engines is None and tp > ranks:
+    if rollout.num_engines is not None and trainer.device == "cuda" and rollout.num_engines > ranks:
         yield Finding(
-            (f"{_R}.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"{_R}.tensor_model_parallel_size: {tp} must not exceed the {ranks} devices of the run (trainer.nnodes x "
-            f"trainer.n_gpus_per_node); set {_R}.tensor_model_parallel_size={ranks}",
-        )
-    if rollout.num_engines is not None and trainer.device == "cuda" and rollout.num_engines * tp > ranks:
-        yield Finding(
-            (f"{_R}.num_engines", f"{_R}.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"{_R}.num_engines: {rollout.num_engines} engines of {tp} devices need {rollout.num_engines * tp}, the run "
-            f"has {ranks}; set {_R}.num_engines={max(1, ranks // tp)}",
-        )
-    if rollout.name == "hf" and tp > 1:
-        yield Finding(
-            (f"{_R}.name", f"{_R}.tensor_model_parallel_size"),
-            f"{_R}.tensor_model_parallel_size: {tp} must be 1 with rollout.name=hf; set {_R}.name=vllm",
+            (f"{_R}.num_engines", "trainer.n_gpus_per_node", "trainer.nnodes"),
+            f"{_R}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run (trainer.nnodes x "
+            f"trainer.n_gpus_per_node); set {_R}.num_engines={ranks}",
         )
     if rollout.temperature == 0:
         yield Finding(
@@ -112,6 +115,12 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{_R}.weight_transport: {rollout.weight_transport} needs accelerators, and trainer.device=cpu; "
             f"set {_R}.weight_transport=host",
         )
+    elif rollout.weight_transport in ("nccl", "ipc") and rollout.name == "hf":
+        yield Finding(
+            (f"{_R}.weight_transport", f"{_R}.name"),
+            f"{_R}.weight_transport: {rollout.weight_transport} needs rollout.name=vllm, hf takes weights from host "
+            f"memory; set {_R}.weight_transport=host",
+        )
     if trainer.test_freq > 0 and data.val_files is None:
         yield Finding(
             ("trainer.test_freq", "data.val_files"),
@@ -122,6 +131,33 @@ def contradictions(config: Config) -> Iterator[Finding]:
             ("trainer.resume_mode", "trainer.resume_from_path"),
             "trainer.resume_mode: path needs a checkpoint; set "
             f"trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100",
+        )
+    yield from _endless_warmup(config)
+
+
+def _endless_warmup(config: Config) -> Iterator[Finding]:
+    """A warm-up must end within the run, and before its last step if the learning rate is to fall after it."""
+    optim, steps = config.actor_rollout_ref.actor.optim, config.trainer.total_training_steps
+    total = None if steps is None else optimiser_steps(config, steps)
+    warmup, ratio, kind = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type
+    rests_on = (
+        *_keys(_A, "optim.lr_scheduler_type", "ppo_mini_batch_size", "ppo_epochs"),
+        *("data.train_batch_size", "trainer.total_training_steps"),
+    )
+    if warmup is not None and total is not None:
+        most = total if kind == "constant" else total - 1
+        if warmup > most:
+            yield Finding(
+                (f"{_A}.optim.lr_warmup_steps", *rests_on),
+                f"{_A}.optim.lr_warmup_steps: {warmup} must be at most {most} with lr_scheduler_type={kind}: "
+                f"trainer.total_training_steps={steps} makes {total} optimiser steps; "
+                f"set {_A}.optim.lr_warmup_steps={most}",
+            )
+    elif warmup is None and kind != "constant" and (ratio == 1 if total is None else round(ratio * total) >= total):
+        yield Finding(
+            (f"{_A}.optim.lr_warmup_steps_ratio", *rests_on),
+            f"{_A}.optim.lr_warmup_steps_ratio: {ratio} leaves no optimiser step for lr_scheduler_type={kind}; "
+            f"set {_A}.optim.lr_warmup_steps_ratio=0.1",
         )
 
 
@@ -175,17 +211,30 @@ def hints(config: Config) -> Iterator[Finding]:
             (f"{_A}.clip_ratio", f"{_A}.clip_ratio_low", f"{_A}.clip_ratio_high"),
             f"{_A}.clip_ratio_low: {low} is above clip_ratio_high={high}; clipping is usually wider upwards",
         )
-    devices, tp = train_ranks(config), rollout.tensor_model_parallel_size
-    if rollout.num_engines is None and tp <= devices and devices % tp:
-        idle = devices - engine_count(config) * tp
-        yield Finding(
-            (f"{_R}.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
-            f"{_R}.tensor_model_parallel_size: {tp} does not divide {devices} devices: {idle} will not generate",
-        )
     if actor.use_kl_loss and actor.kl_loss_coef == 0:
         yield Finding(
             (f"{_A}.use_kl_loss", f"{_A}.kl_loss_coef"),
             f"{_A}.kl_loss_coef: 0 computes the reference for nothing; set {_A}.use_kl_loss=false",
+        )
+    cuts = {"top_p": "1.0"} if rollout.top_p < 1 else {}
+    cuts |= {"top_k": "-1"} if rollout.top_k > 0 else {}
+    for name, whole in cuts.items():
+        yield Finding(
+            (f"{_R}.{name}",),
+            f"{_R}.{name}: {getattr(rollout, name)} makes the engine's log-probs those of the cut distribution, and "
+            f"the trainer's are of the whole one: training/rollout_probs_diff_mean is large by construction; to "
+            f"compare the two, set {_R}.{name}={whole}",
+        )
+    if config.trainer.deterministic and rollout.name == "vllm":
+        yield Finding(
+            ("trainer.deterministic", f"{_R}.name"),
+            "trainer.deterministic: with vLLM only the sampling is seeded, and the last bits of its log-probs may "
+            f"differ between runs; for runs that are equal to the bit, set {_R}.name=hf",
+        )
+    if actor.use_torch_compile and "use_torch_compile" in actor.model_fields_set:
+        yield Finding(
+            (f"{_A}.use_torch_compile",),
+            f"{_A}.use_torch_compile=true has no effect: nothing is compiled yet",
         )
     yield from _without_effect(config)
 
@@ -206,9 +255,12 @@ def _keys(prefix: str, *names: str) -> tuple[str, ...]:
 
 _ENGINE_ONLY = (
     "gpu_memory_utilization",
+    "cpu_cache_gib",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "max_model_len",
     "enforce_eager",
+    "load_format",
     "engine_kwargs.vllm",
 )
 
@@ -298,6 +350,12 @@ _MUTES = (
         ("trainer.device",),
     ),
     _Mute(
+        _keys(_R, "cpu_cache_gib"),
+        lambda c: c.trainer.device == "cuda",
+        f"trainer.device=cuda; {_R}.gpu_memory_utilization is what counts",
+        ("trainer.device",),
+    ),
+    _Mute(
         _keys("reward.custom_reward_function", "name", "reward_kwargs"),
         lambda c: c.reward.custom_reward_function.path is None,
         "reward.custom_reward_function.path is not given",
@@ -359,3 +417,8 @@ def _value(config: Config, key: str) -> object:
 def _changed(config: Config, key: str) -> bool:
     setting = settings_of(Config)[key]
     return setting.section is None and _value(config, key) != setting.default
+
+
+def _installed(package: str) -> bool:
+    found = find_spec(package)
+    return found is not None and found.origin is not None  # a mere folder of that name, as wandb leaves, has no origin

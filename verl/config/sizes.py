@@ -6,7 +6,16 @@ from dataclasses import dataclass
 
 from verl.config.schema import Config
 
-__all__ = ["Size", "derived_sizes", "engine_count", "max_sequence_tokens", "render_sizes", "total_steps", "train_ranks"]
+__all__ = [
+    "Size",
+    "derived_sizes",
+    "engine_count",
+    "max_sequence_tokens",
+    "optimiser_steps",
+    "render_sizes",
+    "total_steps",
+    "train_ranks",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +53,17 @@ def total_steps(config: Config, prompts: int) -> int:
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
+def optimiser_steps(config: Config, steps: int = 1) -> int:
+    """Optimiser steps of so many steps of the run."""
+    actor = config.actor_rollout_ref.actor
+    return steps * _ceil(config.data.train_batch_size, actor.ppo_mini_batch_size) * actor.ppo_epochs
+
+
 def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
     """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks, engines, longest = train_ranks(config), engine_count(config), max_sequence_tokens(config)
     mini_prompts = min(actor.ppo_mini_batch_size, data.train_batch_size)
-    mini_batches = _ceil(data.train_batch_size, mini_prompts)
     answers = data.train_batch_size * rollout.n
     mini_samples = mini_prompts * rollout.n
     rank_samples = _ceil(mini_samples, ranks)
@@ -65,7 +79,7 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         Size("train ranks", ranks, f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"),
         Size(
             "optimiser steps a step",
-            mini_batches * actor.ppo_epochs,
+            optimiser_steps(config),
             f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
             f"ppo_epochs={actor.ppo_epochs}",
         ),

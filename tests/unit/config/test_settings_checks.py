@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.load import load
+from verl.config.load import load, load_dict
 from verl.config.schema import Config
 from verl.config.sizes import derived_sizes, engine_count, max_sequence_tokens, render_sizes, total_steps, train_ranks
 from verl.errors import ConfigError
@@ -14,6 +17,7 @@ from verl.errors import ConfigError
 pytestmark = pytest.mark.unit
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+COSINE = f"{A}.optim.lr_scheduler_type=cosine"
 
 
 def hints(*overrides: str) -> list[str]:
@@ -33,12 +37,21 @@ def problem(*overrides: str) -> str:
     [
         ([f"{R}.max_model_len=1000"], f"set {R}.max_model_len=1024"),
         ([f"{R}.max_num_batched_tokens=100"], f"set {R}.max_num_seqs=100"),
-        ([f"{R}.tensor_model_parallel_size=16"], f"set {R}.tensor_model_parallel_size=8"),
         ([f"{R}.num_engines=9", "trainer.device=cuda"], f"set {R}.num_engines=8"),
-        ([f"{R}.name=hf", f"{R}.tensor_model_parallel_size=2"], f"set {R}.name=vllm"),
         ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
         ([f"{R}.val_kwargs.do_sample=true"], f"set {R}.val_kwargs.temperature=1.0"),
         ([f"{R}.weight_transport=nccl", "trainer.device=cpu"], f"set {R}.weight_transport=host"),
+        ([f"{R}.weight_transport=ipc", f"{R}.name=hf"], f"set {R}.weight_transport=host"),
+        ([f"{A}.optim.lr_warmup_steps=41", "trainer.total_training_steps=10"], f"set {A}.optim.lr_warmup_steps=40"),
+        (
+            [f"{A}.optim.lr_warmup_steps=80", "trainer.total_training_steps=10", f"{A}.ppo_epochs=2", COSINE],
+            f"set {A}.optim.lr_warmup_steps=79",
+        ),
+        ([f"{A}.optim.lr_warmup_steps_ratio=1", COSINE], f"set {A}.optim.lr_warmup_steps_ratio=0.1"),
+        (
+            [f"{A}.optim.lr_warmup_steps_ratio=0.9", "trainer.total_training_steps=1", COSINE],
+            f"set {A}.optim.lr_warmup_steps_ratio=0.1",
+        ),
         (["trainer.test_freq=5"], "set data.val_files=test.parquet"),
         (
             ["trainer.resume_mode=path"],
@@ -63,7 +76,10 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
         ([f"{A}.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"], "without work"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "less than the longest sequence"),
         ([f"{A}.clip_ratio_low=0.3"], "is above clip_ratio_high=0.2"),
-        ([f"{R}.tensor_model_parallel_size=3"], "2 will not generate"),
+        ([f"{R}.top_p=0.9"], f"set {R}.top_p=1.0"),
+        ([f"{R}.top_k=50"], f"set {R}.top_k=-1"),
+        (["trainer.deterministic=true"], f"set {R}.name=hf"),
+        ([f"{A}.use_torch_compile=true"], "nothing is compiled yet"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "for nothing"),
     ],
 )
@@ -101,6 +117,10 @@ def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wak
         (f"{A}.clip_ratio=0.1", [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.3"]),
         (f"{A}.optim.lr_warmup_steps_ratio=0.1", [f"{A}.optim.lr_warmup_steps=4"]),
         (f"{R}.max_num_seqs=64", [f"{R}.name=hf"]),
+        (f"{R}.max_model_len=2000", [f"{R}.name=hf"]),
+        (f"{R}.load_format=auto", [f"{R}.name=hf"]),
+        (f"{R}.cpu_cache_gib=2", [f"{R}.name=hf"]),
+        (f"{R}.cpu_cache_gib=2", ["trainer.device=cuda"]),
         (f"{R}.gpu_memory_utilization=0.4", ["trainer.device=cpu"]),
         (f"{R}.val_kwargs.top_p=0.9", [f"{R}.val_kwargs.do_sample=false"]),
         ("data.truncation=left", ["data.filter_overlong_prompts=true"]),
@@ -114,6 +134,41 @@ def test_a_setting_that_another_takes_the_effect_from_is_said(mute: str, by: lis
 
     assert not muted()
     assert muted(*by)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{A}.optim.lr_warmup_steps=40", "trainer.total_training_steps=10"],
+        [f"{A}.optim.lr_warmup_steps=39", "trainer.total_training_steps=10", COSINE],
+        [f"{A}.optim.lr_warmup_steps=4000"],  # the data says how many steps
+        [f"{A}.optim.lr_warmup_steps_ratio=1", "trainer.total_training_steps=10"],
+        [f"{A}.optim.lr_warmup_steps_ratio=0.9", COSINE],
+    ],
+)
+def test_a_warm_up_that_ends_within_the_run_is_fine(overrides: list[str]) -> None:
+    assert hints(*overrides) == []
+
+
+def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> None:
+    assert hints("trainer.deterministic=true", f"{R}.name=hf") == []
+    assert hints(f"{A}.use_torch_compile=false") == []
+
+
+def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypatch, tmp_path) -> None:
+    (tmp_path / "wandb").mkdir()  # a folder that wandb left is no package
+    (tmp_path / "tensorboard.py").touch()
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    importlib.invalidate_caches()
+    given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
+    given_ |= {"trainer": {"logger": ["tensorboard", "wandb", "jsonl"]}}
+    with pytest.raises(ConfigError) as raised:
+        load_dict(given_)
+    [text] = raised.value.problems
+    assert (
+        text == "trainer.logger: wandb needs its package; pip install wandb, or set trainer.logger=[tensorboard,jsonl]"
+    )
+    load_dict(given_, complete=False)
 
 
 def test_the_kl_weight_in_the_reward_has_no_effect_without_it() -> None:
@@ -134,18 +189,14 @@ def sizes(config: Config, prompts: int | None = None) -> dict[str, int]:
 
 def test_the_sizes_of_the_grpo_example() -> None:
     overrides = ["data.train_batch_size=128", "data.max_response_length=1024", f"{R}.n=8", "trainer.n_gpus_per_node=4"]
-    overrides += [
-        f"{A}.ppo_mini_batch_size=64",
-        f"{A}.ppo_micro_batch_size_per_gpu=2",
-        f"{R}.tensor_model_parallel_size=2",
-    ]
+    overrides += [f"{A}.ppo_mini_batch_size=64", f"{A}.ppo_micro_batch_size_per_gpu=2"]
     [loaded] = load([*overrides, "trainer.total_epochs=20"], complete=False)
     assert sizes(loaded.config, prompts=7473) == {
         "prompts a step": 128,
         "answers a step": 1024,
         "tokens of a sequence, at most": 1536,
-        "engines": 2,
-        "answers generated at once": 512,
+        "engines": 4,
+        "answers generated at once": 1024,
         "train ranks": 4,
         "optimiser steps a step": 2,
         "samples of a mini-batch": 512,

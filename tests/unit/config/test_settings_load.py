@@ -105,6 +105,7 @@ def test_multirun_is_the_product_of_all_sweeps(flag: str) -> None:
     got = [(run.config.actor_rollout_ref.rollout.n, run.config.trainer.seed) for run in runs]
     assert got == [(n, seed) for n in (4, 8) for seed in (1, 2, 3)]
     assert runs[0].sweep == ("actor_rollout_ref.rollout.n=4", "trainer.seed=1")
+    assert len({run.sweep for run in runs}) == len(runs)
 
 
 def test_a_sweep_without_multirun_says_what_may_be_meant() -> None:

@@ -99,8 +99,19 @@ def unbuilt(text: str, *overrides: str) -> set[str]:
     return {problem.split(":")[0] for problem in raised.value.problems}
 
 
-def test_the_grpo_example_loads_without_a_word() -> None:
-    loaded = load_dict(yaml.safe_load(GRPO))
+def test_the_grpo_example_is_refused_for_its_wide_engines_alone() -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_dict(yaml.safe_load(GRPO))
+    [text] = raised.value.problems
+    assert text == (
+        "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: an engine has one device, and "
+        "actor_rollout_ref.rollout.num_engines says how many engines; "
+        "set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
+    )
+
+
+def test_the_grpo_example_with_engines_of_one_device_loads_without_a_word() -> None:
+    loaded = load_dict(yaml.safe_load(GRPO), ["actor_rollout_ref.rollout.tensor_model_parallel_size=1"])
     assert loaded.hints == ()
     assert loaded.config.actor_rollout_ref.actor.optim.lr == 1e-6
     assert loaded.config.actor_rollout_ref.rollout.n == 8
@@ -126,6 +137,7 @@ def test_the_dapo_snippet_loads() -> None:
             {"actor_rollout_ref.rollout.multi_turn"},
         ),
         ("rollout: {dtype: fp8}", {"actor_rollout_ref.rollout.dtype"}),
+        ("rollout: {tensor_model_parallel_size: 4}", {"actor_rollout_ref.rollout.tensor_model_parallel_size"}),
         ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
         ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus"}),
         (
@@ -236,7 +248,6 @@ def test_one_setting_under_two_spellings_must_not_have_two_values() -> None:
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
         "actor_rollout_ref.model.enable_gradient_checkpointing=True",
         "data.max_response_length=256",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=4",
         "actor_rollout_ref.rollout.enforce_eager=True",
         "data.prompt_key=question",
         "ray_kwargs.ray_init.num_cpus=4",

@@ -46,7 +46,10 @@ class OptimConfig(Section):
     betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
     eps: float = setting(1e-8, "Added to the denominator of AdamW.", gt=0)
     lr_warmup_steps: int | None = setting(
-        None, "Steps in which the learning rate rises from 0; null: lr_warmup_steps_ratio decides.", unit="steps", ge=0
+        None,
+        "Optimiser steps in which the learning rate rises from 0; null: lr_warmup_steps_ratio decides.",
+        unit="steps",
+        ge=0,
     )
     lr_warmup_steps_ratio: float = setting(0.0, "The same as a share of all optimiser steps.", unit="share", ge=0, le=1)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
@@ -126,7 +129,7 @@ class ActorConfig(Section):
     kl_loss_coef: float = setting(0.001, "Weight of that term.", ge=0)
     kl_loss_type: KlKind = setting("low_var_kl", "Its estimator; a trailing + takes k2's gradient.", planned=("full",))
     grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
-    use_torch_compile: bool = setting(True, "Compile the fused kernels; off costs 10-20 % of the speed.")
+    use_torch_compile: bool = setting(True, "Compile the fused kernels. Nothing is compiled yet: without effect.")
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
     peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)

@@ -40,7 +40,7 @@ class RolloutConfig(Section):
     num_engines: int | None = setting(
         None, "Engines; null: all devices, tensor_model_parallel_size each.", unit="engines", ge=1
     )
-    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1)
+    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1, planned=True)
     gpu_memory_utilization: float = setting(
         0.5, "Share of an accelerator's memory that an engine takes.", unit="share", gt=0, le=1
     )
@@ -66,7 +66,7 @@ class RolloutConfig(Section):
         "auto", "How weights reach the engines; auto: host memory on a CPU, else by where the devices lie."
     )
     probe_tolerance: float | None = setting(
-        None, "Largest log-prob difference to the trainer after a publish; null: by dtype.", unit="nats", gt=0
+        None, "Largest mean difference of log-probs to the trainer after a publish; null: by dtype.", unit="nats", gt=0
     )
     calculate_log_probs: bool = setting(
         True, "Report how far the engine's log-probs are from the trainer's; always on.", planned=True

@@ -51,7 +51,9 @@ class TrainerConfig(Section):
     experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
     wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
     seed: int = setting(1, "Seed of everything random in the run.", ge=0)
-    deterministic: bool = setting(False, "Repeatable to the bit, at a cost in speed.")
+    deterministic: bool = setting(
+        False, "Seed every answer: repeatable, with rollout.name=hf to the bit, with vllm but for the last bits."
+    )
     local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
