@@ -62,7 +62,7 @@ class CheckpointDir:
         except (OSError, ValueError) as error:
             raise CheckpointError(
                 f"checkpoint {self.step_dir(step)}: {MARKER} cannot be read ({error}), so it is not complete; "
-                f"resume from another step by writing its number into {self.root / LATEST}"
+                f"complete ones there: {', '.join(f'{PREFIX}{found}' for found in self.steps()) or 'none'}"
             ) from error
 
     def steps(self) -> list[int]:

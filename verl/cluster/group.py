@@ -14,8 +14,8 @@ from verl.errors import EngineError, VerlError
 __all__ = ["ActorGroup", "call"]
 
 
-async def call(awaitable: Any, *, what: str, deadline_s: float) -> Any:
-    """Await a Ray reference with a deadline and a name.
+async def call(awaitable: Any, *, what: str, deadline_s: float | None = None) -> Any:
+    """Await a Ray reference under a name, with a deadline unless somebody else watches over it.
 
     Our own exceptions come through as they were raised, with no wrapper around the message.
     """

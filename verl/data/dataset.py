@@ -86,7 +86,9 @@ class PromptDataset:
         rows = int(self._ends[-1])
         rows = min(rows, max_samples) if max_samples >= 0 else rows
         if rows == 0:
-            raise DataError(f"{', '.join(map(str, paths))}: no rows. Fill the file or check data.max_samples")
+            raise DataError(
+                f"{', '.join(map(str, paths))}: no rows. Fill the file or check data.train_max_samples and data.val_max_samples"
+            )
 
         self.kept: npt.NDArray[np.int64]
         if kept is None:
@@ -101,6 +103,16 @@ class PromptDataset:
 
     def __iter__(self) -> Iterator[Prompt]:
         return (self[index] for index in range(len(self)))
+
+    def sources(self) -> list[str]:
+        """The `data_source` of every prompt; "" where the files have no such column."""
+        found: list[str] = []
+        for file in self._files:
+            if "data_source" not in file.columns:
+                found += [""] * len(file)
+            else:
+                found += [str(value or "") for chunk in file.values("data_source") for value in chunk]
+        return [found[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt:
         row = int(self.kept[index])

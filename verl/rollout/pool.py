@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from random import randrange
 
 from verl.errors import EngineError
 from verl.rollout.engine import RolloutEngine
@@ -15,32 +17,46 @@ __all__ = ["EnginePool"]
 class EnginePool:
     """Routes by outstanding work: tokens of the prompt plus tokens that may still come.
 
-    Every request has a deadline; an engine that misses it is named in the error.
+    A request may wait as long as its engine makes progress; an engine that finishes nothing for `stall_s` is named.
+    Ties begin at an engine of the pool's own choice, so that many pools do not all run to the first one.
     """
 
-    def __init__(self, engines: Sequence[RolloutEngine], *, deadline_s: float = 1800.0) -> None:
+    def __init__(self, engines: Sequence[RolloutEngine], *, stall_s: float = 1800.0) -> None:
         if not engines:
             raise EngineError(
                 "a pool needs at least one rollout engine; set actor_rollout_ref.rollout.num_engines >= 1"
             )
+        first = randrange(len(engines))
+        self._order = [(first + step) % len(engines) for step in range(len(engines))]
         self._engines = list(engines)
         self._load = [0] * len(engines)
-        self._deadline_s = deadline_s
+        self._last_finish = [0.0] * len(engines)
+        self._stall_s = stall_s
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        place = min(range(len(self._engines)), key=self._load.__getitem__)
+        place = min(self._order, key=self._load.__getitem__)
         work = len(token_ids) + sampling.max_tokens
         self._load[place] += work
         try:
-            request = self._engines[place].generate(token_ids, sampling)
-            return await asyncio.wait_for(request, self._deadline_s)
-        except asyncio.TimeoutError as error:
-            raise EngineError(
-                f"rollout engine {place} did not answer a request of {len(token_ids)} prompt tokens and up to "
-                f"{sampling.max_tokens} new ones within {self._deadline_s:.0f} s"
-            ) from error
+            return await self._watched(place, asyncio.ensure_future(self._engines[place].generate(token_ids, sampling)))
         finally:
             self._load[place] -= work
+
+    async def _watched(self, place: int, request: asyncio.Future[Completion]) -> Completion:
+        since = time.monotonic()
+        try:
+            while not request.done():
+                idle = time.monotonic() - max(since, self._last_finish[place])
+                if idle >= self._stall_s:
+                    raise EngineError(
+                        f"rollout engine {place} has finished no request for {idle:.0f} s, with {self._load[place]:,} "
+                        "tokens still to do: it hangs, or one answer takes longer than that"
+                    )
+                await asyncio.wait([request], timeout=self._stall_s - idle)
+        finally:
+            request.cancel()  # of no effect on one that is done
+        self._last_finish[place] = time.monotonic()
+        return request.result()
 
     @property
     def load(self) -> tuple[int, ...]:

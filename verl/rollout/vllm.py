@@ -51,7 +51,10 @@ class VllmEngine:
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(self.settings)))
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(self.settings)))
+        except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
+            raise EngineError(f"vLLM did not start: {error}\n{_said_last()}") from error
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         from vllm import SamplingParams as VllmSampling
@@ -72,9 +75,10 @@ class VllmEngine:
         if output.finish_reason not in ("stop", "length"):
             raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
         tokens = list(output.token_ids)
-        versions = [-1] * len(tokens)
-        for span in output.weight_versions or ():
-            versions[span.start : span.end] = [_number(span.version)] * (span.end - span.start)
+        spans = output.weight_versions or []
+        versions = [_number(span.version) for span in spans for _ in range(span.start, span.end)]
+        if len(versions) != len(tokens):
+            raise EngineError(f"vLLM named the weights of {len(versions)} out of {len(tokens)} tokens")
         logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
         return Completion(tokens, logprobs, versions, output.finish_reason)
 
@@ -181,6 +185,15 @@ def _environment(settings: VllmSettings) -> dict[str, str]:
         if settings.enforce_eager:
             wanted["TORCH_COMPILE_DISABLE"] = "1"  # spares a compile of up to 50 s at the first request
     return {name: value for name, value in wanted.items() if name not in os.environ}
+
+
+def _said_last(lines: int = 30) -> str:
+    """The end of this process's standard error, where it goes to a file, as it does in a Ray worker."""
+    file = Path(os.path.realpath("/proc/self/fd/2"))
+    if not file.is_file():
+        return "see the messages above"
+    tail = file.read_text(errors="replace").splitlines()[-lines:]
+    return "\n".join([f"the end of {file}:", *(f"  | {line}" for line in tail)])
 
 
 def _shared_memory() -> str | None:

@@ -6,7 +6,7 @@ engines.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -21,29 +21,29 @@ __all__ = ["EngineClient", "VllmSender"]
 
 
 class _Engine(Protocol):
-    def weights(self) -> Iterator[tuple[str, Tensor]]: ...
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
 
 
 class _Source(WeightSource):
     """The train engine's weights in the form that vLLM's trainer-side engines ask for."""
 
-    def __init__(self, engine: _Engine) -> None:
-        self._engine = engine
+    def __init__(self, engine: _Engine, dtype: torch.dtype) -> None:
+        self._engine, self._dtype = engine, dtype
         self._metadata: list[ParamMeta] | None = None
 
     def metadata(self) -> list[ParamMeta]:
         if self._metadata is None:
-            self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self._engine.weights()]
+            self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self]
         return self._metadata
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return self._engine.weights()
+        return self._engine.weights(self._dtype)
 
 
 class EngineClient(Protocol):
-    """Calls one method on every rollout engine and waits for all of them."""
+    """Calls one method on every rollout engine, engine k with `arguments(k)`, and waits for all of them."""
 
-    def __call__(self, method: str, *args: Any) -> None: ...
+    def __call__(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None: ...
 
 
 class _Control:
@@ -54,32 +54,46 @@ class _Control:
         self.version = -1
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        self._client("init_weight_transfer_engine", WeightTransferInitRequest(init_info=init_info))
+        def own(engine: int) -> tuple[Any, ...]:
+            shifted = {"rank_offset": init_info["rank_offset"] + engine} if "rank_offset" in init_info else {}
+            return (WeightTransferInitRequest(init_info=init_info | shifted),)
+
+        self._client("init_weight_transfer_engine", own)
 
     def start_weight_update(self) -> None:
-        self._client("start_weight_update")
+        self._client("start_weight_update", lambda engine: ())
 
     def update_weights(self, update_info: Any) -> None:
-        self._client("update_weights", UpdateRequest(update_info=update_info))
+        self._client("update_weights", lambda engine: (UpdateRequest(update_info=update_info),))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._client("finish_weight_update", str(self.version))
+        self._client("finish_weight_update", lambda engine: (str(self.version),))
 
 
 class VllmSender:
     """One per train rank; rank 0 sends, the others take part in gathering the shards."""
 
     def __init__(
-        self, backend: str, client: EngineClient, engine: _Engine, rank: int, *, workers: int, address: tuple[str, int]
+        self,
+        backend: str,
+        client: EngineClient,
+        engine: _Engine,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        engines: int,
+        address: tuple[str, int],
     ) -> None:
         host, port = address
         info = (
-            NCCLTrainerInitInfo(host, port, workers + 1, rank=rank)
+            NCCLTrainerInitInfo(host, port, engines + 1, rank=rank)
             if backend == "nccl"
             else IPCTrainerInitInfo(rank=rank, packed=True)
         )
         self._control = _Control(client)
-        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._control, source=_Source(engine))
+        self._sender = WeightTransferTrainerFactory.trainer_init(
+            info, client=self._control, source=_Source(engine, dtype)
+        )
 
     def send(self, version: int) -> None:
         self._control.version = version

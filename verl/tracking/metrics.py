@@ -8,6 +8,7 @@ actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
 training/rollout_probs_diff_mean      |trainer's - engine's probability| of the sampled tokens
 timing_s/gen, /prep, /update, /sync, /step
 perf/throughput                       tokens a second, over the whole step
+perf/controller_rss_gib               resident memory of the controller; perf/train_worker_rss_gib of a train rank
 val/<data source>/<metric>            validation, e.g. val/addition/mean@1
 """
 
@@ -17,7 +18,9 @@ import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 
-__all__ = ["Metrics", "timer"]
+import psutil
+
+__all__ = ["Metrics", "resident_gib", "timer"]
 
 
 class Metrics(dict[str, float]):
@@ -55,3 +58,8 @@ def timer(metrics: MutableMapping[str, float], name: str) -> Iterator[None]:
     finally:
         key = f"timing_s/{name}"
         metrics[key] = metrics.get(key, 0.0) + time.perf_counter() - start
+
+
+def resident_gib() -> float:
+    """Resident memory of this process in GiB."""
+    return psutil.Process().memory_info().rss / 2**30

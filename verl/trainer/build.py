@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
+from verl.config.schema.base import Section
 from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.plan import Planner
@@ -25,7 +26,7 @@ from verl.tracking.sinks import Run, Sink, open_sinks
 from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
-from verl.trainer.loop import Schedule, Trainer
+from verl.trainer.loop import Timetable, Trainer
 from verl.training.settings import FsdpSettings
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
@@ -40,6 +41,7 @@ PROBE_LENGTH = 24
 RANKS_PER_EPISODE_WORKER = 8
 
 T = TypeVar("T")
+S = TypeVar("S", bound=Section)
 Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle]]]
 """(split, row, group, how many answers) -> samples."""
 
@@ -58,10 +60,11 @@ async def assemble(
         with timer(times, f"start_{name}"):
             return await part
 
+    config = _absolute(config)
     check_files(config)  # what can be seen to be wrong at once is said before anything is started
-    load_reward(**_reward(config))
+    reward = load_reward(**_reward(config))
     async with AsyncExitStack() as closing:
-        reading = asyncio.create_task(timed("data", asyncio.to_thread(read_data, config)))
+        reading = asyncio.create_task(timed("data", asyncio.to_thread(read_data, config, reward)))
         await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
         closing.callback(disconnect)
         with timer(times, "start_ray"):
@@ -79,7 +82,8 @@ async def assemble(
         data = await reading
         for report in data.reports:
             console.note(report)
-        schedule = _schedule(config, data)
+        timetable = _timetable(config, data)
+        console.note(_outlook(config, timetable, data))
         episodes = EpisodePool.place(
             max(1, ranks // RANKS_PER_EPISODE_WORKER), _episode_settings(config, data), engines
         )
@@ -88,15 +92,21 @@ async def assemble(
         async def start_policy() -> None:
             if model_ready is not None:
                 await timed("model", model_ready())
-            await timed("train_workers", policy.start(_train_settings(config, schedule, device)))
+            await timed("train_workers", policy.start(_train_settings(config, timetable, device)))
 
         await asyncio.gather(engines_up, start_policy(), timed("episode_workers", episodes.start()))
-        version = await _resume(config, policy, console)
-        tracker = _open_tracker(config, console, schedule, version)
+        stream = _stream(config, data)
+        version = await _resume(config, policy, stream, console)
+        tracker = _open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
         answer = _answering(config, data, episodes)
-        buffer = _buffer(config, data, schedule, answer, version)
+        buffer = EpisodeBuffer(
+            lambda position, row: answer("train", row, position, config.actor_rollout_ref.rollout.n),
+            stream,
+            timetable.batch,
+            max_staleness=config.trainer.max_staleness,
+        )
         closing.push_async_callback(buffer.close)
         yield Trainer(
             buffer=buffer,
@@ -105,9 +115,9 @@ async def assemble(
             weights=Publisher(policy, engines, _transport(config, device), _probe(config, data, device)),
             evaluator=_evaluator(config, data, answer),
             checkpoints=CheckpointDir(config.trainer.checkpoint_dir),
-            schedule=schedule,
+            timetable=timetable,
             tracker=tracker,
-            advise=console.advice,
+            console=console,
             version=version,
         )
 
@@ -120,33 +130,65 @@ async def _close_all(engines: list[RemoteEngine]) -> None:
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
-def _open_tracker(config: Config, console: Console, schedule: Schedule, version: int) -> Sink:
-    console.total_steps = schedule.total_steps
+def _open_tracker(config: Config, console: Console, timetable: Timetable, version: int) -> Sink:
+    console.total_steps = timetable.total_steps
     run = Run(
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,
         name=config.trainer.experiment_name,
-        total_steps=schedule.total_steps,
+        total_steps=timetable.total_steps,
         settings=config.model_dump(mode="json"),
         resumed_step=version or None,
     )
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 
 
-def _buffer(config: Config, data: RunData, schedule: Schedule, answer: Answer, version: int) -> EpisodeBuffer:
-    seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    stream = PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
-    return EpisodeBuffer(
-        lambda position: answer("train", stream.row(position), position, config.actor_rollout_ref.rollout.n),
-        schedule.batch,
-        max_staleness=config.trainer.max_staleness,
-        position=version * schedule.batch,
+def _absolute(config: Config) -> Config:
+    """Local paths in full: workers on a cluster that was started elsewhere have another working directory."""
+
+    def full(path: str) -> str:
+        found = Path(path).expanduser()
+        return str(found.absolute()) if found.exists() else path
+
+    def all_full(paths: str | list[str] | None) -> str | list[str] | None:
+        return [full(path) for path in paths] if isinstance(paths, list) else paths and full(paths)
+
+    data = {name: all_full(getattr(config.data, name)) for name in ("train_files", "val_files")}
+    model = config.actor_rollout_ref.model
+    function = config.reward.custom_reward_function
+    return _changed(
+        config,
+        {
+            "data": data,
+            "actor_rollout_ref": {"model": {"path": full(model.path)}},
+            "reward": {"custom_reward_function": {"path": all_full(function.path)}},
+            "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
+        },
     )
+
+
+def _changed(section: S, changes: Mapping[str, Any]) -> S:
+    """A copy of frozen settings with some replaced, section by section."""
+    update = {
+        name: _changed(getattr(section, name), value) if isinstance(value, Mapping) else value
+        for name, value in changes.items()
+    }
+    return section.model_copy(update=update)
+
+
+def _stream(config: Config, data: RunData) -> PromptStream:
+    seed = config.trainer.seed if config.data.seed is None else config.data.seed
+    return PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
+
+
+def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
+    epochs = timetable.total_steps * timetable.batch / data.train_rows
+    return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
 
 def _episode_settings(config: Config, data: RunData) -> EpisodeSettings:
     model = config.actor_rollout_ref.model
-    return EpisodeSettings(model.path, data.datasets, _reward(config), model.trust_remote_code)
+    return EpisodeSettings(model.tokenizer_path or model.path, data.datasets, _reward(config), model.trust_remote_code)
 
 
 def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
@@ -191,9 +233,9 @@ def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]
     }
 
 
-def _train_settings(config: Config, schedule: Schedule, device: str) -> TrainSettings:
+def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainSettings:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    optimiser_steps = schedule.total_steps * actor.ppo_epochs * -(-schedule.batch // actor.ppo_mini_batch_size)
+    optimiser_steps = timetable.total_steps * actor.ppo_epochs * -(-timetable.batch // actor.ppo_mini_batch_size)
     warmup = actor.optim.lr_warmup_steps
     common: dict[str, Any] = {
         "model_path": model.path,
@@ -250,9 +292,9 @@ def _planner(config: Config, ranks: int) -> Planner:
     )
 
 
-def _schedule(config: Config, data: RunData) -> Schedule:
+def _timetable(config: Config, data: RunData) -> Timetable:
     batch = config.data.train_batch_size
-    return Schedule(
+    return Timetable(
         batch=batch,
         total_steps=total_steps(config, data.train_rows),
         save_every=config.trainer.save_freq,
@@ -321,7 +363,7 @@ def _transport_name(config: Config, device: str) -> str:
     return "ipc" if device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm" else "host"
 
 
-async def _resume(config: Config, policy: PolicyGroup, console: Console) -> int:
+async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, console: Console) -> int:
     """Load what there is to resume; the version to go on from, 0 for a fresh start."""
     mode = config.trainer.resume_mode
     if mode == "disable":
@@ -336,10 +378,11 @@ async def _resume(config: Config, policy: PolicyGroup, console: Console) -> int:
         source, step = CheckpointDir(path.parent), int(number)
     if step is None:
         return 0
-    version = int(source.trainer(step)["step"])
+    saved = source.trainer(step)
+    stream.load(saved["data"])
     await policy.load(str(source.step_dir(step) / "actor"))
-    console.note(f"resumed from {source.step_dir(step)}: going on with step {version + 1}")
-    return version
+    console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")
+    return step
 
 
 def _reward(config: Config) -> dict[str, Any]:

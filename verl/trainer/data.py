@@ -7,6 +7,8 @@ from typing import Any
 
 from verl.config.schema.root import Config
 from verl.data.dataset import PromptDataset, require_prompts
+from verl.errors import RewardError
+from verl.rewards.score import RewardFunction
 from verl.workers.episodes import DatasetSettings
 
 __all__ = ["RunData", "check_files", "read_data"]
@@ -35,13 +37,13 @@ def check_files(config: Config) -> None:
             require_prompts(files, config.data.prompt_key)
 
 
-def read_data(config: Config) -> RunData:
+def read_data(config: Config, reward: RewardFunction) -> RunData:
     """Tokenise every prompt once, to know which are too long; `DataError` says what is wrong with a file."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     model = config.actor_rollout_ref.model
     trust = model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=trust)
+    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path or model.path, trust_remote_code=trust)
     datasets: dict[str, DatasetSettings] = {}
     reports, val_sources = [], []
     for split, files, limit in (
@@ -62,13 +64,20 @@ def read_data(config: Config) -> RunData:
         dataset = PromptDataset(names, tokenizer, **arguments)
         datasets[split] = DatasetSettings(names, arguments, dataset.kept)
         reports.append(str(dataset.report))
+        sources = dataset.sources()
         if split == "val":
-            val_sources = [prompt.data_source for prompt in dataset]
+            val_sources = sources
+        unknown = sorted({source for source in sources if not reward.knows(source)})
+        if unknown:
+            raise RewardError(
+                f"{dataset.report.name}: no scorer ships for data_source {', '.join(map(repr, unknown[:5]))}; give your "
+                "own with reward.custom_reward_function.path=my_reward.py"
+            )
     try:
         ends = GenerationConfig.from_pretrained(model.path).eos_token_id
     except OSError:  # the model brings none: the tokenizer's end token is all there is
         ends = None
     stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).vocab_size
+    vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).get_text_config().vocab_size
     train_rows = len(datasets["train"].kept)
     return RunData(datasets, train_rows, val_sources, reports, tuple(sorted(stops)), vocabulary)

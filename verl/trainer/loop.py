@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import Plan, Planner
+from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis
-from verl.tracking.metrics import Metrics, timer
+from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
 from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.evaluate import Evaluator
 from verl.weights.publish import Publisher
 
-__all__ = ["Policy", "Schedule", "Trainer"]
+__all__ = ["Timetable", "TrainedPolicy", "Trainer"]
 
 
-class Policy(Protocol):
+class TrainedPolicy(Protocol):
     """The trained model over all ranks, as the loop needs it."""
 
     async def prepare(self, plan: Plan) -> dict[str, float]: ...
@@ -29,7 +30,7 @@ class Policy(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class Timetable:
     """When the loop does what; -1 is never."""
 
     batch: int
@@ -53,19 +54,19 @@ class Trainer:
         self,
         buffer: EpisodeBuffer,
         planner: Planner,
-        policy: Policy,
+        policy: TrainedPolicy,
         weights: Publisher,
         evaluator: Evaluator | None,
         checkpoints: CheckpointDir,
-        schedule: Schedule,
+        timetable: Timetable,
         tracker: Sink,
-        advise: Callable[[str], None],
+        console: Console,
         version: int = 0,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
-        self.evaluator, self.checkpoints, self.schedule = evaluator, checkpoints, schedule
-        self.tracker, self.version = tracker, version
-        self._diagnosis, self._advise = Diagnosis(), advise
+        self.evaluator, self.checkpoints, self.timetable = evaluator, checkpoints, timetable
+        self.tracker, self.console, self.version = tracker, console, version
+        self._diagnosis = Diagnosis()
 
     async def step(self, version: int) -> Metrics:
         """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
@@ -73,7 +74,7 @@ class Trainer:
         with timer(times, "step"):
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
             with timer(times, "gen"):
-                samples = await self.buffer.take(self.schedule.batch)
+                samples = await self.buffer.take(self.timetable.batch)
             with timer(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
                 self._advise_all(plan.warnings)
@@ -82,35 +83,43 @@ class Trainer:
             with timer(times, "update"):
                 update = await self.policy.update(plan)
             sync = await self.weights.publish(version + 1)  # every engine moves to the new version, and proves it
-        speed = {"perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"]}
-        return Metrics.merge(plan.metrics, stats, update, sync, times, speed)
+        whole = {
+            "training/staleness": version - min(sample.version for sample in samples),
+            "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
+            "perf/controller_rss_gib": resident_gib(),
+        }
+        return Metrics.merge(plan.metrics, stats, update, sync, times, whole)
 
     async def fit(self) -> None:
-        """Steps until the schedule is done, from wherever a checkpoint left off."""
+        """Steps until the timetable is done, from wherever a checkpoint left off."""
+        if self.version >= self.timetable.total_steps:
+            self.console.note(f"nothing left to do: {self.version} of {self.timetable.total_steps} steps are done")
+            return
         await self.weights.publish(self.version)
-        if self.schedule.validate_first:
+        if self.timetable.validate_first:
             await self._validate()
-        while self.version < self.schedule.total_steps:
+        while self.version < self.timetable.total_steps:
             metrics = await self.step(self.version)
             self.version += 1
             self.tracker.log(metrics, self.version)
             self._advise_all(self._diagnosis.advise(metrics, self.version))
-            if self.schedule.validates_at(self.version):
+            if self.timetable.validates_at(self.version):
                 await self._validate()
-            if self.schedule.saves_at(self.version):
+            if self.timetable.saves_at(self.version):
                 await self.save()
 
     async def save(self) -> Path:
         """A checkpoint of the current version: complete, or not there."""
         directory = self.checkpoints.begin(self.version)
         await self.policy.save(str(directory / "actor"))
-        self.checkpoints.commit(self.version, {"position": self.version * self.schedule.batch})
-        self.checkpoints.prune(self.schedule.keep_checkpoints)
+        self.checkpoints.commit(self.version, {"data": self.buffer.state()})
+        self.checkpoints.prune(self.timetable.keep_checkpoints)
+        self.console.note(f"saved {directory}")
         return directory
 
     def _advise_all(self, lines: Iterable[str]) -> None:
         for line in lines:
-            self._advise(line)
+            self.console.advice(line)
 
     async def _validate(self) -> None:
         if self.evaluator is not None:

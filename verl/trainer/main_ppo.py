@@ -3,41 +3,54 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import sys
 from collections.abc import Sequence
 
 from verl.config.load import Loaded, load
+from verl.config.schema.root import Config
 from verl.config.sizes import derived_sizes, render_sizes
-from verl.errors import VerlError
 from verl.tracking.console import Console
 
 __all__ = ["main", "train"]
 
 
-async def train(loaded: Loaded, console: Console) -> None:
+async def train(config: Config, console: Console) -> None:
     """One run, from settings to the last step."""
-    from verl.trainer.build import assemble  # late: settings are checked before torch is imported
+    from verl.trainer.build import assemble  # late: settings are checked before Ray is imported
 
-    for hint in loaded.hints:
-        console.note(f"hint: {hint}")
-    console.banner(render_sizes(derived_sizes(loaded.config)), title="sizes of a step")
-    async with assemble(loaded.config, console) as trainer:
+    console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
+    async with assemble(config, console) as trainer:
         await trainer.fit()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str]) -> int:
     """Run every point of the sweep (one without `-m`), one after another; the exit code."""
-    for loaded in load(sys.argv[1:] if argv is None else argv):
+    for loaded in load(argv):
         console = Console()
+        for hint in loaded.hints:
+            console.note(f"hint: {hint}")
         if loaded.sweep:
             console.note(f"sweep: {' '.join(loaded.sweep)}")
-        asyncio.run(train(loaded, console))
+        asyncio.run(train(own_folder(loaded), console))
     return 0
 
 
+def own_folder(loaded: Loaded) -> Config:
+    """The settings of one point of a sweep, with a checkpoint directory of its own: points must not resume each other.
+
+    >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir
+    PosixPath('checkpoints/verl/default/trainer.seed=2')
+    """
+    if not loaded.sweep:
+        return loaded.config
+    point = re.sub(r"[^\w.=+-]+", "_", ",".join(loaded.sweep))
+    trainer = loaded.config.trainer
+    changed = trainer.model_copy(update={"default_local_dir": str(trainer.checkpoint_dir / point)})
+    return loaded.config.model_copy(update={"trainer": changed})
+
+
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except VerlError as error:
-        sys.stderr.write(f"verl: {error}\n")
-        sys.exit(2)
+    from verl.cli import main as command_line
+
+    sys.exit(command_line(["train", *sys.argv[1:]]))

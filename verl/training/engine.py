@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals
@@ -56,8 +57,11 @@ class TrainEngine(Protocol):
         """All-gather of a few numbers per sample: local [n, k] -> [N, k], rank after rank; n may differ by rank."""
         ...
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The full weights under their Hugging Face names, one at a time, the same on every rank; tied ones once."""
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The full weights under their Hugging Face names, one at a time, the same on every rank; tied ones once.
+
+        In `dtype`, or as they are kept.
+        """
         ...
 
     def state(self) -> dict[str, Any]:

@@ -73,9 +73,9 @@ class FakeTrainEngine:
         """The rows of the only rank."""
         return rows
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
+    def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The table."""
-        yield "table", self.table.detach()
+        yield "table", self.table.detach().to(dtype)
 
     def state(self) -> dict[str, Any]:
         """Table, moments, step and random state."""

@@ -52,6 +52,7 @@ class Policy:
         metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
         metrics["actor/skipped_steps"] = sum(step["actor/skipped_steps"] for step in steps)
         metrics["actor/lr"] = steps[-1]["actor/lr"]
+        self._batch = FlatBatch.empty()
         return metrics
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

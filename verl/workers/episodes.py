@@ -20,7 +20,7 @@ from verl.workers.rollout import RemoteEngine
 
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "deposit"]
 
-GROUP_DEADLINE_S = 7200.0
+START_DEADLINE_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class EpisodeWorker:
     """Runs many episodes at once on one event loop."""
 
     def __init__(self, settings: EpisodeSettings, engines: Sequence[RemoteEngine]) -> None:
+        self._settings, self._engines = settings, engines
+
+    async def start(self) -> None:
+        """Read what the settings name; not done in the constructor, whose errors Ray would hide behind a dead actor."""
         from transformers import AutoTokenizer
 
         from verl.agents.runner import EpisodeRunner
@@ -53,19 +57,17 @@ class EpisodeWorker:
         from verl.rewards.score import load_reward
         from verl.rollout.pool import EnginePool
 
+        settings = self._settings
         tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
         self._datasets = {
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
         self._runner = EpisodeRunner(
-            generate=EnginePool(engines).generate,
+            generate=EnginePool(self._engines).generate,
             score=load_reward(**settings.reward).score,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
-
-    async def ready(self) -> None:
-        """Returns once the worker has been built; raises what went wrong then."""
 
     async def run(
         self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
@@ -103,14 +105,14 @@ class EpisodePool:
 
     async def start(self) -> None:
         for number, actor in enumerate(self._actors):
-            await call(actor.ready.remote(), what=f"episode worker {number}: start", deadline_s=600.0)
+            await call(actor.start.remote(), what=f"episode worker {number}: start", deadline_s=START_DEADLINE_S)
 
     async def run(
         self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
     ) -> list[SampleHandle]:
         """The samples of one prompt, one per seed."""
         reference = next(self._turn).run.remote(split, row, group, seeds, sampling)
-        return await call(reference, what=f"the episodes of prompt {group}", deadline_s=GROUP_DEADLINE_S)
+        return await call(reference, what=f"the episodes of prompt {group}")  # engines and rewards have deadlines
 
     def close(self) -> None:
         for actor in self._actors:

@@ -86,7 +86,7 @@ class RemoteEngine:
         self._started = True
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._call("generate", token_ids, sampling)
+        return await self._call("generate", token_ids, sampling, deadline_s=None)  # the pool watches over these
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._call("score", token_ids)
@@ -105,6 +105,6 @@ class RemoteEngine:
         finally:
             ray.kill(self.actor)
 
-    async def _call(self, method: str, *args: Any, deadline_s: float = 3600.0) -> Any:
+    async def _call(self, method: str, *args: Any, deadline_s: float | None = 600.0) -> Any:
         reference = getattr(self.actor, method).remote(*args)
         return await call(reference, what=f"rollout engine {self.number}: {method}", deadline_s=deadline_s)

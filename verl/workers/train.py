@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ from verl.cluster.group import ActorGroup
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
 from verl.data.plan import Plan, RankPlan
+from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
@@ -59,7 +60,7 @@ class TrainWorker:
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
-        return self._policy.prepare(ray.get(plan.refs), plan)
+        return self._policy.prepare(ray.get(plan.refs), plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
     def update(self, plan: RankPlan) -> dict[str, float]:
         return self._policy.update(plan)
@@ -83,14 +84,22 @@ class TrainWorker:
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
         """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
+        import torch
+
         from verl.rollout.vllm_send import VllmSender
 
-        def client(method: str, *args: Any) -> None:
-            ray.get([engine.weight_transfer.remote(method, *args) for engine in engines])
+        def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
+            ray.get([engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)])
 
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
-                backend, client, self._policy.actor, self._rank, workers=len(engines), address=self.address()
+                backend,
+                client,
+                self._policy.actor,
+                self._rank,
+                dtype=getattr(torch, self._publish_dtype),
+                engines=len(engines),
+                address=self.address(),
             )
         self._sender.send(version)
 
@@ -103,12 +112,6 @@ class TrainWorker:
         from verl.checkpoint.save import load
 
         self._policy.actor.load_state(load(self._policy.actor.state(), directory))
-
-    def memory_gib(self) -> float:
-        """Resident memory of this process."""
-        import psutil
-
-        return psutil.Process().memory_info().rss / 2**30
 
 
 class PolicyGroup:

@@ -70,7 +70,7 @@ def test_the_model_is_small_and_comes_back_from_disk_as_it_was(tmp_path: Path, t
     assets = make_assets(tmp_path, tied=tied)
     loaded = AutoModelForCausalLM.from_pretrained(assets.model)
     made = make_model(make_tokenizer(), tied=tied)
-    assert 2.3e6 < sum(parameter.numel() for parameter in loaded.parameters()) < 2.5e6
+    assert 6e5 < sum(parameter.numel() for parameter in loaded.parameters()) < 7e5
     assert loaded.config.tie_word_embeddings is tied
     assert loaded.config.architectures == ["Qwen2ForCausalLM"]
     tokens = torch.arange(10)[None]

@@ -1,0 +1,23 @@
+"""What stays out of a process: torch out of the controller until it reads the data, everything heavy out of settings."""
+
+import subprocess
+import sys
+
+import pytest
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.mark.parametrize(
+    ("module", "absent"),
+    [
+        ("verl.trainer.build", ("torch", "transformers", "vllm")),
+        ("verl.trainer.main_ppo", ("torch", "transformers", "vllm", "ray")),
+        ("verl.config.load", ("torch", "transformers", "vllm", "ray")),
+        ("verl.demo.main", ("torch", "transformers", "vllm", "ray")),
+    ],
+)
+def test_an_import_brings_nothing_that_it_should_not(module: str, absent: tuple[str, ...]) -> None:
+    code = f"import sys, {module}; print(*(name for name in {absent!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
