@@ -1,4 +1,4 @@
-"""What stays out of a process: torch out of the controller until it reads the data, everything heavy out of settings."""
+"""What stays out of a process: torch out of the controller until it reads data, everything heavy out of settings."""
 
 import subprocess
 import sys

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from tiny import tiny_qwen2
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.fake import FakeRolloutEngine
@@ -26,13 +27,8 @@ PROMPT = [5, 6, 7, 8]
 @pytest.fixture(scope="module", params=["tied", "untied"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = tiny_qwen2(
         vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
         max_position_embeddings=128,
         tie_word_embeddings=request.param == "tied",
         initializer_range=0.2,

@@ -1,12 +1,13 @@
 """What every training engine must do, whatever it is made of."""
 
 import math
-import socket
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from ranks import free_port
+from tiny import tiny_qwen2
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective, sft
 from verl.checkpoint.save import load, save
@@ -22,10 +23,7 @@ VOCABULARY = 64
 
 @pytest.fixture(scope="module")
 def group():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    init_process_group(0, 1, "127.0.0.1", port)
+    init_process_group(0, 1, "127.0.0.1", free_port())
     yield
     dist.destroy_process_group()
 
@@ -33,16 +31,7 @@ def group():
 def fsdp(tied, **settings):
     def make(directory):
         torch.manual_seed(0)
-        config = Qwen2Config(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=VOCABULARY,
-            intermediate_size=128,
-            max_position_embeddings=512,
-            tie_word_embeddings=tied,
-        )
+        config = tiny_qwen2(vocab_size=VOCABULARY, tie_word_embeddings=tied)
         Qwen2ForCausalLM(config).save_pretrained(directory)
         return FsdpEngine(FsdpSettings(str(directory), lr=1e-2, grad_clip=None, **settings))
 
@@ -138,6 +127,35 @@ def test_metrics_and_new_weights_do_not_depend_on_the_cut(make, loose):
         torch.testing.assert_close(other, logprobs, atol=10 * loose, rtol=10 * loose)
 
 
+def logprobs_of_update(engine, batch):
+    seen = []
+
+    def spy(output, batch, totals):
+        seen.append(output.logprobs.detach().cpu())
+        return sft(output, batch, totals)
+
+    engine.update([batch], spy)
+    return seen[0]
+
+
+def test_an_update_starts_from_the_log_probs_of_forward(engine, loose):
+    (before,) = engine.forward([mini_batch()])
+    torch.testing.assert_close(logprobs_of_update(engine, mini_batch()), before.logprobs, atol=loose, rtol=loose)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen2"])
+def test_dropout_in_a_models_configuration_is_not_applied(group, tmp_path, family):
+    torch.manual_seed(0)
+    if family == "gpt2":  # 0.1 of embeddings, attention and residuals, as it comes
+        model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64))
+    else:
+        model = Qwen2ForCausalLM(tiny_qwen2(attention_dropout=0.1))
+    model.save_pretrained(tmp_path)
+    engine = FsdpEngine(FsdpSettings(str(tmp_path)))
+    (before,) = engine.forward([mini_batch()])
+    torch.testing.assert_close(logprobs_of_update(engine, mini_batch()), before.logprobs, atol=1e-5, rtol=1e-5)
+
+
 def test_supervised_updates_lower_the_loss(engine):
     losses = [engine.update([mini_batch()], sft)["sft/loss"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
@@ -186,3 +204,16 @@ def test_a_resumed_engine_goes_on_as_if_it_had_not_stopped(make, tmp_path):
     resumed.load_state(load(resumed.state(), tmp_path / "checkpoint"))
     assert torch.equal(torch.rand(3), draw)
     assert [resumed.update([mini_batch()], OBJECTIVE) for _ in range(2)] == expected
+
+
+def test_what_the_optimiser_is_told_comes_from_the_settings_not_the_checkpoint(group, tmp_path):
+    engine = fsdp(tied=True)(tmp_path / "model")
+    engine.update([mini_batch()], sft)
+    save(engine.state(), tmp_path / "checkpoint")
+    told = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+    resumed = fsdp(tied=True, **told)(tmp_path / "model")
+    resumed.load_state(load(resumed.state(), tmp_path / "checkpoint"))
+    for group_ in resumed.optimizer.param_groups:
+        assert {name: group_[name] for name in told} == told
+    assert resumed.step == 1
+    assert all(float(state["step"]) == 1 for state in resumed.optimizer.state.values())

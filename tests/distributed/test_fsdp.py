@@ -1,12 +1,11 @@
 """Two real ranks over gloo do what one does: the same scenario runs on both and their findings are compared."""
 
-import socket
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from ranks import free_port, run_ranks
+from tiny import tiny_qwen2
+from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
@@ -61,12 +60,6 @@ def resumption(engine, directory):
     return [engine.update(mine, OBJECTIVE) for _ in range(2)]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def two_ranks(rank, port, root):
     torch.set_num_threads(1)
     init_process_group(rank, 2, "127.0.0.1", port)
@@ -84,21 +77,11 @@ def both(tmp_path_factory):
     directories = {name: root / name for name in ("untied", "tied")}
     for name, directory in directories.items():
         torch.manual_seed(0)
-        config = Qwen2Config(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            intermediate_size=128,
-            max_position_embeddings=512,
-            tie_word_embeddings=name == "tied",
-        )
-        Qwen2ForCausalLM(config).save_pretrained(directory / "model")
+        Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=name == "tied")).save_pretrained(directory / "model")
     init_process_group(0, 1, "127.0.0.1", free_port())
     try:
         found = {name: {"one": scenario(engine(path), path)} for name, path in directories.items()}
-        mp.spawn(two_ranks, args=(free_port(), root), nprocs=2)
+        run_ranks(two_ranks, 2, free_port(), root, deadline_s=300)
         for name, path in directories.items():
             found[name]["one"]["resumed"] = resumption(engine(path), path)
             found[name]["two"] = [torch.load(path / f"found-{rank}.pt", weights_only=False) for rank in range(2)]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # for what proofs and tests share
 
 
 def finish(name: str, passed: bool, **figures: Any) -> NoReturn:
@@ -57,7 +58,6 @@ def sized_for_addition(folder: Path) -> list[str]:
         f"data.val_files={folder / 'test.parquet'}",
         "data.max_prompt_length=8",
         "data.max_response_length=4",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=256",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
         "trainer.n_gpus_per_node=2",

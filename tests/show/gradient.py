@@ -11,16 +11,16 @@ padded batches. All in float32.
 import argparse
 import json
 import random
-import socket
-import sys
 import tempfile
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from _common import finish
+from ranks import free_port, run_ranks
+from tiny import tiny_qwen2
+from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms.aggregate import MODES, totals_of
@@ -166,13 +166,10 @@ def rank_main(rank, world, port, directory, cuts):
 
 
 def run(world, directory, cuts):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     if world == 1:
-        rank_main(0, 1, port, directory, cuts)
+        rank_main(0, 1, free_port(), directory, cuts)
     else:
-        mp.spawn(rank_main, args=(world, port, directory, cuts), nprocs=world)
+        run_ranks(rank_main, world, world, free_port(), directory, cuts, deadline_s=1800)
     return json.loads((directory / f"worst-{world}.json").read_text())
 
 
@@ -185,17 +182,7 @@ def main():
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        config = Qwen2Config(
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            vocab_size=64,
-            intermediate_size=128,
-            max_position_embeddings=512,
-            tie_word_embeddings=True,
-        )
-        Qwen2ForCausalLM(config).save_pretrained(directory / "model")
+        Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
         one, two = run(1, directory, cuts), run(2, directory, cuts)
         batch, references = torch.load(directory / "reference.pt", weights_only=False)
         padded = dict.fromkeys(references, 0.0)
@@ -215,8 +202,7 @@ def main():
         "seconds": round(time.monotonic() - start, 1),
     }
     good = max(figures["worst_1_rank"], figures["worst_2_ranks"], figures["worst_padded"]) <= LIMIT
-    print(json.dumps({"name": "gradient", **figures, "pass": good}))
-    sys.exit(0 if good else 1)
+    finish("gradient", good, **figures)
 
 
 if __name__ == "__main__":

@@ -77,7 +77,9 @@ class PolicyObjective:
         metrics = {
             "actor/pg_loss": loss.detach(),
             "actor/pg_clipfrac": token_mean(policy.clipped_high + policy.clipped_low),
-            "actor/pg_clipfrac_lower": token_mean(policy.clipped_dual),
+            "actor/pg_clipfrac_upper": token_mean(policy.clipped_high),
+            "actor/pg_clipfrac_lower": token_mean(policy.clipped_low),
+            "actor/pg_clipfrac_dual": token_mean(policy.clipped_dual),
             "actor/ppo_kl": token_mean(policy.kl),
             "actor/entropy": token_mean(output.entropy),
         }

@@ -8,14 +8,17 @@ reward and whose other numbers are logged. Without a path, shipped scorers are c
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import math
 import sys
+import threading
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -36,6 +39,11 @@ SHIPPED: dict[str, Scorer] = {
 
 _SETTING = "reward.custom_reward_function"
 _PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_THREADS = 32
+
+
+class _LateError(Exception):
+    """Ours, so that a TimeoutError of the user's function stays an error of the user's function."""
 
 
 class RewardFunction:
@@ -44,10 +52,12 @@ class RewardFunction:
     >>> score, metrics = await load_reward("my_reward.py").score("gsm8k", "... #### 72", "72")
     """
 
-    def __init__(self, scorer: Scorer | None, where: str, kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, scorer: Scorer | None, where: str, kwargs: Mapping[str, Any], deadline_s: float = 300.0) -> None:
         self._scorer = scorer
         self._where = where
         self._kwargs = dict(kwargs)
+        self._deadline_s = deadline_s
+        self._threads = asyncio.Semaphore(_THREADS)
 
     def knows(self, data_source: str) -> bool:
         """Whether rows of this data source can be scored: asked before a run starts, for every source in the data."""
@@ -56,7 +66,10 @@ class RewardFunction:
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, float]]:
-        """The reward of one answer, and the other numbers that came with it. Plain functions run in a thread."""
+        """The reward of one answer, and the other numbers that came with it. A RewardError after `deadline_s`.
+
+        Plain functions run in threads, so many at a time; waiting for one is not counted against the deadline.
+        """
         scorer = self._scorer or SHIPPED.get(data_source)
         if scorer is None:
             raise RewardError(
@@ -66,11 +79,13 @@ class RewardFunction:
         call = dict(zip(_PARAMETERS, (data_source, solution_str, ground_truth, extra_info), strict=True)) | self._kwargs
         try:
             if _is_async(scorer):
-                result = await scorer(**call)
+                result = await self._in_time(scorer(**call))
             else:
-                result = await asyncio.to_thread(scorer, **call)
-                if inspect.isawaitable(result):
-                    result = await result
+                async with self._threads:
+                    result = await self._in_time(_in_thread(scorer, call))
+        except _LateError:
+            what = f"gave no score within its deadline of {self._deadline_s:g} s"
+            raise RewardError(self._about(what, data_source, solution_str, ground_truth)) from None
         except Exception as error:
             what = f"raised {type(error).__name__}\n{_users_traceback(error, scorer)}"
             raise RewardError(self._about(what, data_source, solution_str, ground_truth)) from error
@@ -78,6 +93,16 @@ class RewardFunction:
             return _read(result)
         except ValueError as error:
             raise RewardError(self._about(str(error), data_source, solution_str, ground_truth)) from None
+
+    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task}, timeout=self._deadline_s)
+            if not task.done():
+                raise _LateError
+            return task.result()
+        finally:
+            task.cancel()
 
     def _about(self, what: str, data_source: str, solution_str: str, ground_truth: Any) -> str:
         return (
@@ -91,11 +116,16 @@ class RewardFunction:
 
 
 def load_reward(
-    path: str | None, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
+    path: str | None,
+    name: str = "compute_score",
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    deadline_s: float = 300.0,
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
-    `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call.
+    `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call; one that takes longer than
+    `deadline_s` is an error.
     """
     kwargs = kwargs or {}
     if path is None:
@@ -104,7 +134,7 @@ def load_reward(
                 f"{_SETTING}.reward_kwargs={dict(kwargs)!r}: the shipped scorers take no arguments; "
                 f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
             )
-        return RewardFunction(None, "the shipped scorer", {})
+        return RewardFunction(None, "the shipped scorer", {}, deadline_s)
     module = _load_module(path)
     where = f"{path}:{name}"
     scorer = getattr(module, name, None)
@@ -115,7 +145,26 @@ def load_reward(
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
     _check_signature(scorer, where, kwargs)
-    return RewardFunction(scorer, where, kwargs)
+    return RewardFunction(scorer, where, kwargs, deadline_s)
+
+
+async def _in_thread(scorer: Scorer, call: Mapping[str, Any]) -> Any:
+    """The result of a plain function in a daemon thread: one that never returns does not keep the process alive."""
+    outcome: Future[tuple[Any, BaseException | None]] = Future()
+    outcome.set_running_or_notify_cancel()
+    context = contextvars.copy_context()
+
+    def run() -> None:
+        try:
+            outcome.set_result((context.run(scorer, **call), None))
+        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+            outcome.set_result((None, error))
+
+    threading.Thread(target=run, name="reward", daemon=True).start()
+    result, error = await asyncio.wrap_future(outcome)
+    if error is not None:
+        raise error
+    return await result if inspect.isawaitable(result) else result
 
 
 def _load_module(path: str) -> ModuleType:

@@ -18,7 +18,7 @@ from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.plan import Planner
 from verl.data.stream import PromptStream
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.rewards.score import load_reward
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
@@ -27,6 +27,7 @@ from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
 from verl.trainer.loop import Timetable, Trainer
+from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
@@ -83,6 +84,7 @@ async def assemble(
         for report in data.reports:
             console.note(report)
         timetable = _timetable(config, data)
+        train_settings = _train_settings(config, timetable, device)
         console.note(_outlook(config, timetable, data))
         episodes = EpisodePool.place(
             max(1, ranks // RANKS_PER_EPISODE_WORKER), _episode_settings(config, data), engines
@@ -92,7 +94,7 @@ async def assemble(
         async def start_policy() -> None:
             if model_ready is not None:
                 await timed("model", model_ready())
-            await timed("train_workers", policy.start(_train_settings(config, timetable, device)))
+            await timed("train_workers", policy.start(train_settings))
 
         await asyncio.gather(engines_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = _stream(config, data)
@@ -237,6 +239,12 @@ def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainS
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     optimiser_steps = timetable.total_steps * actor.ppo_epochs * -(-timetable.batch // actor.ppo_mini_batch_size)
     warmup = actor.optim.lr_warmup_steps
+    warmup = round(actor.optim.lr_warmup_steps_ratio * optimiser_steps) if warmup is None else warmup
+    kind = actor.optim.lr_scheduler_type
+    try:
+        Schedule(actor.optim.lr, kind, warmup, optimiser_steps, actor.optim.min_lr_ratio)
+    except ValueError as error:  # only now is it known how many steps the data gives
+        raise ConfigError([f"actor_rollout_ref.actor.optim: {error}"]) from error
     common: dict[str, Any] = {
         "model_path": model.path,
         "param_dtype": actor.fsdp_config.model_dtype,
@@ -252,8 +260,8 @@ def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainS
         eps=actor.optim.eps,
         weight_decay=actor.optim.weight_decay,
         grad_clip=actor.grad_clip,
-        schedule=actor.optim.lr_scheduler_type,
-        warmup_steps=round(actor.optim.lr_warmup_steps_ratio * optimiser_steps) if warmup is None else warmup,
+        schedule=kind,
+        warmup_steps=warmup,
         total_steps=optimiser_steps,
         min_lr_ratio=actor.optim.min_lr_ratio,
         gradient_checkpointing=model.enable_gradient_checkpointing,

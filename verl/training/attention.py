@@ -62,7 +62,10 @@ def packed_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D]."""
+    """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D].
+
+    `dropout` is what the model would like; none is applied.
+    """
     model = type(module).__name__
     if kwargs.get("runs") is None:
         raise EngineError(
@@ -77,7 +80,6 @@ def packed_attention(
     kernel = _KERNELS.get(query.device.type, _by_runs)
     flat = kernel(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
-        dropout=dropout,
         scaling=scaling,
         window=sliding_window,
         softcap=softcap,
@@ -92,7 +94,6 @@ def _by_runs(
     value: Tensor,
     *,
     runs: Sequence[tuple[int, int]],
-    dropout: float,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
@@ -104,14 +105,12 @@ def _by_runs(
     for (count, length), *qkv in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (states.unflatten(0, (count, length)).transpose(1, 2) for states in qkv)  # [n, heads, L, D]
         if softcap is not None:
-            out = _softcapped(q, k, v, scaling, window, softcap, dropout)
+            out = _softcapped(q, k, v, scaling, window, softcap)
         elif window is not None and length > window:
             mask = _band(length, window, q.device)
-            out = F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scaling, enable_gqa=True)
+            out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         else:
-            out = F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=True, scale=scaling, enable_gqa=True
-            )
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)
 
@@ -122,9 +121,7 @@ def _band(length: int, window: int | None, device: torch.device) -> Tensor:
     return ones.tril() if window is None else ones.tril().triu(1 - window)
 
 
-def _softcapped(
-    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float, dropout: float
-) -> Tensor:
+def _softcapped(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float) -> Tensor:
     """Attention whose scores are squeezed by softcap * tanh(score / softcap), spelt out: no kernel of torch does it."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
@@ -132,8 +129,7 @@ def _softcapped(
     scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~_band(q.shape[-2], window, q.device), float("-inf"))
     precise = torch.promote_types(q.dtype, torch.float32)
-    weights = F.dropout(scores.softmax(-1, dtype=precise).to(q.dtype), dropout)
-    return weights @ v
+    return scores.softmax(-1, dtype=precise).to(q.dtype) @ v
 
 
 def _varlen(
@@ -141,7 +137,6 @@ def _varlen(
     key: Tensor,
     value: Tensor,
     *,
-    dropout: float,
     scaling: float | None,
     window: int | None,
     softcap: float | None,
@@ -151,8 +146,8 @@ def _varlen(
 ) -> Tensor:
     """The same in one call of torch's variable-length flash kernel. Written for GPUs; no machine here has run it."""
     half = query.dtype in (torch.float16, torch.bfloat16)
-    if softcap is not None or dropout or not half:
-        return _by_runs(query, key, value, dropout=dropout, scaling=scaling, window=window, softcap=softcap, **kwargs)
+    if softcap is not None or not half:
+        return _by_runs(query, key, value, scaling=scaling, window=window, softcap=softcap, **kwargs)
     from torch.nn.attention.varlen import varlen_attn  # present only in torch that was built with flash attention
 
     back = -1 if window is None else window - 1

@@ -57,18 +57,13 @@ class FsdpEngine:
         if settings.trainable:
             self.optimizer = torch.optim.AdamW(
                 self.model.parameters(),
-                lr=settings.lr,
-                betas=settings.betas,
-                eps=settings.eps,
-                weight_decay=settings.weight_decay,
                 fused=True,
+                **_adamw(settings),
             )
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
-        precision = MixedPrecisionPolicy(param_dtype=_dtype(self.settings.compute_dtype), reduce_dtype=torch.float32)
-        if self.settings.compute_dtype == self.settings.param_dtype:
-            precision = MixedPrecisionPolicy()
+        precision = _precision(self.settings)
         for layer in self.model.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
@@ -134,11 +129,16 @@ class FsdpEngine:
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. Without an entry of its own, a rank keeps the random state that it has."""
+        """The inverse of `state`. Without an entry of its own, a rank keeps the random state that it has.
+
+        What the optimiser is told (betas, eps, weight decay) comes from the settings, not from the checkpoint.
+        """
         set_model_state_dict(self.model.hf, state["model"])
         self.step = int(state["schedule"]["step"])
         if self.optimizer is not None:
             set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
+            for group in self.optimizer.param_groups:
+                group.update(_adamw(self.settings))
         if mine := state.get("rng", {}).get(str(self.rank)):
             _set_random_state(mine, self.device)
 
@@ -207,6 +207,21 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise EngineError(f"dtype: {name!r} is not a floating-point type of torch; use float32 or bfloat16")
     return dtype
+
+
+def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
+    """Gradients are summed in float32, always; parameters are cast for computing where the two types differ."""
+    same = settings.compute_dtype == settings.param_dtype
+    return MixedPrecisionPolicy(None if same else _dtype(settings.compute_dtype), reduce_dtype=torch.float32)
+
+
+def _adamw(settings: FsdpSettings) -> dict[str, Any]:
+    return {
+        "lr": settings.lr,
+        "betas": settings.betas,
+        "eps": settings.eps,
+        "weight_decay": settings.weight_decay,
+    }
 
 
 def _check_mask(batch: FlatBatch) -> None:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.aggregate import MODES, Totals, aggregate, segment_ids, totals_of
+from verl.algorithms.aggregate import MODES, Totals, aggregate, segment_sum, totals_of
 
 pytestmark = pytest.mark.unit
 
@@ -59,8 +59,8 @@ def test_masked_infinities_do_not_reach_the_loss_or_the_gradient():
     assert values.grad.tolist() == [1.0, 0.0]
 
 
-def test_segment_ids_skip_empty_sequences():
-    assert segment_ids(torch.tensor([0, 2, 2, 3])).tolist() == [0, 0, 2]
+def test_the_sum_over_an_empty_sequence_is_zero():
+    assert segment_sum(torch.tensor([1.0, 2.0, 4.0]), torch.tensor([0, 2, 2, 3])).tolist() == [3.0, 0.0, 4.0]
 
 
 @pytest.mark.parametrize("scale", [None, 0.0])

@@ -46,6 +46,25 @@ def test_diagnostics_are_means_over_tokens_whatever_the_aggregation():
     assert not any(value.requires_grad for value in metrics.values())
 
 
+def test_every_clip_has_a_fraction_of_its_own():
+    # The first token is not counted; then two at the upper clip, one at the lower, one at the dual, one free.
+    log_ratio = torch.tensor([9.0, 0.5, 0.6, -0.5, 2.0, 0.0])
+    advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 1.0])
+    mask, offsets = torch.tensor([0, 1, 1, 1, 1, 1]).bool(), torch.tensor([0, 6])
+    output = SimpleNamespace(logprobs=log_ratio, entropy=torch.zeros(6))
+    batch = SimpleNamespace(mask=mask, offsets=offsets, old_logprobs=torch.zeros(6), advantages=advantages)
+    _, metrics = PolicyObjective()(output, batch, totals_of(mask, offsets))
+    fractions = {name: float(value) for name, value in metrics.items() if "clipfrac" in name}
+    assert fractions == pytest.approx(
+        {
+            "actor/pg_clipfrac": 0.6,
+            "actor/pg_clipfrac_upper": 0.4,
+            "actor/pg_clipfrac_lower": 0.2,
+            "actor/pg_clipfrac_dual": 0.2,
+        }
+    )
+
+
 def test_without_a_coefficient_entropy_and_reference_are_left_alone():
     output, batch, totals = example()
     batch.ref_logprobs = None

@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from verl.errors import EngineError
+from verl.training import attention
 from verl.training.model import load_model
 
 pytestmark = pytest.mark.unit
@@ -34,13 +35,14 @@ FAMILIES = {
     "cohere-scaled": (transformers.CohereConfig, {"logit_scale": 0.25}),
     "gpt2": (transformers.GPT2Config, {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64}),
     "phi-bias": (transformers.PhiConfig, {}),
+    "starcoder2": (transformers.Starcoder2Config, {}),
 }
 
 
-def saved(tmp_path, family):
+def saved(tmp_path, family, **changes):
     kind, options = FAMILIES[family]
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(kind(**{**TINY, **options}))
+    model = transformers.AutoModelForCausalLM.from_config(kind(**{**TINY, **options, **changes}))
     with torch.no_grad():
         for parameter in model.parameters():  # large enough that a wrong scale or mask shows
             parameter.add_(torch.randn_like(parameter) * 0.2)
@@ -54,7 +56,48 @@ def test_packed_log_probs_are_the_models_own(tmp_path, family):
     assert len(model.layers()) == 2
 
 
-def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("family", "rates"),
+    [
+        ("gpt2", {"embd_pdrop": 0.5, "attn_pdrop": 0.5, "resid_pdrop": 0.5}),
+        ("qwen2-tied", {"attention_dropout": 0.5}),
+        ("phi-bias", {"attention_dropout": 0.5, "resid_pdrop": 0.5, "embd_pdrop": 0.5}),
+        ("starcoder2", {"attention_dropout": 0.5, "residual_dropout": 0.5, "embedding_dropout": 0.5}),
+    ],
+)
+def test_training_and_evaluation_give_the_same_log_probs(tmp_path, family, rates):
+    model = load_model(saved(tmp_path, family, **rates), dtype=torch.float32)
+    tokens, positions = torch.arange(8), torch.arange(8)
+    calm, _ = model.eval()(tokens, positions, positions > 0, [8], 1.0)
+    trained, _ = model.train()(tokens, positions, positions > 0, [8], 1.0)
+    torch.testing.assert_close(trained, calm)
+
+
+def loud(tmp_path):
+    """A model whose logits are so large that bfloat16 keeps no digit behind the point of them."""
+    path = saved(tmp_path, "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(40)
+    model.save_pretrained(path)
+    return path
+
+
+def test_rounding_of_large_logits_is_no_reason_to_refuse_a_model(tmp_path):
+    load_model(loud(tmp_path), dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("make", [loud, lambda path: saved(path, "llama")], ids=["loud", "plain"])
+def test_sequences_that_see_each_other_stop_the_start(tmp_path, monkeypatch, make, dtype):
+    real = attention.packing
+    monkeypatch.setattr(attention, "packing", lambda lengths, device: real([sum(lengths)], device))
+    with pytest.raises(EngineError, match="log-probs of packed sequences differ"):
+        load_model(make(tmp_path), dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch, dtype):
     path = saved(tmp_path, "llama")
     real = transformers.LlamaForCausalLM.forward
 
@@ -65,7 +108,7 @@ def test_a_head_that_is_not_understood_stops_the_start(tmp_path, monkeypatch):
 
     monkeypatch.setattr(transformers.LlamaForCausalLM, "forward", tripled)
     with pytest.raises(EngineError, match=r"\(llama\): log-probs of packed sequences differ"):
-        load_model(path, dtype=torch.float32)
+        load_model(path, dtype=dtype)
 
 
 def test_layers_with_a_state_of_their_own_are_refused(tmp_path):
