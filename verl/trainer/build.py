@@ -15,7 +15,7 @@ from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
-from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
+from verl.config.sizes import engine_count, max_sequence_tokens, optimiser_steps, total_steps, train_ranks
 from verl.data.plan import Planner
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError, ConfigError
@@ -237,12 +237,12 @@ def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]
 
 def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainSettings:
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    optimiser_steps = timetable.total_steps * actor.ppo_epochs * -(-timetable.batch // actor.ppo_mini_batch_size)
+    updates = optimiser_steps(config, timetable.total_steps)
     warmup = actor.optim.lr_warmup_steps
-    warmup = round(actor.optim.lr_warmup_steps_ratio * optimiser_steps) if warmup is None else warmup
+    warmup = round(actor.optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
     kind = actor.optim.lr_scheduler_type
     try:
-        Schedule(actor.optim.lr, kind, warmup, optimiser_steps, actor.optim.min_lr_ratio)
+        Schedule(actor.optim.lr, kind, warmup, updates, actor.optim.min_lr_ratio)
     except ValueError as error:  # only now is it known how many steps the data gives
         raise ConfigError([f"actor_rollout_ref.actor.optim: {error}"]) from error
     common: dict[str, Any] = {
@@ -262,7 +262,7 @@ def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainS
         grad_clip=actor.grad_clip,
         schedule=kind,
         warmup_steps=warmup,
-        total_steps=optimiser_steps,
+        total_steps=updates,
         min_lr_ratio=actor.optim.min_lr_ratio,
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
