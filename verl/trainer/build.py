@@ -77,6 +77,7 @@ async def assemble(
         engines = _place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
         engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
+        closing.callback(engines_up.cancel)
         policy = PolicyGroup.place(pool, ranks, share=0.5)
         closing.callback(policy.close)
 
