@@ -1,0 +1,37 @@
+"""Ranks in processes of their own that never outlive who started them."""
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.multiprocessing as mp
+
+__all__ = ["free_port", "run_ranks"]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def run_ranks(main: Callable[..., None], world: int, *args: Any, deadline_s: float) -> None:
+    """`main(rank, *args)` in `world` processes. When this returns or raises, none of them is left."""
+    context = mp.spawn(_rank, (main, *args), world, join=False, daemon=True)
+    end = time.monotonic() + deadline_s
+    try:
+        while not context.join(timeout=max(0.0, end - time.monotonic())):
+            if time.monotonic() >= end:
+                raise TimeoutError(f"{main.__name__} on {world} ranks did not end within {deadline_s:g} s")
+    finally:
+        for process in context.processes:
+            process.kill()
+            process.join()
+
+
+def _rank(rank: int, main: Callable[..., None], *args: Any) -> None:
+    # torch sends SIGINT when the parent dies; as an exception it would wait for the end of a collective.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    main(rank, *args)
