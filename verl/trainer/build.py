@@ -65,8 +65,6 @@ async def assemble(
     check_files(config)  # what can be seen to be wrong at once is said before anything is started
     reward = load_reward(**_reward(config))
     async with AsyncExitStack() as closing:
-        reading = asyncio.create_task(timed("data", asyncio.to_thread(read_data, config, reward)))
-        await asyncio.sleep(0)  # the thread starts reading, while this one waits for Ray
         closing.callback(disconnect)
         with timer(times, "start_ray"):
             connect(config.ray_kwargs.ray_init.arguments())
@@ -81,7 +79,7 @@ async def assemble(
         policy = PolicyGroup.place(pool, ranks, share=0.5)
         closing.callback(policy.close)
 
-        data = await reading
+        data = await timed("data", asyncio.to_thread(read_data, config, reward))
         for report in data.reports:
             console.note(report)
         timetable = _timetable(config, data)

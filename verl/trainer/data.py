@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl.config.schema.root import Config
 from verl.data.dataset import PromptDataset, require_prompts
-from verl.errors import RewardError
+from verl.errors import ConfigError, RewardError
 from verl.rewards.score import RewardFunction
 from verl.workers.episodes import DatasetSettings
 
@@ -31,7 +32,10 @@ class RunData:
 
 
 def check_files(config: Config) -> None:
-    """In a blink: the files are there, can be read and have the prompt's column."""
+    """In a blink: model and data are there, and the data can be read and has the prompt's column."""
+    model = config.actor_rollout_ref.model.path
+    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+        raise ConfigError([f"actor_rollout_ref.model.path={model}: there is no such directory"])
     for files in (config.data.train_files, config.data.val_files):
         if files:
             require_prompts(files, config.data.prompt_key)
@@ -43,7 +47,12 @@ def read_data(config: Config, reward: RewardFunction) -> RunData:
 
     model = config.actor_rollout_ref.model
     trust = model.trust_remote_code
-    tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path or model.path, trust_remote_code=trust)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path or model.path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            [f"actor_rollout_ref.model.path={model.path}: no tokenizer can be loaded: {error}"]
+        ) from error
     datasets: dict[str, DatasetSettings] = {}
     reports, val_sources = [], []
     for split, files, limit in (
