@@ -50,9 +50,7 @@ def read_data(config: Config, reward: RewardFunction) -> RunData:
     try:
         tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path or model.path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            [f"actor_rollout_ref.model.path={model.path}: no tokenizer can be loaded: {error}"]
-        ) from error
+        raise ConfigError([f"actor_rollout_ref.model.path={model.path}: no tokenizer found: {error}"]) from error
     datasets: dict[str, DatasetSettings] = {}
     reports, val_sources = [], []
     for split, files, limit in (
