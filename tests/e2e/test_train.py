@@ -67,7 +67,12 @@ def metrics_of(folder: Path) -> list[dict[str, float]]:
 
 
 def test_a_run_trains_validates_saves_and_resumes_with_vllm(assets: Assets, tmp_path: Path) -> None:
-    settings = ("trainer.n_gpus_per_node=2", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.max_ckpts_to_keep=1")
+    settings = (
+        "trainer.n_gpus_per_node=2",
+        "trainer.save_freq=1",
+        "trainer.test_freq=1",
+        "trainer.max_ckpts_to_keep=1",
+    )
     first = run(assets, tmp_path, *settings)
     assert first.returncode == 0, first.stdout + first.stderr
     assert first.stdout.count("\nstep") == 2

@@ -77,8 +77,8 @@ def read_data(config: Config, reward: RewardFunction) -> RunData:
         unknown = sorted({source for source in sources if not reward.knows(source)})
         if unknown:
             raise RewardError(
-                f"{dataset.report.name}: no scorer ships for data_source {', '.join(map(repr, unknown[:5]))}; give your "
-                "own with reward.custom_reward_function.path=my_reward.py"
+                f"{dataset.report.name}: no scorer ships for data_source {', '.join(map(repr, unknown[:5]))}; "
+                "give your own with reward.custom_reward_function.path=my_reward.py"
             )
     try:
         ends = GenerationConfig.from_pretrained(model.path).eos_token_id
