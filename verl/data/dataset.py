@@ -87,7 +87,8 @@ class PromptDataset:
         rows = min(rows, max_samples) if max_samples >= 0 else rows
         if rows == 0:
             raise DataError(
-                f"{', '.join(map(str, paths))}: no rows. Fill the file or check data.train_max_samples and data.val_max_samples"
+            names = ", ".join(map(str, paths))
+            raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
             )
 
         self.kept: npt.NDArray[np.int64]
