@@ -86,10 +86,8 @@ class PromptDataset:
         rows = int(self._ends[-1])
         rows = min(rows, max_samples) if max_samples >= 0 else rows
         if rows == 0:
-            raise DataError(
             names = ", ".join(map(str, paths))
             raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
-            )
 
         self.kept: npt.NDArray[np.int64]
         if kept is None:
