@@ -45,7 +45,9 @@ show-%:
 	$(PYTHON) tests/show/$*.py $(ARGS)
 
 show-short: ## the short form of every proof that CI runs
+	$(PYTHON) tests/show/settings.py
 	$(PYTHON) tests/show/gradient.py --short
+	$(PYTHON) tests/show/resume.py
 	$(PYTHON) tests/show/learning.py --short
 	$(PYTHON) tests/show/parity.py --short
 	$(PYTHON) tests/show/dataplane.py --short
