@@ -113,7 +113,7 @@ async def assemble(
             buffer=buffer,
             planner=_planner(config, ranks),
             policy=policy,
-            weights=Publisher(policy, engines, _transport(config, device), _probe(config, data, device)),
+            weights=Publisher(policy, engines, _transport(config), _probe(config, data, device)),
             evaluator=_evaluator(config, data, answer),
             checkpoints=CheckpointDir(config.trainer.checkpoint_dir),
             timetable=timetable,
@@ -225,7 +225,7 @@ def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]
         "memory_fraction": rollout.gpu_memory_utilization,
         "enforce_eager": rollout.enforce_eager,
         "trust_remote_code": model.trust_remote_code,
-        "weight_backend": _transport_name(config, device),
+        "weight_backend": _transport_name(config),
         "seed": config.trainer.seed + number,
         "device": device,
         "cpu_cache_gib": rollout.cpu_cache_gib,
@@ -358,16 +358,14 @@ def _probe(config: Config, data: RunData, device: str) -> Probe:
     )
 
 
-def _transport(config: Config, device: str) -> Transport:
-    name = _transport_name(config, device)
+def _transport(config: Config) -> Transport:
+    name = _transport_name(config)
     return HostTransport() if name == "host" else DeviceTransport(name)
 
 
-def _transport_name(config: Config, device: str) -> str:
+def _transport_name(config: Config) -> str:
     wanted = config.actor_rollout_ref.rollout.weight_transport
-    if wanted != "auto":
-        return wanted
-    return "ipc" if device == "cuda" and config.actor_rollout_ref.rollout.name == "vllm" else "host"
+    return "host" if wanted == "auto" else wanted
 
 
 async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, console: Console) -> int:

@@ -63,7 +63,7 @@ class RolloutConfig(Section):
         "dummy", "What an engine loads at its start; dummy: nothing, the first publish brings the weights."
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
-        "auto", "How weights reach the engines; auto: host memory on a CPU, else by where the devices lie."
+        "auto", "How weights reach the engines; auto: host memory. nccl and ipc are vLLM's own, not run on a GPU yet."
     )
     probe_tolerance: float | None = setting(
         None, "Largest mean difference of log-probs to the trainer after a publish; null: by dtype.", unit="nats", gt=0
