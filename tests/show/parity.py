@@ -36,7 +36,7 @@ def main() -> None:
         for kind in ("tied",) if options.short else ("tied", "untied"):
             folder = Path(directory, kind)
             make_assets(folder, tied=kind == "tied")
-            code, _, _ = train(*settings(folder, steps), deadline_s=600)
+            code, _ = train(*settings(folder, steps), deadline_s=600)
             lines = [line for line in metrics_of(folder / "run") if METRIC in line] if code == 0 else []
             if len(lines) != steps:
                 finish("parity", False, failed=kind, exit_code=code)

@@ -48,7 +48,7 @@ def main() -> None:
 
 def run(folder: Path, name: str, steps: int) -> dict[int, dict[str, Any]]:
     """Step -> its metrics, without times."""
-    code, _, _ = train(
+    code, _ = train(
         *sized_for_addition(folder),
         f"trainer.default_local_dir={folder / name}",
         "trainer.resume_mode=auto",

@@ -12,7 +12,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from _common import finish, metrics_of
+from _common import Stopwatch, finish, metrics_of
 
 ALLOWED_S = 60.0
 
@@ -21,19 +21,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-start-") as directory:
         folder = Path(directory, "demo")
         command = [sys.executable, "-m", "verl", "demo", "--dir", str(folder), "--steps", "1"]
-        start = time.time()
+        start, watch = time.time(), Stopwatch()
         code = subprocess.run([*command, "trainer.val_before_train=False", *sys.argv[1:]], timeout=600).returncode
         if code != 0:
             finish("start", False, exit_code=code)
+        stolen = watch.stolen()
         lines = metrics_of(folder / "run")
     first = next(line for line in lines if "timing_s/update" in line)
     stepped = first["time"] - first["timing_s/sync"] - first["timing_s/probe"] - start
     parts = {key.removeprefix("timing_s/start_"): v for line in lines for key, v in line.items() if "/start_" in key}
     finish(
         "start",
-        stepped <= ALLOWED_S,
-        seconds_to_first_optimiser_step=round(stepped, 1),
+        stepped * (1 - stolen) <= ALLOWED_S,
+        seconds_to_first_optimiser_step=round(stepped * (1 - stolen), 1),
         allowed=ALLOWED_S,
+        stolen_by_the_host=round(stolen, 3),
         first_step={name: round(first[f"timing_s/{name}"], 1) for name in ("gen", "prep", "update")},
         side_by_side={name: round(seconds, 1) for name, seconds in parts.items()},
     )

@@ -5,6 +5,7 @@ What leaves them for the controller is a `SampleHandle` per sample: a reference 
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -73,7 +74,8 @@ class EpisodeWorker:
         self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
     ) -> list[SampleHandle]:
         samples = await self._runner.run(self._datasets[split][row], group, seeds, sampling)
-        return [deposit(sample) for sample in samples]
+        # In a thread: half of this worker's time would go into waiting for the object store.
+        return await asyncio.to_thread(lambda: [deposit(sample) for sample in samples])
 
 
 def deposit(sample: Sample) -> SampleHandle:
