@@ -23,6 +23,7 @@ from _common import finish
 from verl.cluster.group import ActorGroup
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan
+from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams
 from verl.workers.episodes import deposit
@@ -42,7 +43,11 @@ class SyntheticEpisodes:
         async def score(*_: Any) -> tuple[float, dict[str, float]]:
             return 1.0, {}
 
-        self._runner = EpisodeRunner(EnginePool([FakeRolloutEngine(32_000)]).generate, score, lambda tokens: "")
+        self._engine = FakeRolloutEngine(32_000)
+        self._runner = EpisodeRunner(EnginePool([self._engine]).generate, score, lambda tokens: "")
+
+    async def start(self) -> None:
+        await self._engine.load_weights([], version=0)
 
     async def run(self, group: int, tokens: int) -> list[SampleHandle]:
         prompt = Prompt(row=group, token_ids=[1] * PROMPT_TOKENS)
@@ -75,6 +80,7 @@ async def measure(samples: int, tokens: int) -> Figures:
     start = time.perf_counter()
     episodes = [ray.remote(SyntheticEpisodes).options(num_cpus=0, max_concurrency=1000).remote() for _ in range(2)]
     workers = [ray.remote(Puller).options(num_cpus=0).remote() for _ in range(2)]
+    await asyncio.gather(*(worker.start.remote() for worker in episodes))
     await asyncio.gather(*(worker.run.remote(0, 100) for worker in episodes))
     policy = ActorGroup("train worker", workers)
     planner = Planner(2, samples // GROUP // 4, micro_batch_samples=None, micro_batch_tokens=65_536)
@@ -82,15 +88,16 @@ async def measure(samples: int, tokens: int) -> Figures:
     before = psutil.Process().memory_info().rss
     received = 0
 
-    async def run_group(position: int) -> list[SampleHandle]:
+    async def run_group(position: int, row: int) -> list[SampleHandle]:
         nonlocal received
         handles = await episodes[position % 2].run.remote(position, tokens)
         received += len(ray.cloudpickle.dumps(handles))
         return handles
 
-    buffer = EpisodeBuffer(run_group, samples // GROUP)
+    groups = samples // GROUP
+    buffer = EpisodeBuffer(run_group, PromptStream(groups, shuffle=True, seed=0), groups)
     buffer.advance(0)
-    handles = await buffer.take(samples // GROUP)
+    handles = await buffer.take(groups)
     planning = time.perf_counter()
     plan = planner.plan(handles)
     plan_s = time.perf_counter() - planning
