@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     short = options.short
-    steps = options.steps or (20 if short else 160)
+    steps = options.steps or (20 if short else 140)
     with tempfile.TemporaryDirectory(prefix="verl-learning-") as directory:
         folder = Path(directory)
         make_assets(folder)
