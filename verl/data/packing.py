@@ -40,17 +40,18 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def level(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Exactly `count` pieces under `budget`, of sizes as equal as they can be; some may be empty.
+    """Exactly `count` pieces under `budget`, heaviest first, of sizes as equal as they can be; some may be empty.
 
     `count` must be at least what `pack` needs. Ranks that pack into different numbers of micro-batches are brought to
     the largest number this way: no rank runs an empty one while it has samples to fill it, and peak memory falls.
     """
-    pieces = balance(lengths, count)
-    if all(len(piece) == 1 or sum(lengths[i] for i in piece) <= budget for piece in pieces):
-        return pieces
-    pieces = pack(lengths, budget)  # too tight for equal sizes
-    assert len(pieces) <= count, f"{len(pieces)} pieces needed, {count} asked for"
-    return pieces + [[] for _ in range(count - len(pieces))]
+    pieces, weights = _deal(lengths, count)
+    if any(weight > budget and len(piece) > 1 for piece, weight in zip(pieces, weights, strict=True)):
+        pieces = pack(lengths, budget)  # too tight for equal sizes
+        assert len(pieces) <= count, f"{len(pieces)} pieces needed, {count} asked for"
+        pieces += [[] for _ in range(count - len(pieces))]
+        weights = [sum(map(lengths.__getitem__, piece)) for piece in pieces]
+    return [pieces[k] for k in sorted(range(count), key=weights.__getitem__, reverse=True)]
 
 
 def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
@@ -73,19 +74,35 @@ def balance(lengths: Sequence[int], parts: int, *, max_items: int | None = None)
     >>> balance([8, 7, 6, 5, 4], parts=2)
     [[4, 3, 0], [2, 1]]
     """
+    return _deal(lengths, parts, max_items)[0]
+
+
+def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> tuple[list[list[int]], list[int]]:
+    """The shares of `balance`, and the tokens of each."""
     _require(parts=parts)
     if max_items is not None and parts * max_items < len(lengths):
         raise ValueError(f"{len(lengths)} samples do not fit into {parts} shares of at most {max_items}")
     shares: list[list[int]] = [[] for _ in range(parts)]
-    loads = [(0, 0, part) for part in range(parts)]  # (tokens, samples, share): a heap; empty samples spread too
+    most = max_items or len(lengths)
+    # A heap of (tokens, samples, share), each written as one number: comparing those is what the time goes into.
+    # Samples count too, so that empty ones spread.
+    token, sample = parts * (len(lengths) + 1), parts
+    loads = list(range(parts))
+    full = []
     for index in reversed(_ascending(lengths)):
-        load, count, part = loads[0]
-        shares[part].append(index)
-        if count + 1 == max_items:
-            heapq.heappop(loads)
+        load = loads[0]
+        share = shares[load % parts]
+        share.append(index)
+        load += lengths[index] * token + sample
+        if len(share) < most:
+            heapq.heapreplace(loads, load)
         else:
-            heapq.heapreplace(loads, (load + lengths[index], count + 1, part))
-    return [share[::-1] for share in shares]
+            heapq.heappop(loads)
+            full.append(load)
+    weights = [0] * parts
+    for load in (*loads, *full):
+        weights[load % parts] = load // token
+    return [share[::-1] for share in shares], weights
 
 
 def longer_than(lengths: Sequence[int], budget: int) -> list[int]:

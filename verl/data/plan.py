@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,7 @@ class Cuts:
 
     @classmethod
     def of(cls, parts: Sequence[Sequence[int]]) -> Cuts:
-        flat = np.fromiter((index for part in parts for index in part), np.int32)
+        flat = np.fromiter(chain.from_iterable(parts), np.int32)
         return cls(flat, np.cumsum([len(part) for part in parts], dtype=np.int32))
 
     def __len__(self) -> int:
@@ -116,16 +117,15 @@ class _Limit:
 
     def cut(self, lengths: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Micro-batches of every rank, equally many on each, heaviest first: those that run together weigh alike."""
-        if self.tokens is None:
-            assert self.samples is not None
-            cuts = [chunk(own, self.samples) for own in lengths]
-            count = max(map(len, cuts))
-            cuts = [parts + [[] for _ in range(count - len(parts))] for parts in cuts]
-        else:
+        if self.tokens is not None:
             count = max(len(pack(own, self.tokens)) for own in lengths)
-            cuts = [level(own, self.tokens, count) if count else [] for own in lengths]
+            return [level(own, self.tokens, count) if count else [] for own in lengths]
+        assert self.samples is not None
+        cuts = [chunk(own, self.samples) for own in lengths]
+        count = max(map(len, cuts))
         return [
-            sorted(parts, key=lambda part, own=own: -sum(own[i] for i in part))  # type: ignore[misc]
+            sorted(parts, key=lambda part, own=own: -sum(map(own.__getitem__, part)))  # type: ignore[misc]
+            + [[] for _ in range(count - len(parts))]
             for own, parts in zip(lengths, cuts, strict=True)
         ]
 
