@@ -34,6 +34,10 @@ class FlatBatch:
     old_logprobs: Tensor | None = None  # [T] float32, under the policy that the update starts from
     ref_logprobs: Tensor | None = None  # [T] float32, under the reference policy
     advantages: Tensor | None = None  # [T] float32
+    values: Tensor | None = None  # [T] float32, under the critic that the update starts from
+    returns: Tensor | None = None  # [T] float32, what the critic is to predict
+    weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
+    chosen: Tensor | None = None  # [T] bool: tokens that a loss singled out beforehand
 
     def __len__(self) -> int:
         """The number of sequences, B."""
