@@ -4,7 +4,8 @@
 to two train workers that pull them. Measured in the controller: growth of resident memory (<= 300 MB), time to plan
 (<= 1 s), bytes that it receives and sends per sample (<= 1 KB). The same with four times the tokens must change these
 by less than 20 %; for planning that is held with micro-batches that grow along, since a planner that must cut four
-times as many micro-batches has more to do (`change_plan_same_budget` is that figure). `--short` (CI) takes an eighth of the samples.
+times as many micro-batches has more to do (`change_plan_same_budget` is that figure). `--short` (CI) takes an eighth of
+the samples.
 """
 
 from __future__ import annotations
