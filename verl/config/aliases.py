@@ -54,6 +54,8 @@ KEYS: dict[str, str] = {
 VALUES: dict[str, dict[str, str]] = {
     f"{_ACTOR}.strategy": {"fsdp": "fsdp2"},
     "critic.strategy": {"fsdp": "fsdp2"},
+    "critic.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
+    "critic.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "trainer.resume_mode": {"resume_path": "path"},
     "actor_rollout_ref.rollout.dtype": {"half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     f"{_ACTOR}.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},

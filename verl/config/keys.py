@@ -16,6 +16,7 @@ Tree = dict[str, Any]
 _SIMILAR = 0.62  # below this, two keys have nothing to do with each other
 _LAST = 0.65  # weight of the last name, against the whole key
 _BUILT = 0.05  # of two keys that are equally like, the one that does something
+_POLICY = 0.05  # and the policy's own, before those of the models beside it
 
 
 def key_of(path: Path) -> str:
@@ -93,11 +94,12 @@ def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
 
     best, most = None, _SIMILAR
     for end, candidate in sorted(((end_likeness(candidate), candidate) for candidate in candidates), reverse=True):
-        if _LAST * end + (1 - _LAST) + _BUILT < most:
+        if _LAST * end + (1 - _LAST) + _BUILT + _POLICY < most:
             break  # no candidate from here on can be liker
         whole.set_seq1(candidate)
         built = candidate in known and known[candidate].roof is None
-        likeness = _LAST * end + (1 - _LAST) * whole.ratio() + _BUILT * built
+        policy = candidate.startswith("actor_rollout_ref.")
+        likeness = _LAST * end + (1 - _LAST) * whole.ratio() + _BUILT * built + _POLICY * policy
         if likeness > most:
             best, most = candidate, likeness
     return best

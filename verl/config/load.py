@@ -22,7 +22,7 @@ from pydantic import ValidationError
 from verl.config import checks
 from verl.config.aliases import KEYS, canonical, canonical_tree, short_names
 from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
-from verl.config.schema import MISSING, Config, Setting, settings_of
+from verl.config.schema import MISSING, OWN_FUNCTION, Config, Setting, settings_of
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
@@ -374,6 +374,7 @@ def _wrong(setting: Setting, item: Any) -> str:
         rule = _RULES[item["type"]](item["ctx"])
     elif setting.choices:
         rule = f"must be one of {', '.join(str(choice) for choice in setting.choices)}"
+        rule += f", or your own as {OWN_FUNCTION}" if setting.takes_own_function else ""
         close = get_close_matches(value, [str(choice) for choice in setting.choices], n=1)
         if close and not isinstance(mend, list):
             mend = close[0]

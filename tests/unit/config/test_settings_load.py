@@ -210,7 +210,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
         "critic=3",
         "trainer.save_freq=0",
         "trainer.logger=[console,wnadb]",
-        "algorithm.use_kl_in_reward=true",
+        "trainer.local=true",
         "trainer.test_freq=5",
         "actor_rollout_ref.actor.fsdp_config.dtype=int8",
     )
@@ -223,7 +223,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
         "critic": "3 must be a section",
         "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=-1",
         "trainer.logger": "wnadb must be one of console, jsonl",
-        "algorithm.use_kl_in_reward": "true is not built yet; set algorithm.use_kl_in_reward=false",
+        "trainer.local": "true is not built yet; set trainer.local=false",
         "trainer.test_freq": "5 needs data to validate on; set data.val_files=test.parquet",
         "actor_rollout_ref.actor.fsdp_config.dtype": "int8 must be one of auto, float32, bfloat16, float16",
     }

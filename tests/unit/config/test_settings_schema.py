@@ -8,13 +8,16 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config.aliases import KEYS, VALUES, canonical_path
-from verl.config.keys import declared
+from verl.config.keys import declared, look_up
+from verl.config.load import load
 from verl.config.reference import render_reference
 from verl.config.schema import Config, settings_of
+from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
 SETTINGS = [setting for setting in settings_of(Config).values() if setting.section is None]
+MANY = "actor_rollout_ref.rollout.n=8"
 
 
 @pytest.mark.parametrize(
@@ -108,3 +111,21 @@ def test_clip_range_and_checkpoint_directory_follow_from_the_settings() -> None:
 def test_the_settings_page_is_up_to_date(pytestconfig: pytest.Config) -> None:
     page = pytestconfig.rootpath / "docs" / "settings.md"
     assert page.read_text() == render_reference(), "run: python -m verl.config.reference > docs/settings.md"
+
+
+@pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
+def test_an_algorithm_is_one_of_the_names_or_a_function_of_ones_own(key: str) -> None:
+    for name in settings_of(Config)[key].choices:
+        assert look_up(load([f"{key}={name}", MANY], complete=False)[0].config, tuple(key.split("."))) == name
+    [loaded] = load([f"{key}=my_package.module_2:my_function", MANY], complete=False)
+    assert look_up(loaded.config, tuple(key.split("."))) == "my_package.module_2:my_function"
+
+
+@pytest.mark.parametrize("value", ["rlo", "module:", ":function", "a.b:c:d", "a..b:c", "2a:b", "a/b.py:c", "7"])
+def test_what_is_neither_a_name_nor_a_function_is_answered_with_both(value: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load([f"algorithm.adv_estimator={value}"], complete=False)
+    [text] = raised.value.problems
+    assert text.startswith(f"algorithm.adv_estimator: {value} must be one of grpo, ")
+    assert "grpo_passk, or your own as package.module:function; set algorithm.adv_estimator=" in text
+    assert text.endswith("=rloo" if value == "rlo" else "=grpo")

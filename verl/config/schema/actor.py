@@ -6,9 +6,19 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl.config.schema.base import Dtype, Section, section, setting
+from verl.config.schema.base import Dtype, OwnFunction, Section, section, setting
 
-__all__ = ["ActorConfig", "FsdpConfig", "MegatronConfig", "ModelConfig", "OptimConfig", "PeftConfig", "RefConfig"]
+__all__ = [
+    "ActorConfig",
+    "Aggregation",
+    "FsdpConfig",
+    "KlKind",
+    "MegatronConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "PeftConfig",
+    "RefConfig",
+]
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 KlKind = Literal[
@@ -28,6 +38,8 @@ KlKind = Literal[
     "k3+",
     "full",
 ]
+PolicyLoss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov", "dpo", "sppo"]
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
 
@@ -59,11 +71,22 @@ class OptimConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    loss_mode: Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov"] = setting(
-        "vanilla",
-        "Policy loss.",
-        planned=("gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov"),
+    loss_mode: PolicyLoss | OwnFunction = setting(
+        "vanilla", "Policy loss; dpo and sppo compare the scored answers to a prompt, against the reference."
     )
+    tau_pos: float = setting(1.0, "How steeply sapo's gate closes where the advantage is positive.", gt=0)
+    tau_neg: float = setting(1.05, "The same where it is negative.", gt=0)
+    clip_cov_ratio: float = setting(
+        2e-4, "Tokens that clip_cov takes the gradient from, of those within its bounds.", unit="share", ge=0, le=1
+    )
+    clip_cov_lb: float = setting(1.0, "Lower bound of the covariance of such tokens.")
+    clip_cov_ub: float = setting(5.0, "Upper bound of it.")
+    kl_cov_ratio: float = setting(
+        2e-4, "Tokens that kl_cov holds back: those of the largest covariance.", unit="share", ge=0, le=1
+    )
+    ppo_kl_coef: float = setting(0.1, "Weight of the KL to the old policy on these tokens (kl_cov).", ge=0)
+    dpo_beta: float = setting(0.1, "How strongly dpo holds the policy to the reference.", gt=0)
+    sppo_eta: float = setting(1.0, "How far sppo moves from the reference for an answer that wins.", gt=0)
 
 
 class FsdpConfig(Section):
@@ -118,9 +141,7 @@ class ActorConfig(Section):
     clip_ratio_high: float | None = setting(None, "The same upwards; null: clip_ratio.", gt=0)
     clip_ratio_c: float = setting(3.0, "Limit of the loss where the advantage is negative (dual clip).", gt=1)
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        setting("token-mean", "How the losses of tokens become one number.")
-    )
+    loss_agg_mode: Aggregation = setting("token-mean", "How the losses of tokens become one number.")
     loss_scale_factor: float | None = setting(
         None, "Length that seq-mean-token-sum-norm divides by; null: data.max_response_length.", unit="tokens", gt=0
     )

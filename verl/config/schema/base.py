@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,10 +12,25 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
 
-__all__ = ["MISSING", "Dtype", "Every", "OneOrMany", "Section", "Setting", "section", "setting", "settings_of"]
+__all__ = [
+    "MISSING",
+    "OWN_FUNCTION",
+    "Dtype",
+    "Every",
+    "OneOrMany",
+    "OwnFunction",
+    "Section",
+    "Setting",
+    "section",
+    "setting",
+    "settings_of",
+]
 
 MISSING = "???"
 """The value of a required setting that nobody has given: Hydra's own mark for it."""
+
+OWN_FUNCTION = "package.module:function"
+"""How a function of the user's own is written, where a setting takes one beside the names that are shipped."""
 
 
 class Section(BaseModel):
@@ -98,6 +114,11 @@ class Setting:
         return tuple(_choices(self.annotation))
 
     @property
+    def takes_own_function(self) -> bool:
+        """Whether, beside its choices, the setting takes a function of the user's own."""
+        return OwnFunction in get_args(self.annotation)
+
+    @property
     def type_name(self) -> str:
         """The type in words, for the reference page and for messages."""
         return "a section" if self.section is not None else _type_name(self.annotation)
@@ -156,6 +177,8 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def _type_name(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
+    if annotation is OwnFunction:
+        return OWN_FUNCTION
     if origin is Annotated:
         return _type_name(parts[0])
     if origin is Literal:
@@ -177,12 +200,21 @@ def _never_or_positive(value: int) -> int:
     return value
 
 
+def _module_and_function(value: str) -> str:
+    if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
+        raise ValueError(f"must be written as {OWN_FUNCTION}")
+    return value
+
+
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
 Every = Annotated[int, AfterValidator(_never_or_positive)]
 """A frequency in steps: -1 is never."""
+
+OwnFunction = Annotated[str, AfterValidator(_module_and_function)]
+"""A function of the user's own. Only the form is checked here; the run finds out whether it can be imported."""
 
 OneOrMany = BeforeValidator(_one_or_many)
 """For a list that may be written as its only item."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl.config.schema.actor import FsdpConfig, OptimConfig
+from verl.config.schema.actor import Aggregation, FsdpConfig, OptimConfig
 from verl.config.schema.base import Section, section, setting
 
 __all__ = ["CriticConfig"]
@@ -20,14 +20,23 @@ class CriticOptimConfig(OptimConfig):
 
 
 class CriticConfig(Section):
-    strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.")
+    strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimiser and its schedule.")
     ppo_mini_batch_size: int | None = setting(
         None, "Prompts per optimiser step; null: as the actor.", unit="prompts", ge=1
     )
     ppo_micro_batch_size_per_gpu: int = setting(8, "Samples a rank takes at once.", unit="samples", ge=1)
-    ppo_epochs: int | None = setting(None, "Passes over the answers of a step; null: as the actor.", ge=1)
+    use_dynamic_bsz: bool | None = setting(
+        None, "Fill micro-batches up to a number of tokens instead of samples; null: as the actor."
+    )
+    ppo_max_token_len_per_gpu: int | None = setting(
+        None, "That number of tokens; null: as the actor.", unit="tokens", ge=1
+    )
+    ppo_epochs: int | None = setting(
+        None, "Passes over the answers of a step; null: as the actor.", unit="passes", ge=1
+    )
+    loss_agg_mode: Aggregation = setting("token-mean", "How the losses of tokens become one number.")
     cliprange_value: float = setting(0.5, "How far a value may move from the old one.", gt=0)
     grad_clip: float = setting(1.0, "Largest norm of the gradient.", gt=0)
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")

@@ -42,9 +42,19 @@ class OverlongBuffer(Section):
     penalty_factor: float = setting(1.0, "The penalty at the very end.", ge=0)
 
 
+class PrimeConfig(Section):
+    enable: bool = setting(False, "Train an implicit process reward model along (PRIME), and add its token rewards.")
+    model_path: str | None = setting(None, "Model that it starts from and is compared with; null: the actor's.")
+    lr: float = setting(1e-6, "Learning rate of its AdamW.", gt=0)
+    beta: float = setting(0.05, "A token's reward is beta times its log-ratio to the model it started from.", gt=0)
+    coef: float = setting(5.0, "Weight of the process rewards; the score of the answer has weight 1.", ge=0)
+    grad_clip: float = setting(10.0, "Largest norm of its gradient.", gt=0)
+
+
 class RewardConfig(Section):
     custom_reward_function: CustomRewardFunction = section(CustomRewardFunction, "Your own reward function.")
     num_workers: int = setting(1, "Processes that score answers in parallel.", unit="processes", ge=1, planned=True)
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.", planned=True)
-    overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).", planned=True)
+    overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).")
+    prime: PrimeConfig = section(PrimeConfig, "An implicit process reward model, trained along (PRIME).")

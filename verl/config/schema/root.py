@@ -28,7 +28,7 @@ class Config(Section):
     actor_rollout_ref: ActorRolloutRefConfig = section(
         ActorRolloutRefConfig, "The policy: model, training, generation."
     )
-    critic: CriticConfig = section(CriticConfig, "The value model of PPO.", planned=True)
+    critic: CriticConfig = section(CriticConfig, "The value model of PPO.")
     reward: RewardConfig = section(RewardConfig, "How answers are scored.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "From scores to advantages.")
     trainer: TrainerConfig = section(TrainerConfig, "How long, on how much, what is kept and who is told.")

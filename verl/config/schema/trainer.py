@@ -30,6 +30,10 @@ class TrainerConfig(Section):
     total_training_steps: int | None = setting(
         None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
     )
+    critic_warmup: int = setting(0, "First steps, in which only the critic is trained.", unit="steps", ge=0)
+    ref_update_freq: Every = setting(
+        -1, "The reference becomes the current policy every so many steps (SPIN); -1: never.", unit="steps"
+    )
     max_staleness: int = setting(
         0, "How many weight versions behind an answer may be; 0: synchronous.", unit="versions", ge=0, planned=True
     )
