@@ -63,7 +63,7 @@ class Sample:
 
     `mask[t]` is True where the model generated token t (prompts and tool output are False). `logprobs` and `versions`
     are 0 and -1 where the mask is False. `group` is the place of the prompt in the data stream, shared by the samples
-    of one prompt.
+    of one prompt. `baseline` is the score of the greedy answer to the same prompt, where one was asked for.
 
     >>> Sample(group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool),
     ...        logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32), score=1.0)
@@ -77,6 +77,7 @@ class Sample:
     score: float
     finish_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +85,7 @@ class SampleHandle:
     """All that the controller knows of a sample: where it lies and what planning needs. Numbers, never arrays.
 
     `tokens` counts prompt and answer, `generated` what the model wrote, `version` the oldest weights that wrote any.
+    `number` is the place of the answer within its group, from 0: (group, number) names a sample of a run.
     """
 
     ref: Any
@@ -94,3 +96,5 @@ class SampleHandle:
     version: int
     finish_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
+    baseline: float | None = None
+    number: int = 0

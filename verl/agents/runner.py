@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.agents.episode import Episode, Generate, single_turn
+from verl.rewards.overlong import Overlong
 from verl.types import Prompt, Sample, SamplingParams
 
 __all__ = ["EpisodeRunner", "Score"]
@@ -29,13 +30,35 @@ class EpisodeRunner:
         self._generate, self._score, self._decode, self._episode = generate, score, decode, episode
 
     async def run(
-        self, prompt: Prompt, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+        self,
+        prompt: Prompt,
+        group: int,
+        seeds: Sequence[int | None],
+        sampling: SamplingParams,
+        *,
+        greedy_baseline: bool = False,
+        overlong: Overlong | None = None,
     ) -> list[Sample]:
-        """One sample per seed, in the order of the seeds (None draws freely)."""
-        return await asyncio.gather(*(self._one(prompt, group, replace(sampling, seed=seed)) for seed in seeds))
+        """One sample per seed, in the order of the seeds (None draws freely).
 
-    async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams) -> Sample:
+        With `greedy_baseline` one more answer is written beside them, greedily; the others carry its score as their
+        `baseline`, and it is not among them. With `overlong` a score is shaped by the length of its answer.
+        """
+        draws = [replace(sampling, seed=seed) for seed in seeds]
+        if greedy_baseline:
+            draws.append(replace(sampling, temperature=0.0, seed=None))
+        samples = await asyncio.gather(*(self._one(prompt, group, draw, overlong) for draw in draws))
+        if not greedy_baseline:
+            return samples
+        baseline = samples.pop().score
+        return [replace(sample, baseline=baseline) for sample in samples]
+
+    async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams, overlong: Overlong | None) -> Sample:
         transcript = await self._episode(prompt, self._generate, sampling)
-        answer = self._decode(transcript.answer())
+        tokens = transcript.answer()
+        answer = self._decode(tokens)
         score, metrics = await self._score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info)
+        if overlong is not None:
+            penalty = overlong.penalty(len(tokens))
+            score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
         return transcript.sample(group, score, metrics)

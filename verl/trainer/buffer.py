@@ -3,18 +3,61 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.stream import PromptStream
-from verl.errors import WeightSyncError
+from verl.errors import ConfigError, RewardError, WeightSyncError
 from verl.types import SampleHandle
 
-__all__ = ["EpisodeBuffer"]
+__all__ = ["EpisodeBuffer", "differs"]
 
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle]]]
 """(position in the data stream, row of the data) -> the finished samples of that prompt."""
+
+HasSignal = Callable[[list[SampleHandle]], bool]
+"""The finished samples of one prompt -> whether there is anything to learn from how they differ."""
+
+_SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
+_MEND = (
+    "Give prompts that the model solves sometimes (data.train_files), draw more or more varied answers for each "
+    "(actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.temperature), compare another number "
+    "(algorithm.filter_groups.metric), or search longer (algorithm.filter_groups.max_num_gen_batches)"
+)
+
+
+def differs(metric: str) -> HasSignal:
+    """Whether a number differs within a group: the score, or one that the reward function returned beside it.
+
+    A group of one sample has nothing to differ from, and always has signal.
+    """
+
+    def value(sample: SampleHandle) -> float:
+        if metric in _SCORE_NAMES:
+            return sample.score
+        if metric not in sample.metrics:
+            raise ConfigError(
+                [
+                    f"algorithm.filter_groups.metric={metric}: no such number came with an answer to prompt "
+                    f"{sample.group}; choose one of {', '.join(['score', *sorted(sample.metrics)])}, or let the reward "
+                    f"function return a dict with {metric!r} in it"
+                ]
+            )
+        return sample.metrics[metric]
+
+    def has_signal(samples: list[SampleHandle]) -> bool:
+        return len({value(sample) for sample in samples}) > 1 or len(samples) == 1
+
+    return has_signal
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    samples: list[SampleHandle]
+    has_signal: bool
 
 
 class EpisodeBuffer:
@@ -24,34 +67,60 @@ class EpisodeBuffer:
     (counted from the version that the run began with), so no sample is trained more than `max_staleness` versions after
     the weights that wrote it. With 0 the loop is synchronous; with 1 generation runs one step ahead. The controller
     calls `advance` and `take`; nobody else does.
+
+    Dynamic sampling: with `has_signal`, a group found to be without signal does not count in that law, so the next
+    prompt of the stream starts in its place at once. A take looks at groups in the order of the stream until it has
+    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound). So what it
+    returns follows from the order of the stream and from which groups have signal, never from which finished first.
+    Nothing starts that is beyond the reach of the takes that may still use it: at version v, no group that lies
+    `batch * (max_batches + max_staleness)` or more after the first that the take of v looks at. Without run-ahead no
+    group is therefore left over; with it, what a take did not look at is there for the next one, and is young enough.
     """
 
-    def __init__(self, run_group: RunGroup, stream: PromptStream, batch: int, *, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        run_group: RunGroup,
+        stream: PromptStream,
+        batch: int,
+        *,
+        max_staleness: int = 0,
+        has_signal: HasSignal | None = None,
+        max_batches: int = 0,
+    ) -> None:
         self._run_group, self._stream, self._batch, self._max_staleness = run_group, stream, batch, max_staleness
-        self._groups: deque[asyncio.Task[list[SampleHandle]]] = deque()
+        self._has_signal, self._max_batches = has_signal, max_batches
+        self._groups: deque[asyncio.Task[_Group]] = deque()
         self._first: int | None = None  # version that the run began with
         self._version = 0
-        self._started = 0
+        self._started = 0  # without those that had no signal
+        self._reach = 0  # the position in the stream before which groups may start
+        self._metrics: dict[str, float] = {}
+        self.warnings: list[str] = []  # what the user should know of the last take, in words
 
     def advance(self, version: int) -> None:
         """The engines hold `version` now: start what that allows."""
         self._first = version if self._first is None else self._first
         self._version = version
-        while self._started < self._batch * (version - self._first + 1 + self._max_staleness):
-            self._groups.append(asyncio.ensure_future(self._run_group(*next(self._stream))))
-            self._started += 1
+        ahead = self._batch * (self._max_batches + self._max_staleness)
+        self._reach = self._next_position + ahead if self._max_batches else sys.maxsize
+        self._start_allowed()
 
     async def take(self, count: int) -> list[SampleHandle]:
-        """The samples of the `count` oldest groups, once they are all finished. A failed episode fails the wait."""
+        """The samples of the `count` oldest groups, once they are all finished. A failed episode fails the wait.
+
+        With dynamic sampling: of the `count` oldest that have signal; of fewer, and a warning, if the bound is reached.
+        """
         if count > len(self._groups):
             raise RuntimeError(f"waiting for {count} groups while only {len(self._groups)} may run: a wait without end")
-        groups = [self._groups.popleft() for _ in range(count)]
-        try:
-            samples = [sample for group in await asyncio.gather(*groups) for sample in group]
-        except BaseException:
-            for group in groups:
-                group.cancel()
-            raise
+        bound = self._max_batches * count or sys.maxsize
+        kept: list[_Group] = []
+        dropped: list[_Group] = []
+        while (missing := min(count - len(kept), bound - len(kept) - len(dropped))) > 0:
+            for group in await self._oldest(missing):
+                (kept if group.has_signal else dropped).append(group)
+        self._started += count - len(kept)  # the places of a smaller batch are used up all the same
+        self._report(count, kept, dropped)
+        samples = [sample for group in kept for sample in group.samples]
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:
             raise WeightSyncError(
@@ -60,9 +129,13 @@ class EpisodeBuffer:
             )
         return samples
 
+    def metrics(self) -> dict[str, float]:
+        """What dynamic sampling cost in the last take; empty without it."""
+        return self._metrics
+
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the place in the data, without the groups that are not trained on yet: they run again."""
-        return self._stream.state() | {"position": self._stream.position - len(self._groups)}
+        """For a checkpoint: the place in the data, without the groups that no take has looked at: they run again."""
+        return self._stream.state() | {"position": self._next_position}
 
     async def close(self) -> None:
         """Give up what still runs."""
@@ -70,3 +143,61 @@ class EpisodeBuffer:
             group.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
         self._groups.clear()
+
+    @property
+    def _next_position(self) -> int:
+        """The first position that no take has looked at yet."""
+        return self._stream.position - len(self._groups)
+
+    def _start_allowed(self) -> None:
+        assert self._first is not None, "nothing runs before the first version"
+        places = self._batch * (self._version - self._first + 1 + self._max_staleness)
+        while self._started < places and self._stream.position < self._reach:
+            self._groups.append(asyncio.ensure_future(self._generate(*next(self._stream))))
+            self._started += 1
+
+    async def _generate(self, position: int, row: int) -> _Group:
+        samples = await self._run_group(position, row)
+        if self._has_signal is None or self._has_signal(samples):
+            return _Group(samples, has_signal=True)
+        self._started -= 1
+        self._start_allowed()
+        # What is not trained on need not stay in the object store until a take comes by.
+        return _Group([replace(sample, ref=None) for sample in samples], has_signal=False)
+
+    async def _oldest(self, count: int) -> list[_Group]:
+        groups = [self._groups.popleft() for _ in range(count)]
+        try:
+            return await asyncio.gather(*groups)
+        except BaseException:
+            for group in groups:
+                group.cancel()
+            raise
+
+    def _report(self, count: int, kept: Sequence[_Group], dropped: Sequence[_Group]) -> None:
+        """Metrics and warnings of a take; an error if it has found nothing to train on."""
+        self._metrics, self.warnings = {}, []
+        if self._has_signal is None:
+            return
+        looked_at = len(kept) + len(dropped)
+        self._metrics = {
+            "sampling/groups_generated": float(looked_at),
+            "sampling/groups_dropped": float(len(dropped)),
+            "sampling/gen_batches": looked_at / count,
+        }
+        if not dropped:
+            return
+        scores = [sample.score for group in dropped for sample in group.samples]
+        mean = self._metrics["sampling/dropped_score_mean"] = sum(scores) / len(scores)
+        if len(kept) == count:
+            return
+        found = (
+            f"dynamic sampling: {len(kept)} of {looked_at:,} groups have answers that differ, {count:,} were wanted "
+            f"(at most {self._max_batches} batches are searched); those without scored {mean:.3g} on average"
+        )
+        if not kept:
+            last = self._next_position
+            raise RewardError(
+                f"{found}. They answer the prompts {last - looked_at} to {last - 1} of the stream. {_MEND}"
+            )
+        self.warnings = [f"{found}. The step trains on the smaller batch. {_MEND}"]

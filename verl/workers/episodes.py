@@ -16,6 +16,7 @@ import numpy.typing as npt
 import ray
 
 from verl.cluster.group import call
+from verl.rewards.overlong import Overlong
 from verl.types import Sample, SampleHandle, SamplingParams
 from verl.workers.rollout import RemoteEngine
 
@@ -41,6 +42,7 @@ class EpisodeSettings:
     datasets: dict[str, DatasetSettings]
     reward: dict[str, Any] = field(default_factory=dict)  # arguments of load_reward
     trust_remote_code: bool = False
+    overlong: Overlong | None = None  # shapes the scores of training, never those of validation
 
 
 class EpisodeWorker:
@@ -71,14 +73,27 @@ class EpisodeWorker:
         )
 
     async def run(
-        self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+        self,
+        split: str,
+        row: int,
+        group: int,
+        seeds: Sequence[int | None],
+        sampling: SamplingParams,
+        greedy_baseline: bool = False,
     ) -> list[SampleHandle]:
-        samples = await self._runner.run(self._datasets[split][row], group, seeds, sampling)
+        samples = await self._runner.run(
+            self._datasets[split][row],
+            group,
+            seeds,
+            sampling,
+            greedy_baseline=greedy_baseline,
+            overlong=self._settings.overlong if split == "train" else None,
+        )
         # In a thread: half of this worker's time would go into waiting for the object store.
-        return await asyncio.to_thread(lambda: [deposit(sample) for sample in samples])
+        return await asyncio.to_thread(lambda: [deposit(sample, number) for number, sample in enumerate(samples)])
 
 
-def deposit(sample: Sample) -> SampleHandle:
+def deposit(sample: Sample, number: int = 0) -> SampleHandle:
     """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
@@ -90,6 +105,8 @@ def deposit(sample: Sample) -> SampleHandle:
         version=int(generated.min()) if len(generated) else -1,
         finish_reason=sample.finish_reason,
         metrics=sample.metrics,
+        baseline=sample.baseline,
+        number=number,
     )
 
 
@@ -110,10 +127,17 @@ class EpisodePool:
             await call(actor.start.remote(), what=f"episode worker {number}: start", deadline_s=START_DEADLINE_S)
 
     async def run(
-        self, split: str, row: int, group: int, seeds: Sequence[int | None], sampling: SamplingParams
+        self,
+        split: str,
+        row: int,
+        group: int,
+        seeds: Sequence[int | None],
+        sampling: SamplingParams,
+        *,
+        greedy_baseline: bool = False,
     ) -> list[SampleHandle]:
-        """The samples of one prompt, one per seed."""
-        reference = next(self._turn).run.remote(split, row, group, seeds, sampling)
+        """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer."""
+        reference = next(self._turn).run.remote(split, row, group, seeds, sampling, greedy_baseline)
         return await call(reference, what=f"the episodes of prompt {group}")  # engines and rewards have deadlines
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from verl.agents.episode import Generate, Transcript
 from verl.agents.runner import EpisodeRunner
+from verl.rewards.overlong import Overlong
 from verl.types import Completion, Prompt, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -71,3 +72,41 @@ async def test_an_episode_is_scored_while_others_still_generate() -> None:
 
     await EpisodeRunner(generate, score, decode).run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1))
     assert order == ["generated 2", "scored 2", "generated 1", "scored 1"]
+
+
+async def test_the_greedy_answer_gives_the_others_their_baseline_and_is_not_among_them() -> None:
+    async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        greedy = sampling.temperature == 0
+        assert (sampling.seed is None) == greedy
+        return Completion([40 if greedy else sampling.seed or 0], [0.0], [0], "stop")
+
+    runner = EpisodeRunner(generate, accept, decode)
+    sampling = SamplingParams(max_tokens=4, temperature=0.7)
+    samples = await runner.run(PROMPT, 7, [5, 6], sampling, greedy_baseline=True)
+    assert [(sample.score, sample.baseline) for sample in samples] == [(5.0, 40.0), (6.0, 40.0)]
+    assert [sample.baseline for sample in await runner.run(PROMPT, 7, [5], sampling)] == [None]
+
+
+async def test_the_greedy_answer_is_written_beside_the_others() -> None:
+    running = 0
+    together = asyncio.Event()
+
+    async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        nonlocal running
+        running += 1
+        if running == 3:
+            together.set()
+        await asyncio.wait_for(together.wait(), 5)
+        return Completion([1], [0.0], [0], "stop")
+
+    runner = EpisodeRunner(generate, accept, decode)
+    assert len(await runner.run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1), greedy_baseline=True)) == 2
+
+
+async def test_overlong_shaping_lowers_the_score_by_the_tokens_that_the_model_wrote() -> None:
+    runner = EpisodeRunner(echo, accept, decode)  # answers of two tokens
+    shaping = Overlong(buffer=2, factor=0.5, max_length=3)
+    [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True, overlong=shaping)
+    assert sample.score == 4.75
+    assert sample.metrics == {"words": 2.0, "raw_score": 5.0, "overlong_penalty": -0.25}
+    assert sample.baseline == -0.25, "the greedy answer is shaped like the others"

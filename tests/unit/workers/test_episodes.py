@@ -1,0 +1,59 @@
+"""An episode worker turns the samples of a prompt into handles; only training is shaped by length."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import ray
+
+from verl.agents.runner import EpisodeRunner
+from verl.rewards.overlong import Overlong
+from verl.types import Completion, Prompt, Sample, SamplingParams
+from verl.workers.episodes import EpisodeSettings, EpisodeWorker
+
+pytestmark = pytest.mark.unit
+
+SAMPLING = SamplingParams(max_tokens=4)
+
+
+async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    return Completion([sampling.seed or 0, 9], [-0.5, -0.5], [3, 2], "stop")
+
+
+async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    return float(answer), {}
+
+
+@pytest.fixture
+def worker(monkeypatch: pytest.MonkeyPatch) -> EpisodeWorker:
+    """A worker as `start` leaves it, with an object store that keeps what it is given."""
+    monkeypatch.setattr(ray, "put", lambda sample: sample)
+    made = EpisodeWorker(EpisodeSettings("", {}, overlong=Overlong(buffer=2, factor=1.0, max_length=2)), [])
+    prompts: Any = [Prompt(row=0, token_ids=[1])]
+    made._datasets = {"train": prompts, "val": prompts}
+    made._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
+    return made
+
+
+async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWorker) -> None:
+    handles = await worker.run("val", 0, 8, [5, 6, 7], SAMPLING)
+    assert [(handle.group, handle.number, handle.score) for handle in handles] == [
+        (8, 0, 5.0),
+        (8, 1, 6.0),
+        (8, 2, 7.0),
+    ]
+    first = handles[0]
+    assert isinstance(first.ref, Sample)
+    assert (first.tokens, first.generated, first.version, first.baseline) == (3, 2, 2, None)
+
+
+async def test_the_score_of_the_greedy_answer_reaches_the_handles(worker: EpisodeWorker) -> None:
+    handles = await worker.run("val", 0, 8, [5, 6], SAMPLING, greedy_baseline=True)
+    assert [(handle.score, handle.baseline) for handle in handles] == [(5.0, 0.0), (6.0, 0.0)]
+
+
+async def test_the_scores_of_training_are_shaped_and_those_of_validation_are_not(worker: EpisodeWorker) -> None:
+    [trained] = await worker.run("train", 0, 8, [5], SAMPLING)
+    assert (trained.score, trained.metrics) == (4.0, {"raw_score": 5.0, "overlong_penalty": -1.0})
+    [validated] = await worker.run("val", 0, 8, [5], SAMPLING)
+    assert (validated.score, validated.metrics) == (5.0, {})
