@@ -7,9 +7,10 @@ import torch
 import torch.distributed as dist
 from ranks import free_port
 from tiny import tiny_qwen2
-from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.objective import PolicyObjective, sft
+from verl.algorithms.values import ValueObjective
 from verl.checkpoint.save import load, save
 from verl.data.batch import FlatBatch
 from verl.training.fake import FakeSettings, FakeTrainEngine
@@ -38,13 +39,34 @@ def fsdp(tied, **settings):
     return make
 
 
-ENGINES = {
+def critic(**settings):
+    """Of a checkpoint with a head of its own: under a zero one, the first update leaves the backbone as it is."""
+
+    def make(directory):
+        torch.manual_seed(0)
+        Qwen2ForTokenClassification(tiny_qwen2(vocab_size=VOCABULARY, num_labels=1)).save_pretrained(directory)
+        return FsdpEngine(
+            FsdpSettings(str(directory), head="value", role="critic", lr=1e-2, grad_clip=None, **settings)
+        )
+
+    return make
+
+
+POLICIES = {
     "fake": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY)),
     "fsdp": fsdp(tied=False),
     "fsdp-tied": fsdp(tied=True),
     "fsdp-checkpointing": fsdp(tied=True, gradient_checkpointing=True),
     "fsdp-bfloat16": fsdp(tied=False, compute_dtype="bfloat16"),
 }
+CRITICS = {
+    "fake-critic": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY, head="value", role="critic")),
+    "fsdp-critic": critic(),
+    "fsdp-critic-checkpointing": critic(gradient_checkpointing=True),
+    "fsdp-critic-bfloat16": critic(compute_dtype="bfloat16"),
+    "fsdp-critic-all-bfloat16": critic(param_dtype="bfloat16", compute_dtype="bfloat16"),
+}
+ENGINES = POLICIES | CRITICS
 
 
 @pytest.fixture(params=ENGINES)
@@ -55,6 +77,16 @@ def make(request, group, tmp_path):
 @pytest.fixture
 def engine(make):
     return make()
+
+
+@pytest.fixture(params=POLICIES)
+def policy(request, group, tmp_path):
+    return POLICIES[request.param](tmp_path / "model")
+
+
+@pytest.fixture(params=CRITICS)
+def valuer(request, group, tmp_path):
+    return CRITICS[request.param](tmp_path / "model")
 
 
 @pytest.fixture
@@ -78,21 +110,37 @@ def mini_batch():
         old_logprobs=-4 + 0.3 * torch.randn(total),
         ref_logprobs=-4 + 0.3 * torch.randn(total),
         advantages=torch.randn(total),
+        values=torch.randn(total),
+        returns=1 + torch.randn(total),
     )
 
 
 OBJECTIVE = PolicyObjective(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, kl_coef=0.2)
+VALUE_OBJECTIVE = ValueObjective(clip=10.0, agg_mode="seq-mean-token-mean")
 CUTS = [[[0, 1, 2, 3, 4, 5]], [[4], [2, 0], [], [5, 3, 1]], [[3], [5, 4, 2, 1, 0]]]
 
 
-def test_log_probs_and_entropies_stand_where_the_mask_is_and_are_zero_elsewhere(engine):
+def objective(engine):
+    return VALUE_OBJECTIVE if engine.settings.head == "value" else OBJECTIVE
+
+
+def metric(engine, name):
+    return f"{engine.settings.role}/{name}"
+
+
+def test_what_is_said_stands_where_the_mask_is_and_is_zero_elsewhere(engine):
     batch = mini_batch()
     (output,) = engine.forward([batch])
-    for values in (output.logprobs, output.entropy):
-        assert values.shape == batch.tokens.shape
-        assert values.dtype == torch.float32
-        assert not values.requires_grad
-        assert not values[~batch.mask].any()
+    for numbers in output:
+        assert numbers.shape == batch.tokens.shape
+        assert numbers.dtype == torch.float32
+        assert not numbers.requires_grad
+        assert not numbers[~batch.mask].any()
+
+
+def test_log_probs_and_entropies_are_those_of_a_distribution(policy):
+    batch = mini_batch()
+    (output,) = policy.forward([batch])
     assert (output.logprobs[batch.mask] < 0).all()
     assert (output.entropy[batch.mask] > 0).all()
     assert (output.entropy <= math.log(VOCABULARY) + 1e-4).all()
@@ -103,14 +151,14 @@ def test_forward_does_not_depend_on_the_cut(engine, loose):
     (whole,) = engine.forward([batch])
     for cut in CUTS:
         for indices, output in zip(cut, engine.forward(batch.split(cut)), strict=True):
-            expected = batch.with_(old_logprobs=whole.logprobs, ref_logprobs=whole.entropy).select(indices)
-            torch.testing.assert_close(output.logprobs, expected.old_logprobs, atol=loose, rtol=loose)
-            torch.testing.assert_close(output.entropy, expected.ref_logprobs, atol=loose, rtol=loose)
+            for part, numbers in zip(output, whole, strict=True):
+                expected = batch.with_(values=numbers).select(indices).values
+                torch.testing.assert_close(part, expected, atol=loose, rtol=loose)
 
 
-def test_temperature_flattens_the_distribution(engine):
+def test_temperature_flattens_the_distribution(policy):
     batch = mini_batch()
-    (one,), (hot,) = engine.forward([batch]), engine.forward([batch], temperature=5.0)
+    (one,), (hot,) = policy.forward([batch]), policy.forward([batch], temperature=5.0)
     assert (hot.entropy[batch.mask] > one.entropy[batch.mask]).all()
 
 
@@ -118,29 +166,32 @@ def test_metrics_and_new_weights_do_not_depend_on_the_cut(make, loose):
     results = []
     for cut in CUTS:
         engine = make()
-        metrics = engine.update(mini_batch().split(cut), OBJECTIVE)
-        results.append((metrics, engine.forward([mini_batch()])[0].logprobs))
-    (first, logprobs), *others = results
-    assert {"actor/pg_loss", "actor/kl_loss", "actor/entropy", "actor/grad_norm", "actor/lr"} <= first.keys()
+        metrics = engine.update(mini_batch().split(cut), objective(engine))
+        results.append((metrics, engine.forward([mini_batch()])[0][0]))
+    (first, numbers), *others = results
+    terms = ["vf_loss"] if engine.settings.head == "value" else ["pg_loss", "kl_loss", "entropy"]
+    assert {metric(engine, name) for name in (*terms, "grad_norm", "lr", "skipped_steps")} <= first.keys()
+    assert {name.split("/")[0] for name in first} == {engine.settings.role}
     for metrics, other in others:
         assert metrics == pytest.approx(first, rel=10 * loose, abs=loose)
-        torch.testing.assert_close(other, logprobs, atol=10 * loose, rtol=10 * loose)
+        torch.testing.assert_close(other, numbers, atol=10 * loose, rtol=10 * loose)
 
 
-def logprobs_of_update(engine, batch):
+def seen_by_update(engine, batch):
+    """Log-probs or values that the loss is given."""
     seen = []
 
     def spy(output, batch, totals):
-        seen.append(output.logprobs.detach().cpu())
-        return sft(output, batch, totals)
+        seen.append(output[0].detach().cpu())
+        return objective(engine)(output, batch, totals)
 
     engine.update([batch], spy)
     return seen[0]
 
 
-def test_an_update_starts_from_the_log_probs_of_forward(engine, loose):
+def test_an_update_starts_from_what_forward_says(engine, loose):
     (before,) = engine.forward([mini_batch()])
-    torch.testing.assert_close(logprobs_of_update(engine, mini_batch()), before.logprobs, atol=loose, rtol=loose)
+    torch.testing.assert_close(seen_by_update(engine, mini_batch()), before[0], atol=loose, rtol=loose)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
@@ -153,23 +204,38 @@ def test_dropout_in_a_models_configuration_is_not_applied(group, tmp_path, famil
     model.save_pretrained(tmp_path)
     engine = FsdpEngine(FsdpSettings(str(tmp_path)))
     (before,) = engine.forward([mini_batch()])
-    torch.testing.assert_close(logprobs_of_update(engine, mini_batch()), before.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(seen_by_update(engine, mini_batch()), before.logprobs, atol=1e-5, rtol=1e-5)
 
 
-def test_supervised_updates_lower_the_loss(engine):
-    losses = [engine.update([mini_batch()], sft)["sft/loss"] for _ in range(12)]
+def test_supervised_updates_lower_the_loss(policy):
+    losses = [policy.update([mini_batch()], sft)["sft/loss"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
+
+
+def test_values_come_nearer_to_the_returns(valuer):
+    losses = [valuer.update([mini_batch()], VALUE_OBJECTIVE)["critic/vf_loss"] for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_a_new_critic_says_zero_and_then_learns(group, tmp_path):
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(tmp_path)
+    engine = FsdpEngine(FsdpSettings(str(tmp_path), head="value", role="critic", lr=1e-2))
+    assert not engine.forward([mini_batch()])[0].values.any()
+    losses = [engine.update([mini_batch()], VALUE_OBJECTIVE)["critic/vf_loss"] for _ in range(12)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert engine.forward([mini_batch()])[0].values.any()
 
 
 def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(engine):
     def broken(output, batch, totals):
-        loss, metrics = sft(output, batch, totals)
+        loss, metrics = objective(engine)(output, batch, totals)
         return loss * float("nan"), metrics
 
     before = {name: tensor.clone() for name, tensor in engine.weights()}
-    assert engine.update([mini_batch()], broken)["actor/skipped_steps"] == 1.0
+    assert engine.update([mini_batch()], broken)[metric(engine, "skipped_steps")] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
-    assert engine.update([mini_batch()], sft)["actor/skipped_steps"] == 0.0
+    assert engine.update([mini_batch()], objective(engine))[metric(engine, "skipped_steps")] == 0.0
     assert not any(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
 
 
@@ -177,7 +243,7 @@ def test_a_mini_batch_without_generated_tokens_moves_nothing(engine):
     batch = mini_batch()
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     silent = batch.with_(mask=torch.zeros_like(batch.mask))
-    assert engine.update([silent, FlatBatch.empty()], sft)["actor/skipped_steps"] == 1.0
+    assert engine.update([silent, FlatBatch.empty()], objective(engine))[metric(engine, "skipped_steps")] == 1.0
     assert all(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
 
 
@@ -195,15 +261,15 @@ def test_gather_on_one_rank_gives_the_rows_back(engine):
 def test_a_resumed_engine_goes_on_as_if_it_had_not_stopped(make, tmp_path):
     engine = make()
     for _ in range(3):
-        engine.update([mini_batch()], OBJECTIVE)
+        engine.update([mini_batch()], objective(engine))
     save(engine.state(), tmp_path / "checkpoint")
     draw = torch.rand(3)
-    expected = [engine.update([mini_batch()], OBJECTIVE) for _ in range(2)]
+    expected = [engine.update([mini_batch()], objective(engine)) for _ in range(2)]
 
     resumed = make()
     resumed.load_state(load(resumed.state(), tmp_path / "checkpoint"))
     assert torch.equal(torch.rand(3), draw)
-    assert [resumed.update([mini_batch()], OBJECTIVE) for _ in range(2)] == expected
+    assert [resumed.update([mini_batch()], objective(engine)) for _ in range(2)] == expected
 
 
 def test_what_the_optimiser_is_told_comes_from_the_settings_not_the_checkpoint(group, tmp_path):

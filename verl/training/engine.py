@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,12 +11,11 @@ from torch import Tensor
 from verl.algorithms.aggregate import Totals
 from verl.data.batch import FlatBatch
 
-__all__ = ["Loss", "ModelOutput", "TrainEngine"]
+__all__ = ["Loss", "ModelOutput", "TrainEngine", "ValueOutput"]
 
 
-@dataclass(frozen=True, slots=True)
-class ModelOutput:
-    """What a forward pass gives, aligned with the tokens of its batch.
+class ModelOutput(NamedTuple):
+    """What a forward pass of a policy gives, aligned with the tokens of its batch.
 
     `logprobs [T]`: log-prob of token t given the tokens before it in its own sequence, 0 where the mask is False.
     `entropy [T]`: entropy of the distribution that token t was drawn from, 0 where the mask is False.
@@ -27,7 +25,20 @@ class ModelOutput:
     entropy: Tensor
 
 
-Loss = Callable[[ModelOutput, FlatBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
+class ValueOutput(NamedTuple):
+    """What a forward pass of a critic gives, aligned with the tokens of its batch.
+
+    `values [T]`: value of the state from which token t was drawn, that is of the tokens before it in its own sequence;
+    0 where the mask is False.
+    """
+
+    values: Tensor
+
+
+Output = TypeVar("Output")
+"""`ModelOutput` of a policy, `ValueOutput` of a critic."""
+
+Loss = Callable[[Output, FlatBatch, Totals], tuple[Tensor, dict[str, Tensor]]]
 """(output, micro-batch, totals of the mini-batch over all ranks) -> (loss, metrics).
 
 Both are shares: the loss of one micro-batch already divided by the totals, so that shares of all micro-batches and
@@ -35,22 +46,26 @@ ranks add up to the loss of the mini-batch. A metric is a detached scalar of the
 """
 
 
-class TrainEngine(Protocol):
+class TrainEngine(Protocol[Output]):
     """A model that is trained, spread over `world_size` ranks. Every method is collective: all ranks call it together,
     with the same number of micro-batches; a micro-batch may be empty on some ranks."""
 
     rank: int
     world_size: int
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
-        """Log-probs and entropies without gradients, on the CPU, one output per micro-batch.
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Output]:
+        """What the model says of each micro-batch, without gradients, on the CPU.
 
-        At the temperature of training unless another is given.
+        At the temperature of training unless another is given; values have none.
         """
         ...
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:
-        """One optimiser step on the mini-batch that the micro-batches of all ranks form together."""
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Output]) -> dict[str, float]:
+        """One optimiser step on the mini-batch that the micro-batches of all ranks form together.
+
+        Returns the metrics of the loss, summed over micro-batches and ranks, and the engine's own `grad_norm`, `lr` and
+        `skipped_steps` behind its role: `actor/grad_norm`, `critic/grad_norm`.
+        """
         ...
 
     def gather(self, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A training engine without a network: a table of bigram logits. Real gradients and a real optimiser, one rank."""
+"""A training engine without a network: a table with a row per token. Real gradients and a real optimiser, one rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from verl.algorithms.aggregate import Totals, totals_of
 from verl.data.batch import FlatBatch
-from verl.training.engine import Loss, ModelOutput
+from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import token_logprobs
 from verl.training.schedule import Schedule
+from verl.training.settings import Head
 
 __all__ = ["FakeSettings", "FakeTrainEngine"]
 
@@ -24,6 +25,8 @@ class FakeSettings:
     """The few settings that a table has; they mean what they mean to `FsdpEngine`."""
 
     vocab_size: int = 64
+    head: Head = "tokens"
+    role: str = "actor"
     trainable: bool = True
     lr: float = 1e-1
     grad_clip: float | None = None
@@ -32,24 +35,25 @@ class FakeSettings:
 
 
 class FakeTrainEngine:
-    """A `TrainEngine` that predicts a token from the one before it by a row of its table [V, V]."""
+    """A `TrainEngine` that knows of a state its last token alone: a policy has a table of logits [V, V], a critic one
+    of values [V]."""
 
     def __init__(self, settings: FakeSettings | None = None) -> None:
         self.settings = settings or FakeSettings()
         self.rank, self.world_size = 0, 1
         self.schedule = Schedule(self.settings.lr)
         self.step = 0
-        size = self.settings.vocab_size
+        size, critic = self.settings.vocab_size, self.settings.head == "value"
         generator = torch.Generator().manual_seed(self.settings.seed)
-        self.table = torch.nn.Parameter(torch.randn(size, size, generator=generator))
+        self.table = torch.nn.Parameter(torch.zeros(size) if critic else torch.randn(size, size, generator=generator))
         self.optimizer = torch.optim.AdamW([self.table], lr=self.settings.lr, weight_decay=0.0)
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
-        """Log-probs and entropies without gradients."""
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Any]:
+        """What the table says, without gradients."""
         with torch.no_grad():
             return [self._run(batch, temperature) for batch in micro_batches]
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any]) -> dict[str, float]:
         """One optimiser step."""
         mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in mine), sum(t.sequences for t in mine))
@@ -67,7 +71,8 @@ class FakeTrainEngine:
             torch.nn.utils.clip_grad_norm_([self.table], self.settings.grad_clip or math.inf)
             self.optimizer.step()
             self.step += 1
-        return metrics | {"actor/grad_norm": norm, "actor/lr": lr, "actor/skipped_steps": 0.0 if moves else 1.0}
+        role, skipped = self.settings.role, 0.0 if moves else 1.0
+        return metrics | {f"{role}/grad_norm": norm, f"{role}/lr": lr, f"{role}/skipped_steps": skipped}
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows of the only rank."""
@@ -99,8 +104,11 @@ class FakeTrainEngine:
         self.step = int(state["schedule"]["step"])
         torch.set_rng_state(state["rng"]["0"]["cpu"])
 
-    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput:
+    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput | ValueOutput:
         targets = batch.mask.nonzero().squeeze(-1)
+        zeros = torch.zeros(batch.num_tokens)
+        if self.settings.head == "value":
+            return ValueOutput(zeros.index_copy(0, targets, self.table[batch.tokens[targets - 1]]))
         eye = torch.eye(len(self.table))
         logprobs, entropy = token_logprobs(
             eye[batch.tokens[targets - 1]],
@@ -108,5 +116,4 @@ class FakeTrainEngine:
             batch.tokens[targets],
             temperature=self.settings.temperature if temperature is None else temperature,
         )
-        zeros = torch.zeros(batch.num_tokens)
         return ModelOutput(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropy))

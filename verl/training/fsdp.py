@@ -1,4 +1,4 @@
-"""Training any Hugging Face causal model with FSDP2: sharded parameters, packed sequences, chunked log-probs."""
+"""Training any Hugging Face causal model with FSDP2, policy or critic: sharded parameters, packed sequences."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from verl.algorithms.aggregate import Totals, totals_of
 from verl.data.batch import FlatBatch
 from verl.errors import EngineError
-from verl.training.engine import Loss, ModelOutput
+from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.model import load_model
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
@@ -32,7 +32,10 @@ __all__ = ["FsdpEngine", "FsdpSettings"]
 
 
 class FsdpEngine:
-    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.group`."""
+    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.group`.
+
+    By `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`.
+    """
 
     def __init__(self, settings: FsdpSettings) -> None:
         if not dist.is_initialized():
@@ -47,6 +50,7 @@ class FsdpEngine:
         self.model = load_model(
             settings.model_path,
             dtype=_dtype(settings.param_dtype),
+            head=settings.head,
             chunk=settings.logprob_chunk,
             gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
             trust_remote_code=settings.trust_remote_code,
@@ -66,22 +70,24 @@ class FsdpEngine:
         precision = _precision(self.settings)
         for layer in self.model.layers():
             fully_shard(layer, mesh=mesh, mp_policy=precision)
+        for module in self.model.precise():
+            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[ModelOutput]:
-        """Log-probs and entropies without gradients, on the CPU; at the settings' temperature unless told another."""
+    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Any]:
+        """What the model says, without gradients, on the CPU; at the settings' temperature unless told another."""
         self.model.eval()
         outputs = []
         with torch.no_grad():
             for batch in micro_batches:
                 output = self._run(batch, temperature)
                 size = batch.num_tokens
-                outputs.append(ModelOutput(output.logprobs[:size].cpu(), output.entropy[:size].cpu()))
+                outputs.append(type(output)(*(numbers[:size].cpu() for numbers in output)))
         # Without a backward pass the root would keep its parameters whole, and later changes would not reach them.
         cast(FSDPModule, self.model).reshard()
         return outputs
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any]) -> dict[str, float]:
         """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: update of a model that was built with trainable=False")
@@ -93,10 +99,11 @@ class FsdpEngine:
                 shares[name] = shares.get(name, 0.0) + value.detach()
         lr = self.schedule.at(self.step)
         norm, stepped = self._step(lr, worth=totals.tokens > 0)
+        role = self.settings.role
         return self._sum_over_ranks(shares) | {
-            "actor/grad_norm": norm,
-            "actor/lr": lr,
-            "actor/skipped_steps": 0.0 if stepped else 1.0,
+            f"{role}/grad_norm": norm,
+            f"{role}/lr": lr,
+            f"{role}/skipped_steps": 0.0 if stepped else 1.0,
         }
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -142,26 +149,25 @@ class FsdpEngine:
         if mine := state.get("rng", {}).get(str(self.rank)):
             _set_random_state(mine, self.device)
 
-    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput:
+    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput | ValueOutput:
         """One pass through the model. An empty batch runs a dummy token, so that every rank takes part in it."""
         _check_mask(batch)
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         batch = batch.to(self.device)
-        logprobs, entropy = self.model(
+        return self.model(
             batch.tokens,
             batch.positions,
             batch.mask,
             lengths,
             self.settings.temperature if temperature is None else temperature,
         )
-        return ModelOutput(logprobs, entropy)
 
-    def _backward(self, batch: FlatBatch, loss: Loss, totals: Totals) -> dict[str, Tensor]:
+    def _backward(self, batch: FlatBatch, loss: Loss[Any], totals: Totals) -> dict[str, Tensor]:
         output = self._run(batch)
         if batch.num_tokens == 0:
-            (output.logprobs.sum() + output.entropy.sum()).backward()  # of nothing: zero gradients, same collectives
+            torch.cat(output).sum().backward()  # of nothing: zero gradients, same collectives
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
         (share * self.world_size).backward()  # FSDP averages over ranks; shares are to be summed

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-__all__ = ["FsdpSettings"]
+__all__ = ["FsdpSettings", "Head"]
+
+Head = Literal["tokens", "value"]
+"""What a model says of a state: which token comes next (a policy), or what it is worth (a critic)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,6 +16,8 @@ class FsdpSettings:
     """All that an `FsdpEngine` is told. A model that is not `trainable` has no optimiser: a reference."""
 
     model_path: str
+    head: Head = "tokens"
+    role: str = "actor"  # before the engine's own metrics: actor/grad_norm, critic/lr
     trainable: bool = True
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
