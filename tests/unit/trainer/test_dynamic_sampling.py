@@ -1,9 +1,10 @@
 """Dynamic sampling: a take follows from the order of the data and from what has signal, never from timing."""
 
 import asyncio
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 from hypothesis import given
@@ -149,6 +150,26 @@ async def test_a_replacement_starts_while_others_still_run() -> None:
     assert started == [0, 1, 2]
     others.set()
     assert groups(await taking) == [1, 2]
+
+
+async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() -> None:
+    class Array:
+        """Something that a weak reference can watch."""
+
+    stored: WeakSet[Array] = WeakSet()
+
+    async def run_group(position: int, row: int) -> list[SampleHandle]:
+        samples = group_of(position, [0.0, 0.0] if position < 3 else [0.0, 1.0])
+        samples = [replace(sample, ref=Array()) for sample in samples]
+        stored.update(sample.ref for sample in samples)
+        return samples
+
+    buffer = EpisodeBuffer(run_group, PromptStream(9, shuffle=False, seed=0), 2, has_signal=differs("score"))
+    buffer.advance(0)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert len(stored) == 4
+    assert {sample.ref for sample in await buffer.take(2)} == set(stored)
 
 
 async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None:

@@ -1,6 +1,7 @@
 """An episode worker turns the samples of a prompt into handles; only training is shaped by length."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import ray
 from verl.agents.runner import EpisodeRunner
 from verl.rewards.overlong import Overlong
 from verl.types import Completion, Prompt, Sample, SamplingParams
-from verl.workers.episodes import EpisodeSettings, EpisodeWorker
+from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker
 
 pytestmark = pytest.mark.unit
 
@@ -57,3 +58,10 @@ async def test_the_scores_of_training_are_shaped_and_those_of_validation_are_not
     assert (trained.score, trained.metrics) == (4.0, {"raw_score": 5.0, "overlong_penalty": -1.0})
     [validated] = await worker.run("val", 0, 8, [5], SAMPLING)
     assert (validated.score, validated.metrics) == (5.0, {})
+
+
+async def test_a_pool_asks_its_workers_in_turn_for_what_it_was_asked(worker: EpisodeWorker) -> None:
+    actor = SimpleNamespace(run=SimpleNamespace(remote=worker.run))
+    idle = SimpleNamespace(run=SimpleNamespace(remote=None))
+    [handle] = await EpisodePool([actor, idle]).run("train", 0, 8, [5], SAMPLING, greedy_baseline=True)
+    assert (handle.score, handle.baseline) == (4.0, -1.0)
