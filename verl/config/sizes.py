@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl.config.needs import uses_critic
 from verl.config.schema import Config
 
 __all__ = [
+    "Cut",
     "Size",
+    "actor_cut",
+    "critic_cut",
+    "critic_optimiser_steps",
     "derived_sizes",
     "engine_count",
     "max_sequence_tokens",
     "optimiser_steps",
+    "policy_steps",
     "render_sizes",
     "total_steps",
     "train_ranks",
@@ -25,6 +31,43 @@ class Size:
     name: str
     value: int
     how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the answers of a step are cut to train one model: mini-batches of prompts, micro-batches of either unit."""
+
+    mini_batch: int
+    epochs: int
+    micro_batch_samples: int | None
+    micro_batch_tokens: int | None
+
+    def optimiser_steps(self, prompts: int) -> int:
+        return _ceil(prompts, self.mini_batch) * self.epochs
+
+
+def actor_cut(config: Config) -> Cut:
+    """How the policy's training is cut."""
+    actor = config.actor_rollout_ref.actor
+    return Cut(
+        mini_batch=actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        micro_batch_samples=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+    )
+
+
+def critic_cut(config: Config) -> Cut:
+    """How the critic's training is cut: as the actor's, where its own settings do not say otherwise."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    return Cut(
+        mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+        epochs=critic.ppo_epochs or actor.ppo_epochs,
+        micro_batch_samples=None if dynamic else critic.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=tokens if dynamic else None,
+    )
 
 
 def train_ranks(config: Config) -> int:
@@ -54,20 +97,25 @@ def total_steps(config: Config, prompts: int) -> int:
 
 
 def optimiser_steps(config: Config, steps: int = 1) -> int:
-    """Optimiser steps of so many steps of the run."""
-    actor = config.actor_rollout_ref.actor
-    return steps * _ceil(config.data.train_batch_size, actor.ppo_mini_batch_size) * actor.ppo_epochs
+    """Optimiser steps of the policy in so many steps that train it."""
+    return steps * actor_cut(config).optimiser_steps(config.data.train_batch_size)
+
+
+def critic_optimiser_steps(config: Config, steps: int = 1) -> int:
+    """Optimiser steps of the critic in so many steps of the run."""
+    return steps * critic_cut(config).optimiser_steps(config.data.train_batch_size)
+
+
+def policy_steps(config: Config, steps: int) -> int:
+    """Of the first so many steps of the run, those that train the policy: not those of trainer.critic_warmup."""
+    return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
 
 
 def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
     """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks, engines, longest = train_ranks(config), engine_count(config), max_sequence_tokens(config)
-    mini_prompts = min(actor.ppo_mini_batch_size, data.train_batch_size)
     answers = data.train_batch_size * rollout.n
-    mini_samples = mini_prompts * rollout.n
-    rank_samples = _ceil(mini_samples, ranks)
-
     rows = [
         Size("prompts a step", data.train_batch_size, "data.train_batch_size"),
         Size("answers a step", answers, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
@@ -83,20 +131,13 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
             f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
             f"ppo_epochs={actor.ppo_epochs}",
         ),
-        Size("samples of a mini-batch", mini_samples, f"{mini_prompts} prompts x rollout.n={rollout.n}"),
-        Size("... on one rank", rank_samples, f"{mini_samples} / {ranks} ranks, rounded up"),
+        *_pieces(config, actor_cut(config), "actor", whose="a"),
     ]
-    if actor.use_dynamic_bsz:
-        rows.append(
-            Size("tokens of a micro-batch and rank", actor.ppo_max_token_len_per_gpu, "actor.ppo_max_token_len_per_gpu")
-        )
-    else:
-        micro = min(actor.ppo_micro_batch_size_per_gpu, rank_samples)
-        rows += [
-            Size("samples of a micro-batch and rank", micro, "actor.ppo_micro_batch_size_per_gpu"),
-            Size("... tokens of it, at most", micro * longest, f"{micro} samples x {longest} tokens"),
-            Size("micro-batches of a mini-batch", _ceil(rank_samples, micro), f"{rank_samples} samples / {micro}"),
-        ]
+    if uses_critic(config):
+        cut = critic_cut(config)
+        how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={cut.mini_batch}) x ppo_epochs={cut.epochs}"
+        rows.append(Size("optimiser steps of the critic a step", critic_optimiser_steps(config), how))
+        rows += _pieces(config, cut, "critic", whose="the critic's")
     if prompts is not None:
         rows.append(
             Size(
@@ -107,6 +148,29 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         )
         rows.append(Size("steps of the run", total_steps(config, prompts), _how_steps(config, prompts)))
     return rows
+
+
+def _pieces(config: Config, cut: Cut, section: str, *, whose: str) -> list[Size]:
+    """The mini-batch and the micro-batches of a model's training."""
+    n, ranks, longest = config.actor_rollout_ref.rollout.n, train_ranks(config), max_sequence_tokens(config)
+    mini_prompts = min(cut.mini_batch, config.data.train_batch_size)
+    mini = mini_prompts * n
+    on_rank = _ceil(mini, ranks)
+    rows = [
+        Size(f"samples of {whose} mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
+        Size("... on one rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
+    ]
+    if cut.micro_batch_samples is None:
+        assert cut.micro_batch_tokens is not None
+        how = f"{section}.ppo_max_token_len_per_gpu"
+        return [*rows, Size(f"tokens of {whose} micro-batch and rank", cut.micro_batch_tokens, how)]
+    micro = min(cut.micro_batch_samples, on_rank)
+    return [
+        *rows,
+        Size(f"samples of {whose} micro-batch and rank", micro, f"{section}.ppo_micro_batch_size_per_gpu"),
+        Size("... tokens of it, at most", micro * longest, f"{micro} samples x {longest} tokens"),
+        Size(f"micro-batches of {whose} mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
+    ]
 
 
 def render_sizes(rows: list[Size]) -> str:

@@ -11,12 +11,26 @@ from hypothesis import strategies as st
 
 from verl.config.load import load, load_dict
 from verl.config.schema import Config
-from verl.config.sizes import derived_sizes, engine_count, max_sequence_tokens, render_sizes, total_steps, train_ranks
+from verl.config.sizes import (
+    Cut,
+    actor_cut,
+    critic_cut,
+    critic_optimiser_steps,
+    derived_sizes,
+    engine_count,
+    max_sequence_tokens,
+    policy_steps,
+    render_sizes,
+    total_steps,
+    train_ranks,
+)
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{A}.policy_loss.loss_mode"
+GAE = "algorithm.adv_estimator=gae"
 COSINE = f"{A}.optim.lr_scheduler_type=cosine"
 
 
@@ -52,6 +66,30 @@ def problem(*overrides: str) -> str:
             [f"{A}.optim.lr_warmup_steps_ratio=0.9", "trainer.total_training_steps=1", COSINE],
             f"set {A}.optim.lr_warmup_steps_ratio=0.1",
         ),
+        (
+            [GAE, "critic.optim.lr_warmup_steps=41", "trainer.total_training_steps=10"],
+            "set critic.optim.lr_warmup_steps=40",
+        ),
+        (
+            [GAE, f"{A}.optim.lr_warmup_steps=37", "trainer.critic_warmup=1", "trainer.total_training_steps=10"],
+            f"set {A}.optim.lr_warmup_steps=36",
+        ),
+        ([GAE, "trainer.critic_warmup=10", "trainer.total_training_steps=10"], "set trainer.critic_warmup=1"),
+        ([f"{R}.n=1", f"{LOSS}=dpo"], f"set {R}.n=8"),
+        ([f"{R}.n=1", f"{LOSS}=sppo"], f"set {R}.n=8"),
+        ([f"{R}.n=1", "algorithm.adv_estimator=grpo_passk"], f"set {R}.n=8"),
+        ([f"{R}.n=1", "algorithm.filter_groups.enable=true", f"{LOSS}=dpo"], f"set {R}.n=8"),
+        ([f"{LOSS}=clip_cov", f"{A}.policy_loss.clip_cov_lb=5"], f"set {A}.policy_loss.clip_cov_lb=1.0"),
+        (["reward.overlong_buffer.enable=true"], "set reward.overlong_buffer.len=102"),
+        (
+            ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=513"],
+            "set reward.overlong_buffer.len=102",
+        ),
+        (["reward.prime.enable=true"], "set algorithm.adv_estimator=rloo"),
+        (
+            ["reward.prime.enable=true", "algorithm.adv_estimator=rloo", f"{LOSS}=dpo"],
+            f"set {A}.policy_loss.loss_mode=vanilla",
+        ),
         (["trainer.test_freq=5"], "set data.val_files=test.parquet"),
         (
             ["trainer.resume_mode=path"],
@@ -68,7 +106,20 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([f"{R}.n=1"], "leaves GRPO no group"),
+        ([f"{R}.n=1"], "leaves algorithm.adv_estimator=grpo no group to compare with"),
+        ([f"{R}.n=1", "algorithm.adv_estimator=opo"], "leaves algorithm.adv_estimator=opo no group"),
+        ([f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "counts twice"),
+        (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"], "set algorithm.use_kl_in_reward=false"),
+        ([GAE, "critic.ppo_mini_batch_size=2000"], "set critic.ppo_mini_batch_size=1024"),
+        ([GAE, "critic.ppo_mini_batch_size=1000"], "the last mini-batch of a step has 24 prompts"),
+        (
+            [GAE, "critic.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"],
+            "critic.ppo_mini_batch_size: a mini-batch",
+        ),
+        (
+            [GAE, "critic.use_dynamic_bsz=true", "critic.ppo_max_token_len_per_gpu=900"],
+            "set critic.ppo_max_token_len_per_gpu=1024",
+        ),
         ([f"{R}.temperature=1.7"], "mostly noise"),
         ([f"{R}.val_kwargs.n=4"], "4 greedy answers are all the same"),
         (["data.train_batch_size=64"], "each step is one mini-batch"),
@@ -150,6 +201,37 @@ def test_a_warm_up_that_ends_within_the_run_is_fine(overrides: list[str]) -> Non
     assert hints(*overrides) == []
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{R}.n=1", GAE],
+        [f"{R}.n=1", "algorithm.adv_estimator=remax"],
+        [f"{R}.n=2", f"{LOSS}=dpo"],
+        ["reward.prime.enable=true", "algorithm.adv_estimator=rloo"],
+        ["reward.prime.enable=true", "algorithm.adv_estimator=my.module:estimator"],
+        ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=512"],
+        [GAE, "trainer.critic_warmup=9", "trainer.total_training_steps=10"],
+        ["algorithm.use_kl_in_reward=true", "algorithm.kl_penalty=k3", "trainer.ref_update_freq=5"],
+        ["algorithm.rollout_correction.rollout_rs=geometric", "algorithm.rollout_correction.rollout_rs_threshold=1.01"],
+        [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.28", "algorithm.filter_groups.enable=true"],
+    ],
+)
+def test_algorithms_that_fit_together_load_without_a_word(overrides: list[str]) -> None:
+    assert hints(*overrides) == []
+
+
+@pytest.mark.parametrize("override", ["rollout_rs_threshold=1.0", "rollout_rs_threshold_lower=1.0"])
+def test_the_bounds_of_a_rejection_lie_on_both_sides_of_one(override: str) -> None:
+    assert "algorithm.rollout_correction.rollout_rs_threshold" in problem(
+        "algorithm.rollout_correction.rollout_rs=token", f"algorithm.rollout_correction.{override}"
+    )
+
+
+def test_bounds_that_nothing_uses_are_not_compared() -> None:
+    [hint] = hints(f"{LOSS}=gpg", f"{A}.clip_ratio_low=0.3")
+    assert hint.startswith(f"{A}.clip_ratio_low=0.3 has no effect: only {LOSS}=vanilla or gspo or ")
+
+
 def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> None:
     assert hints("trainer.deterministic=true", f"{R}.name=hf") == []
     assert hints(f"{A}.use_torch_compile=false") == []
@@ -215,6 +297,38 @@ def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
     assert found["tokens of a micro-batch and rank"] == 16384
     assert "samples of a micro-batch and rank" not in found
     assert "steps an epoch" not in found
+
+
+def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
+    overrides = [GAE, "data.train_batch_size=256", "trainer.n_gpus_per_node=4", f"{A}.ppo_mini_batch_size=64"]
+    overrides += ["critic.ppo_micro_batch_size_per_gpu=4", "critic.ppo_epochs=2"]
+    [loaded] = load(overrides, complete=False)
+    rows = [(size.name, size.value, size.how) for size in derived_sizes(loaded.config)]
+    start = next(i for i, (name, *_) in enumerate(rows) if "critic" in name)
+    assert rows[start:] == [
+        ("optimiser steps of the critic a step", 8, "ceil(256 / ppo_mini_batch_size=64) x ppo_epochs=2"),
+        ("samples of the critic's mini-batch", 64, "64 prompts x rollout.n=1"),
+        ("... on one rank", 16, "64 / 4 ranks, rounded up"),
+        ("samples of the critic's micro-batch and rank", 4, "critic.ppo_micro_batch_size_per_gpu"),
+        ("... tokens of it, at most", 4096, "4 samples x 1024 tokens"),
+        ("micro-batches of the critic's mini-batch", 4, "16 samples / 4"),
+    ]
+
+
+def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
+    actor = [f"{A}.ppo_mini_batch_size=32", f"{A}.ppo_epochs=3", f"{A}.use_dynamic_bsz=true"]
+    [loaded] = load([GAE, *actor, f"{A}.ppo_max_token_len_per_gpu=5000"], complete=False)
+    assert critic_cut(loaded.config) == actor_cut(loaded.config) == Cut(32, 3, None, 5000)
+    own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
+    [loaded] = load([GAE, *actor, *own], complete=False)
+    assert critic_cut(loaded.config) == Cut(8, 1, 8, None)
+    assert critic_optimiser_steps(loaded.config, 10) == 1280
+
+
+def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:
+    config = load([GAE, "trainer.critic_warmup=3"], complete=False)[0].config
+    assert [policy_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 7]
+    assert policy_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 10
 
 
 small = st.integers(1, 40)

@@ -77,14 +77,22 @@ class PolicyLossConfig(Section):
     tau_pos: float = setting(1.0, "How steeply sapo's gate closes where the advantage is positive.", gt=0)
     tau_neg: float = setting(1.05, "The same where it is negative.", gt=0)
     clip_cov_ratio: float = setting(
-        2e-4, "Tokens that clip_cov takes the gradient from, of those within its bounds.", unit="share", ge=0, le=1
+        2e-4,
+        "Of all tokens, so many lose their gradient (clip_cov): drawn from those within its bounds.",
+        unit="share",
+        ge=0,
+        le=1,
     )
-    clip_cov_lb: float = setting(1.0, "Lower bound of the covariance of such tokens.")
-    clip_cov_ub: float = setting(5.0, "Upper bound of it.")
+    clip_cov_lb: float = setting(1.0, "Lower bound of the covariance of log-prob and advantage (clip_cov).")
+    clip_cov_ub: float = setting(5.0, "Upper bound of it (clip_cov).")
     kl_cov_ratio: float = setting(
-        2e-4, "Tokens that kl_cov holds back: those of the largest covariance.", unit="share", ge=0, le=1
+        2e-4,
+        "Of all tokens, so many are held to the old policy (kl_cov): those of the largest covariance.",
+        unit="share",
+        ge=0,
+        le=1,
     )
-    ppo_kl_coef: float = setting(0.1, "Weight of the KL to the old policy on these tokens (kl_cov).", ge=0)
+    ppo_kl_coef: float = setting(0.1, "Weight of the distance to the old policy on these (kl_cov).", ge=0)
     dpo_beta: float = setting(0.1, "How strongly dpo holds the policy to the reference.", gt=0)
     sppo_eta: float = setting(1.0, "How far sppo moves from the reference for an answer that wins.", gt=0)
 

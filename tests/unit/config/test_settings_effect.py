@@ -1,0 +1,258 @@
+"""Which settings of an algorithm do something with which estimator and loss; those that do not are named at start.
+
+The table below says it for every setting of these sections. A new setting has to be put there, or a test fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+import pytest
+
+from verl.config.keys import graft
+from verl.config.load import load
+from verl.config.mutes import mute_of
+from verl.config.needs import uses_critic, uses_preferences, uses_reference
+from verl.config.schema import Config, settings_of
+
+pytestmark = pytest.mark.unit
+
+A, LOSS, REF = "actor_rollout_ref.actor", "actor_rollout_ref.actor.policy_loss", "actor_rollout_ref.ref"
+SECTIONS = ("algorithm", LOSS, "critic", "reward.prime", "reward.overlong_buffer")
+ESTIMATORS = settings_of(Config)["algorithm.adv_estimator"].choices
+LOSSES = settings_of(Config)[f"{LOSS}.loss_mode"].choices
+OWN = "my_package.module:function"
+
+
+@dataclass(frozen=True)
+class Effect:
+    """A setting is in effect with these estimators and these losses, and only while all of `switches` are set."""
+
+    estimators: Iterable[str] = ESTIMATORS
+    losses: Iterable[str] = LOSSES
+    switches: tuple[tuple[str, Any], ...] = ()
+
+
+ADVANTAGES = [name for name in LOSSES if name not in ("dpo", "sppo")]
+CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
+PER_TOKEN = [name for name in LOSSES if name not in ("gspo", "geo_mean", "dpo", "sppo")]
+ALWAYS = Effect()
+CRITIC = Effect(estimators=["gae"], losses=ADVANTAGES)
+
+
+def when(*switches: tuple[str, Any]) -> Effect:
+    return Effect(switches=switches)
+
+
+def critic_when(key: str, value: Any) -> Effect:
+    return Effect(["gae"], ADVANTAGES, ((key, value),))
+
+
+def only(*losses: str) -> Effect:
+    return Effect(losses=losses)
+
+
+KL_REWARD = ("algorithm.use_kl_in_reward", True)
+ADAPTIVE = ("algorithm.kl_ctrl.type", "adaptive")
+FILTERED = ("algorithm.filter_groups.enable", True)
+CORRECTED = ("algorithm.rollout_correction.rollout_is", "token")
+REJECTED = ("algorithm.rollout_correction.rollout_rs", "geometric")
+OVERLONG = ("reward.overlong_buffer.enable", True)
+PRIME = ("reward.prime.enable", True)
+
+EFFECTS: dict[str, Effect] = {
+    "algorithm.adv_estimator": Effect(losses=ADVANTAGES),
+    "algorithm.gamma": Effect(("gae", "reinforce_plus_plus"), ADVANTAGES),
+    "algorithm.lam": Effect(("gae",), ADVANTAGES),
+    "algorithm.norm_adv_by_std_in_grpo": Effect(("grpo", "grpo_vectorized", "grpo_passk"), ADVANTAGES),
+    "algorithm.use_kl_in_reward": ALWAYS,
+    "algorithm.kl_penalty": when(KL_REWARD),
+    "algorithm.kl_ctrl.type": when(KL_REWARD),
+    "algorithm.kl_ctrl.kl_coef": when(KL_REWARD),
+    "algorithm.kl_ctrl.horizon": when(KL_REWARD, ADAPTIVE),
+    "algorithm.kl_ctrl.target_kl": when(KL_REWARD, ADAPTIVE),
+    "algorithm.filter_groups.enable": ALWAYS,
+    "algorithm.filter_groups.metric": when(FILTERED),
+    "algorithm.filter_groups.max_num_gen_batches": when(FILTERED),
+    "algorithm.rollout_correction.rollout_is": ALWAYS,
+    "algorithm.rollout_correction.rollout_is_threshold": when(CORRECTED),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": when(CORRECTED),
+    "algorithm.rollout_correction.rollout_rs": ALWAYS,
+    "algorithm.rollout_correction.rollout_rs_threshold": when(REJECTED),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": when(REJECTED),
+    f"{LOSS}.loss_mode": ALWAYS,
+    f"{LOSS}.tau_pos": only("sapo"),
+    f"{LOSS}.tau_neg": only("sapo"),
+    f"{LOSS}.clip_cov_ratio": only("clip_cov"),
+    f"{LOSS}.clip_cov_lb": only("clip_cov"),
+    f"{LOSS}.clip_cov_ub": only("clip_cov"),
+    f"{LOSS}.kl_cov_ratio": only("kl_cov"),
+    f"{LOSS}.ppo_kl_coef": only("kl_cov"),
+    f"{LOSS}.dpo_beta": only("dpo"),
+    f"{LOSS}.sppo_eta": only("sppo"),
+    "critic.strategy": CRITIC,
+    "critic.model.path": CRITIC,
+    "critic.model.enable_gradient_checkpointing": CRITIC,
+    "critic.optim.lr": CRITIC,
+    "critic.optim.weight_decay": CRITIC,
+    "critic.optim.betas": CRITIC,
+    "critic.optim.eps": CRITIC,
+    "critic.optim.lr_warmup_steps": CRITIC,
+    "critic.optim.lr_warmup_steps_ratio": CRITIC,
+    "critic.optim.lr_scheduler_type": CRITIC,
+    "critic.optim.min_lr_ratio": critic_when("critic.optim.lr_scheduler_type", "cosine"),
+    "critic.ppo_mini_batch_size": CRITIC,
+    "critic.ppo_micro_batch_size_per_gpu": CRITIC,
+    "critic.use_dynamic_bsz": CRITIC,
+    "critic.ppo_max_token_len_per_gpu": critic_when("critic.use_dynamic_bsz", True),
+    "critic.ppo_epochs": CRITIC,
+    "critic.loss_agg_mode": CRITIC,
+    "critic.cliprange_value": CRITIC,
+    "critic.grad_clip": CRITIC,
+    "critic.fsdp_config.model_dtype": CRITIC,
+    "critic.fsdp_config.dtype": CRITIC,
+    "critic.fsdp_config.reshard_after_forward": CRITIC,
+    "critic.fsdp_config.param_offload": CRITIC,
+    "critic.fsdp_config.optimizer_offload": CRITIC,
+    "critic.fsdp_config.offload_policy": CRITIC,
+    "reward.prime.enable": ALWAYS,
+    "reward.prime.model_path": when(PRIME),
+    "reward.prime.lr": when(PRIME),
+    "reward.prime.beta": when(PRIME),
+    "reward.prime.coef": when(PRIME),
+    "reward.prime.grad_clip": when(PRIME),
+    "reward.overlong_buffer.enable": ALWAYS,
+    "reward.overlong_buffer.len": when(OVERLONG),
+    "reward.overlong_buffer.penalty_factor": when(OVERLONG),
+    # settings of other sections that depend on the algorithm
+    "trainer.critic_warmup": CRITIC,
+    f"{A}.clip_ratio": only(*CLIPPED),
+    f"{A}.clip_ratio_low": only(*CLIPPED),
+    f"{A}.clip_ratio_high": only(*CLIPPED),
+    f"{A}.clip_ratio_c": only("vanilla", "clip_cov"),
+    f"{A}.loss_agg_mode": only(*PER_TOKEN),
+    f"{A}.loss_scale_factor": Effect(losses=PER_TOKEN, switches=((f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),)),
+    f"{A}.kl_loss_coef": when((f"{A}.use_kl_loss", True)),
+    f"{A}.kl_loss_type": when((f"{A}.use_kl_loss", True)),
+}
+
+
+def config(*values: tuple[str, Any]) -> Config:
+    tree: dict[str, Any] = {}
+    for key, value in values:
+        graft(tree, tuple(key.split(".")), value)
+    return Config.model_validate(tree)
+
+
+@cache
+def algorithm(estimator: str, loss: str, *more: tuple[str, Any]) -> Config:
+    return config(("algorithm.adv_estimator", estimator), (f"{LOSS}.loss_mode", loss), *more)
+
+
+def test_every_setting_of_an_algorithm_is_in_the_table_and_the_table_has_no_other() -> None:
+    declared = {key for key, found in settings_of(Config).items() if found.section is None}
+    of_algorithms = {key for key in declared if key.startswith(tuple(f"{section}." for section in SECTIONS))}
+    assert of_algorithms - set(EFFECTS) == set(), "say in EFFECTS when it has an effect, and in verl/config/mutes.py"
+    assert set(EFFECTS) - declared == set()
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_a_setting_has_an_effect_or_is_mute_with_each_algorithm_as_the_table_says(key: str) -> None:
+    effect = EFFECTS[key]
+    for estimator, loss in product(ESTIMATORS, LOSSES):
+        mute = mute_of(algorithm(estimator, loss, *effect.switches), key)
+        used = estimator in effect.estimators and loss in effect.losses
+        assert (mute is None) == used, (estimator, loss, mute)
+
+
+@pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if effect.switches])
+def test_a_setting_is_mute_while_one_of_its_switches_is_off(key: str) -> None:
+    effect = EFFECTS[key]
+    estimator, loss = next(iter(effect.estimators)), next(iter(effect.losses))
+    assert mute_of(algorithm(estimator, loss, *effect.switches), key) is None
+    for off in effect.switches:
+        switches = [switch for switch in effect.switches if switch != off]
+        assert mute_of(algorithm(estimator, loss, *switches), key) is not None, off
+
+
+@pytest.mark.parametrize("key", EFFECTS)
+def test_a_function_of_ones_own_may_use_every_setting_but_those_of_models_that_are_not_there(key: str) -> None:
+    of_own_estimator = mute_of(algorithm(OWN, "vanilla", *EFFECTS[key].switches), key)
+    of_own_loss = mute_of(algorithm("gae", OWN, *EFFECTS[key].switches), key)
+    critics = key.startswith("critic.") or key == "trainer.critic_warmup"
+    assert (of_own_estimator is None) == ("vanilla" in EFFECTS[key].losses and not critics)
+    assert (of_own_loss is None) == ("gae" in EFFECTS[key].estimators)
+
+
+@pytest.mark.parametrize("term", [(f"{A}.use_kl_loss", True), (f"{A}.entropy_coeff", 0.01)])
+def test_a_loss_over_sequences_leaves_the_aggregation_to_the_other_terms(term: tuple[str, Any]) -> None:
+    assert mute_of(algorithm("grpo", "gspo"), f"{A}.loss_agg_mode") is not None
+    assert mute_of(algorithm("grpo", "gspo", term), f"{A}.loss_agg_mode") is None
+
+
+@pytest.mark.parametrize(
+    "need",
+    [(f"{A}.use_kl_loss", True), KL_REWARD, (f"{LOSS}.loss_mode", "dpo"), (f"{LOSS}.loss_mode", "sppo"), PRIME],
+)
+def test_the_reference_and_its_settings_are_there_only_if_something_looks_at_it(need: tuple[str, Any]) -> None:
+    keys = ("trainer.ref_update_freq", f"{REF}.fsdp_config.param_offload")
+    assert not uses_reference(config())
+    assert all(mute_of(config(), key) for key in keys)
+    assert uses_reference(config(need))
+    assert not any(mute_of(config(need), key) for key in keys)
+
+
+def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
+    for estimator, loss in product((*ESTIMATORS, OWN), (*LOSSES, OWN)):
+        assert uses_preferences(algorithm(estimator, loss)) == (loss in ("dpo", "sppo"))
+        assert uses_critic(algorithm(estimator, loss)) == (estimator == "gae" and loss not in ("dpo", "sppo"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["algorithm.gamma=0.9"],
+            "algorithm.gamma=0.9 has no effect: only algorithm.adv_estimator=gae or reinforce_plus_plus uses it",
+        ),
+        (
+            ["algorithm.kl_ctrl.kl_coef=0.01"],
+            "algorithm.kl_ctrl.kl_coef=0.01 has no effect: algorithm.use_kl_in_reward=false "
+            f"(the KL of the loss is {A}.kl_loss_coef)",
+        ),
+        (
+            ["critic.optim.lr=1e-4"],
+            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic",
+        ),
+        (
+            ["algorithm.adv_estimator=rloo", f"{LOSS}.loss_mode=dpo"],
+            f"algorithm.adv_estimator=rloo has no effect: {LOSS}.loss_mode=dpo and sppo compare scores, "
+            "without advantages",
+        ),
+        (
+            [f"{LOSS}.tau_pos=2", f"{LOSS}.loss_mode=cispo"],
+            f"{LOSS}.tau_pos=2.0 has no effect: only {LOSS}.loss_mode=sapo uses it",
+        ),
+        (
+            ["reward.prime.coef=1"],
+            "reward.prime.coef=1.0 has no effect: reward.prime.enable=false",
+        ),
+    ],
+)
+def test_a_mute_setting_is_named_once_with_its_value_and_the_reason(overrides: list[str], says: str) -> None:
+    [loaded] = load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)
+    assert list(loaded.hints) == [says]
+
+
+def test_a_setting_that_is_mute_for_two_reasons_is_named_once() -> None:
+    overrides = [f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.2", f"{LOSS}.loss_mode=gpg"]
+    [loaded] = load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)
+    assert [hint.partition("=")[0] for hint in loaded.hints] == [
+        f"{A}.clip_ratio",
+        f"{A}.clip_ratio_low",
+        f"{A}.clip_ratio_high",
+    ]

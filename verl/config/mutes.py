@@ -1,0 +1,316 @@
+"""Settings without effect: which do nothing beside which others, and why. None of them goes unsaid."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from verl.config.findings import ACTOR, REF, ROLLOUT, Finding, changed, keys_below, keys_of, value_of
+from verl.config.keys import written
+from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
+from verl.config.schema import Config
+from verl.config.schema.actor import OptimConfig
+from verl.config.sizes import critic_cut
+
+__all__ = ["Mute", "mute_of", "without_effect"]
+
+
+@dataclass(frozen=True, slots=True)
+class Mute:
+    """Settings that do nothing while `when` holds."""
+
+    keys: tuple[str, ...]
+    when: Callable[[Config], bool]
+    why: str
+    rests_on: tuple[str, ...]
+
+
+def without_effect(config: Config) -> Iterator[Finding]:
+    """Every setting that was given and does nothing, with the first reason for it."""
+    for key in dict.fromkeys(key for mute in _MUTES for key in mute.keys):
+        mute = mute_of(config, key) if changed(config, key) else None
+        if mute is not None:
+            value = written(value_of(config, key))
+            yield Finding((key, *mute.rests_on), f"{key}={value} has no effect: {mute.why}")
+
+
+def mute_of(config: Config, key: str) -> Mute | None:
+    """Why the setting of that key does nothing in this run, whatever its value; None if it is in effect."""
+    return next((mute for mute in _MUTES if key in mute.keys and mute.when(config)), None)
+
+
+# --- the algorithm
+
+_ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+def _only(choice: str, *names: str, use: tuple[str, ...]) -> Mute:
+    """Settings that only these estimators or losses use. One of the user's own may use any."""
+
+    def others(config: Config) -> bool:
+        chosen = str(value_of(config, choice))
+        return chosen not in names and not is_own_function(chosen)
+
+    return Mute(use, others, f"only {choice}={' or '.join(names)} uses it", (choice,))
+
+
+def _aggregates_by_sequence_alone(config: Config) -> bool:
+    """Losses that are means over sequences by definition, and no other term of the objective to aggregate."""
+    actor = config.actor_rollout_ref.actor
+    by_sequence = actor.policy_loss.loss_mode in ("gspo", "geo_mean", "dpo", "sppo")
+    return by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
+
+
+_ALGORITHM = (
+    Mute(
+        (
+            *keys_of("algorithm", "adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo"),
+            *("trainer.critic_warmup", *keys_below("critic")),
+        ),
+        uses_preferences,
+        f"{_LOSS}=dpo and sppo compare scores, without advantages",
+        (_LOSS,),
+    ),
+    _only(_ESTIMATOR, "gae", "reinforce_plus_plus", use=("algorithm.gamma",)),
+    _only(_ESTIMATOR, "gae", use=("algorithm.lam",)),
+    _only(_ESTIMATOR, "grpo", "grpo_vectorized", "grpo_passk", use=("algorithm.norm_adv_by_std_in_grpo",)),
+    Mute(
+        ("trainer.critic_warmup", *keys_below("critic")),
+        lambda c: not uses_critic(c),
+        f"only {_ESTIMATOR}=gae trains a critic",
+        (_ESTIMATOR,),
+    ),
+    Mute(
+        ("algorithm.kl_penalty", *keys_below("algorithm.kl_ctrl")),
+        lambda c: not c.algorithm.use_kl_in_reward,
+        f"algorithm.use_kl_in_reward=false (the KL of the loss is {ACTOR}.kl_loss_coef)",
+        ("algorithm.use_kl_in_reward",),
+    ),
+    Mute(
+        keys_of("algorithm.kl_ctrl", "horizon", "target_kl"),
+        lambda c: c.algorithm.kl_ctrl.type != "adaptive",
+        "algorithm.kl_ctrl.type=fixed does not steer",
+        ("algorithm.kl_ctrl.type",),
+    ),
+    Mute(
+        keys_of("algorithm.filter_groups", "metric", "max_num_gen_batches"),
+        lambda c: not c.algorithm.filter_groups.enable,
+        "algorithm.filter_groups.enable=false",
+        ("algorithm.filter_groups.enable",),
+    ),
+    Mute(
+        keys_of(_CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize"),
+        lambda c: c.algorithm.rollout_correction.rollout_is is None,
+        f"{_CORRECTION}.rollout_is=null",
+        (f"{_CORRECTION}.rollout_is",),
+    ),
+    Mute(
+        keys_of(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
+        lambda c: c.algorithm.rollout_correction.rollout_rs is None,
+        f"{_CORRECTION}.rollout_rs=null",
+        (f"{_CORRECTION}.rollout_rs",),
+    ),
+    Mute(
+        keys_of("reward.overlong_buffer", "len", "penalty_factor"),
+        lambda c: not c.reward.overlong_buffer.enable,
+        "reward.overlong_buffer.enable=false",
+        ("reward.overlong_buffer.enable",),
+    ),
+    Mute(
+        tuple(key for key in keys_below("reward.prime") if key != "reward.prime.enable"),
+        lambda c: not c.reward.prime.enable,
+        "reward.prime.enable=false",
+        ("reward.prime.enable",),
+    ),
+)
+
+_POLICY_LOSS = (
+    _only(
+        _LOSS,
+        *("vanilla", "gspo", "cispo", "geo_mean", "clip_cov"),
+        use=keys_of(ACTOR, "clip_ratio", "clip_ratio_low", "clip_ratio_high"),
+    ),
+    _only(_LOSS, "vanilla", "clip_cov", use=(f"{ACTOR}.clip_ratio_c",)),
+    _only(_LOSS, "sapo", use=keys_of(f"{ACTOR}.policy_loss", "tau_pos", "tau_neg")),
+    _only(_LOSS, "clip_cov", use=keys_of(f"{ACTOR}.policy_loss", "clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+    _only(_LOSS, "kl_cov", use=keys_of(f"{ACTOR}.policy_loss", "kl_cov_ratio", "ppo_kl_coef")),
+    _only(_LOSS, "dpo", use=(f"{ACTOR}.policy_loss.dpo_beta",)),
+    _only(_LOSS, "sppo", use=(f"{ACTOR}.policy_loss.sppo_eta",)),
+    Mute(
+        keys_of(ACTOR, "loss_agg_mode", "loss_scale_factor"),
+        _aggregates_by_sequence_alone,
+        f"{_LOSS}=gspo, geo_mean, dpo and sppo are means over sequences by definition",
+        (_LOSS, *keys_of(ACTOR, "use_kl_loss", "entropy_coeff")),
+    ),
+    Mute(
+        keys_of(ACTOR, "loss_scale_factor"),
+        lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        f"only {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by it",
+        (f"{ACTOR}.loss_agg_mode",),
+    ),
+    Mute(
+        keys_of(ACTOR, "clip_ratio"),
+        lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
+        "clip_ratio_low and clip_ratio_high are both given",
+        keys_of(ACTOR, "clip_ratio_low", "clip_ratio_high"),
+    ),
+    Mute(
+        keys_of(ACTOR, "kl_loss_coef", "kl_loss_type"),
+        lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
+        f"{ACTOR}.use_kl_loss=false",
+        (f"{ACTOR}.use_kl_loss",),
+    ),
+    Mute(
+        ("trainer.ref_update_freq", *keys_below(REF)),
+        lambda c: not uses_reference(c),
+        "there is no reference; use_kl_loss, use_kl_in_reward, loss_mode=dpo or sppo, or reward.prime would make one",
+        (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward", _LOSS, "reward.prime.enable"),
+    ),
+    Mute(
+        keys_of(REF, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
+        lambda c: True,
+        f"the reference is cut as {ROLLOUT}.log_prob_micro_batch_size_per_gpu and log_prob_max_token_len_per_gpu say",
+        (),
+    ),
+)
+
+
+# --- training
+
+
+def _of_schedule(section: str, optim: Callable[[Config], OptimConfig]) -> tuple[Mute, Mute]:
+    return (
+        Mute(
+            (f"{section}.lr_warmup_steps_ratio",),
+            lambda c: optim(c).lr_warmup_steps is not None,
+            f"{section}.lr_warmup_steps is given",
+            (f"{section}.lr_warmup_steps",),
+        ),
+        Mute(
+            (f"{section}.min_lr_ratio",),
+            lambda c: optim(c).lr_scheduler_type == "constant",
+            f"{section}.lr_scheduler_type=constant",
+            (f"{section}.lr_scheduler_type",),
+        ),
+    )
+
+
+_DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
+
+_TRAINING = (
+    Mute(
+        (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
+        lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{ACTOR}.use_dynamic_bsz=false",
+        (f"{ACTOR}.use_dynamic_bsz",),
+    ),
+    Mute(
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
+        lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
+        f"{ACTOR}.use_dynamic_bsz=true counts tokens",
+        (f"{ACTOR}.use_dynamic_bsz",),
+    ),
+    Mute(
+        ("critic.ppo_max_token_len_per_gpu",),
+        lambda c: critic_cut(c).micro_batch_tokens is None,
+        "the critic's use_dynamic_bsz is false",
+        _DYNAMIC,
+    ),
+    Mute(
+        ("critic.ppo_micro_batch_size_per_gpu",),
+        lambda c: critic_cut(c).micro_batch_samples is None,
+        "the critic's use_dynamic_bsz is true, and counts tokens",
+        _DYNAMIC,
+    ),
+    *_of_schedule(f"{ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
+    *_of_schedule("critic.optim", lambda c: c.critic.optim),
+    Mute(
+        ("trainer.total_epochs",),
+        lambda c: c.trainer.total_training_steps is not None,
+        "trainer.total_training_steps is given",
+        ("trainer.total_training_steps",),
+    ),
+    Mute(
+        ("trainer.max_ckpts_to_keep",),
+        lambda c: c.trainer.save_freq == -1,
+        "trainer.save_freq=-1 saves none",
+        ("trainer.save_freq",),
+    ),
+    Mute(
+        ("trainer.resume_from_path",),
+        lambda c: c.trainer.resume_mode != "path",
+        "trainer.resume_mode is not path",
+        ("trainer.resume_mode",),
+    ),
+)
+
+
+# --- generation and data
+
+_ENGINE_ONLY = (
+    "gpu_memory_utilization",
+    "cpu_cache_gib",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "enforce_eager",
+    "load_format",
+    "engine_kwargs.vllm",
+)
+
+_GENERATION = (
+    Mute(
+        keys_of(ROLLOUT, *_ENGINE_ONLY),
+        lambda c: c.actor_rollout_ref.rollout.name == "hf",
+        f"{ROLLOUT}.name=hf",
+        (f"{ROLLOUT}.name",),
+    ),
+    Mute(
+        keys_of(ROLLOUT, "val_kwargs.temperature", "val_kwargs.top_p", "val_kwargs.top_k"),
+        lambda c: c.actor_rollout_ref.rollout.val_kwargs.do_sample is False,
+        f"{ROLLOUT}.val_kwargs.do_sample=false is greedy",
+        (f"{ROLLOUT}.val_kwargs.do_sample",),
+    ),
+    Mute(
+        keys_of(ROLLOUT, "gpu_memory_utilization"),
+        lambda c: c.trainer.device == "cpu",
+        f"trainer.device=cpu; {ROLLOUT}.cpu_cache_gib is what counts",
+        ("trainer.device",),
+    ),
+    Mute(
+        keys_of(ROLLOUT, "cpu_cache_gib"),
+        lambda c: c.trainer.device == "cuda",
+        f"trainer.device=cuda; {ROLLOUT}.gpu_memory_utilization is what counts",
+        ("trainer.device",),
+    ),
+)
+
+_DATA = (
+    Mute(
+        keys_of("reward.custom_reward_function", "name", "reward_kwargs"),
+        lambda c: c.reward.custom_reward_function.path is None,
+        "reward.custom_reward_function.path is not given",
+        ("reward.custom_reward_function.path",),
+    ),
+    Mute(
+        keys_of("data", "val_batch_size", "val_max_samples"),
+        lambda c: c.data.val_files is None,
+        "data.val_files is not given",
+        ("data.val_files",),
+    ),
+    Mute(
+        ("data.truncation",),
+        lambda c: c.data.filter_overlong_prompts,
+        "data.filter_overlong_prompts=true leaves nothing to cut",
+        ("data.filter_overlong_prompts",),
+    ),
+    Mute(
+        ("data.seed",),
+        lambda c: not c.data.shuffle,
+        "data.shuffle=false",
+        ("data.shuffle",),
+    ),
+)
+
+_MUTES = (*_ALGORITHM, *_POLICY_LOSS, *_TRAINING, *_GENERATION, *_DATA)

@@ -1,0 +1,32 @@
+"""What a run needs beside the policy, as its algorithm says: the checks and the assembly of a run ask here."""
+
+from __future__ import annotations
+
+from verl.config.schema import Config
+
+__all__ = ["is_own_function", "uses_critic", "uses_preferences", "uses_reference"]
+
+
+def is_own_function(name: str) -> bool:
+    """Whether an estimator or a loss is the user's own, written as package.module:function."""
+    return ":" in name
+
+
+def uses_preferences(config: Config) -> bool:
+    """Whether the loss compares the scored answers to a prompt with each other: it needs two, and no advantages."""
+    return config.actor_rollout_ref.actor.policy_loss.loss_mode in ("dpo", "sppo")
+
+
+def uses_critic(config: Config) -> bool:
+    """Whether a value model is trained beside the policy."""
+    return config.algorithm.adv_estimator == "gae" and not uses_preferences(config)
+
+
+def uses_reference(config: Config) -> bool:
+    """Whether anything looks at the log-probs of the reference."""
+    return (
+        config.actor_rollout_ref.actor.use_kl_loss
+        or config.algorithm.use_kl_in_reward
+        or config.reward.prime.enable
+        or uses_preferences(config)
+    )
