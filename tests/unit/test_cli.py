@@ -53,7 +53,7 @@ def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.Cap
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "critic.optim.lr"]) == 0
+    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.local"]) == 0
     text = capsys.readouterr().out
     assert "Prompts drawn a step" in text
     assert "default: 1024" in text

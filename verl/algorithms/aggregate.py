@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MODES", "Totals", "aggregate", "segment_sum", "totals_of"]
+__all__ = ["MODES", "Totals", "aggregate", "segment_ids", "segment_sum", "totals_of"]
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -27,7 +27,7 @@ class Totals:
     sequences: float
 
 
-def _segment_ids(offsets: Tensor) -> Tensor:
+def segment_ids(offsets: Tensor) -> Tensor:
     """The sequence that each token belongs to: offsets [B+1] -> [T]."""
     lengths = offsets.diff()
     return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
@@ -35,7 +35,7 @@ def _segment_ids(offsets: Tensor) -> Tensor:
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """Sums over each sequence: values [T], offsets [B+1] -> [B]."""
-    return values.new_zeros(len(offsets) - 1).index_add(0, _segment_ids(offsets), values)
+    return values.new_zeros(len(offsets) - 1).index_add(0, segment_ids(offsets), values)
 
 
 def totals_of(mask: Tensor, offsets: Tensor) -> Totals:

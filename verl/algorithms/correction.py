@@ -1,11 +1,53 @@
-"""How far the trainer's policy is from the one that generated: always measured, whatever is done about it."""
+"""How far the trainer's policy is from the one that generated: always measured, and corrected where asked for.
+
+D = lp_old - lp_roll, held to +-20: the log of how much likelier the trainer finds a token than the engine that drew it.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-__all__ = ["mismatch_metrics", "mismatch_moments"]
+from verl.algorithms.aggregate import segment_ids, segment_sum
+from verl.algorithms.settings import Correction
+
+__all__ = ["Correction", "importance_weights", "kept", "mismatch_metrics", "mismatch_moments"]
+
+Gather = Callable[[Tensor], Tensor]
+MAX_LOG_RATIO = 20.0
+
+
+def importance_weights(
+    old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction, gather: Gather
+) -> Tensor:
+    """min(exp(D), threshold) per token, or min(exp(sum D), threshold) per sequence: [T], without gradient.
+
+    Normalised, they are divided by their mean over the generated tokens of all ranks.
+    """
+    weights = _ratio(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
+    if c.normalize:
+        total, count = gather(torch.stack([weights.sum(), mask.sum()]).double()[None]).sum(0).tolist()
+        weights = weights / (total / count) if total else weights
+    return weights
+
+
+def kept(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
+    """The mask without what differs too much: tokens, or sequences, whose ratio is outside [lower, upper]."""
+    ratio = _ratio(old, rollout, mask, offsets, c.reject or "token")
+    return mask & (ratio >= c.lower) & (ratio <= c.upper)
+
+
+def _ratio(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
+    """exp(D) of each token; or of its whole sequence, D summed ("sequence") or averaged ("geometric"): [T]."""
+    gap = torch.where(mask, (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0).detach()
+    if level != "token":
+        sums = segment_sum(gap, offsets)
+        if level == "geometric":
+            sums = sums / segment_sum(mask.to(gap.dtype), offsets).clamp(min=1.0)
+        gap = sums[segment_ids(offsets)]
+    return gap.exp()
 
 
 def mismatch_moments(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

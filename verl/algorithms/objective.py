@@ -6,16 +6,18 @@ An objective is a frozen record of plain numbers, so that it can be sent to a wo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import vanilla
+from verl.algorithms.load import load_function
+from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions, PolicyLoss, Tokens
 
-__all__ = ["PolicyObjective", "sft"]
+__all__ = ["OutcomeObjective", "PolicyObjective", "sft", "tokens_of"]
 
 
 class Output(Protocol):
@@ -40,18 +42,24 @@ class Batch(Protocol):
     def ref_logprobs(self) -> Tensor | None: ...
     @property
     def advantages(self) -> Tensor | None: ...
+    @property
+    def returns(self) -> Tensor | None: ...
+    @property
+    def weights(self) -> Tensor | None: ...
+    @property
+    def chosen(self) -> Tensor | None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Clipped policy gradient - entropy_coeff * entropy + kl_coef * KL to the reference.
+    """Policy loss - entropy_coeff * entropy + kl_coef * KL to the reference.
 
-    `scale` is the length L of `seq-mean-token-sum-norm`; `kl_coef=None` leaves the KL out and needs no reference.
+    `loss_mode` is a name of `LOSSES` or a user's `package.module:function`. `scale` is the length L of
+    `seq-mean-token-sum-norm`; `kl_coef=None` leaves the KL out and needs no reference.
     """
 
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    clip_c: float = 3.0
+    loss_mode: str = "vanilla"
+    options: LossOptions = field(default_factory=LossOptions)
     agg_mode: str = "token-mean"
     scale: float | None = None
     entropy_coeff: float = 0.0
@@ -59,28 +67,25 @@ class PolicyObjective:
     kl_type: str = "low_var_kl"
 
     def __call__(self, output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        def share(values: Tensor) -> Tensor:
-            return aggregate(values, batch.mask, batch.offsets, self.agg_mode, totals, scale=self.scale)
+        def share(values: Tensor, mode: str = self.agg_mode) -> Tensor:
+            return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=self.scale)
 
-        def token_mean(values: Tensor) -> Tensor:
-            return aggregate(values.detach(), batch.mask, batch.offsets, "token-mean", totals)
+        def token_mean(values: Tensor | None) -> Tensor:
+            values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
+            return share(values.detach(), "token-mean")
 
-        policy = vanilla(
-            output.logprobs,
-            _known(batch.old_logprobs, "old_logprobs"),
-            _known(batch.advantages, "advantages"),
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            clip_c=self.clip_c,
-        )
-        loss = share(policy.loss)
+        tokens = tokens_of(output.logprobs, batch)
+        policy = self._policy_loss(tokens)
+        weighted = policy.loss if batch.weights is None else policy.loss * batch.weights
+        loss = share(weighted, "seq-mean-token-mean" if self.loss_mode in PER_SEQUENCE else self.agg_mode)
+        upper, lower = token_mean(policy.clipped_high), token_mean(policy.clipped_low)
         metrics = {
             "actor/pg_loss": loss.detach(),
-            "actor/pg_clipfrac": token_mean(policy.clipped_high + policy.clipped_low),
-            "actor/pg_clipfrac_upper": token_mean(policy.clipped_high),
-            "actor/pg_clipfrac_lower": token_mean(policy.clipped_low),
+            "actor/pg_clipfrac": upper + lower,
+            "actor/pg_clipfrac_upper": upper,
+            "actor/pg_clipfrac_lower": lower,
             "actor/pg_clipfrac_dual": token_mean(policy.clipped_dual),
-            "actor/ppo_kl": token_mean(policy.kl),
+            "actor/ppo_kl": token_mean(tokens.old_logprobs - tokens.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
         if self.entropy_coeff:
@@ -90,6 +95,44 @@ class PolicyObjective:
             loss = loss + self.kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
+
+    def _policy_loss(self, tokens: Tokens) -> PolicyLoss:
+        found = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(tokens, self.options)
+        return PolicyLoss(found) if isinstance(found, Tensor) else found
+
+
+def tokens_of(logprobs: Tensor, batch: Batch) -> Tokens:
+    """What a policy loss sees of a batch whose tokens have these log-probs now."""
+    return Tokens(
+        logprobs,
+        _known(batch.old_logprobs, "old_logprobs"),
+        _known(batch.advantages, "advantages"),
+        batch.mask,
+        batch.offsets,
+        batch.ref_logprobs,
+        batch.chosen,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeObjective:
+    """PRIME's process reward model: beta * sum(lp - lp_ref) of an answer is the logit of its being right.
+
+    Binary cross-entropy with the outcome, which lies in `returns` (0 to 1) on every token; the mean over answers.
+    """
+
+    beta: float
+
+    def __call__(self, output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        ref, outcome = _known(batch.ref_logprobs, "ref_logprobs"), _known(batch.returns, "returns")
+        tokens = Tokens(output.logprobs, ref, outcome, batch.mask, batch.offsets)
+        logits = self.beta * tokens.sequence_sum(output.logprobs - ref)
+        losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
+        right = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
+        loss, accuracy = (
+            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals) for values in (losses, right)
+        )
+        return loss, {"process/loss": loss.detach(), "process/accuracy": accuracy}
 
 
 def sft(output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from verl.data.packing import balance, chunk, level, longer_than, pack
 from verl.types import SampleHandle
 
-__all__ = ["Cuts", "Plan", "Planner", "RankPlan"]
+__all__ = ["Cuts", "Plan", "Planner", "RankPlan", "UpdateSizes", "Updates"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -52,6 +52,21 @@ class Cuts:
 
 
 @dataclass(frozen=True, slots=True)
+class Updates:
+    """The optimiser steps of one model: iterating gives the micro-batches of each, in the order of the steps."""
+
+    micro_batches: Cuts  # of all mini-batches, one mini-batch after another
+    schedule: Ints  # [updates, 2] first micro-batch of each update, and the one after its last
+
+    def __len__(self) -> int:
+        return len(self.schedule)
+
+    def __iter__(self) -> Iterator[list[Ints]]:
+        for start, stop in self.schedule.tolist():
+            yield [self.micro_batches[k] for k in range(start, stop)]
+
+
+@dataclass(frozen=True, slots=True)
 class RankPlan:
     """What one rank holds and does in one step. Indices are places in its own `refs`.
 
@@ -62,10 +77,12 @@ class RankPlan:
     rank: int
     refs: list[Any]  # [n] where each sample lies
     groups: npt.NDArray[np.int64]  # [n] the prompt that each sample answers
+    numbers: npt.NDArray[np.int64]  # [n] which of the prompt's answers it is
     scores: npt.NDArray[np.float64]  # [n]
+    baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy answer, where one was asked for
     forward: Cuts  # micro-batches of a pass without gradients over all samples
-    micro_batches: Cuts  # of all mini-batches, one mini-batch after another
-    schedule: Ints  # [updates, 2] first micro-batch of each update, and the one after its last
+    policy: Updates
+    critic: Updates | None = None
 
     def __len__(self) -> int:
         """The number of samples on this rank."""
@@ -74,11 +91,6 @@ class RankPlan:
     def without_refs(self) -> RankPlan:
         """The same plan for a rank that has pulled its samples already."""
         return replace(self, refs=[])
-
-    def updates(self) -> Iterator[list[Ints]]:
-        """The micro-batches of each optimiser step, in the order of the steps."""
-        for start, stop in self.schedule.tolist():
-            yield [self.micro_batches[k] for k in range(start, stop)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,13 +146,23 @@ class _Limit:
         return used / (micro_batches * (limit or 1))
 
 
+@dataclass(frozen=True, slots=True)
+class UpdateSizes:
+    """How a model is updated: prompts per optimiser step, over all ranks, and what a micro-batch may hold."""
+
+    mini_batch_prompts: int
+    micro_batch_samples: int | None
+    micro_batch_tokens: int | None
+    epochs: int = 1
+
+
 class Planner:
     """Cuts the samples of a step. Sizes are plain numbers; mini-batches count prompts, over all ranks.
 
     A micro-batch is limited either in samples or in tokens; passes without gradients take the same limit unless they
     are given their own. With a `shuffle_seed` the prompts are dealt to mini-batches at random, and every epoch after
     the first takes the mini-batches in a new order. A mini-batch keeps its prompts in all epochs, so that its tokens
-    stay balanced over the ranks that hold them.
+    stay balanced over the ranks that hold them. A critic is updated on the same samples, cut its own way.
     """
 
     def __init__(
@@ -154,6 +176,7 @@ class Planner:
         forward_micro_batch_tokens: int | None = None,
         epochs: int = 1,
         shuffle_seed: int | None = None,
+        critic: UpdateSizes | None = None,
     ) -> None:
         for name, value in {"ranks": ranks, "mini_batch_prompts": mini_batch_prompts, "epochs": epochs}.items():
             if value < 1:
@@ -163,6 +186,7 @@ class Planner:
         self._update = _Limit(micro_batch_samples, micro_batch_tokens)
         own = forward_micro_batch_samples is not None or forward_micro_batch_tokens is not None
         self._forward = _Limit(forward_micro_batch_samples, forward_micro_batch_tokens) if own else self._update
+        self._critic = critic
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
         """Decide for every sample its rank, its mini-batch and its micro-batches."""
@@ -174,13 +198,14 @@ class Planner:
         random = None
         if self.shuffle_seed is not None:
             random = np.random.default_rng([self.shuffle_seed, abs(int(groups.min()))])
+        order = _order(groups, random)
 
         held: list[list[int]] = [[] for _ in range(self.ranks)]  # samples of each rank, in local order
         cuts: list[list[list[int]]] = [[] for _ in range(self.ranks)]  # micro-batches of each rank, in local indices
         loads = [0] * self.ranks
         counts: list[int] = []  # micro-batches of each mini-batch
         slowest = 0  # tokens of the heaviest rank, summed over mini-batches
-        for members in _mini_batches(groups, self.mini_batch_prompts, random):
+        for members in order.mini_batches(self.mini_batch_prompts):
             shares = self._update.spread([lengths[i] for i in members], self.ranks)
             weights = [sum(lengths[members[k]] for k in share) for share in shares]
             slowest += max(weights)
@@ -197,16 +222,19 @@ class Planner:
             counts.append(len(pieces[0]))
 
         forward = self._forward.cut([[lengths[i] for i in own] for own in held])
-        schedule = self._schedule(counts, random)
+        schedule = _schedule(counts, self.epochs, random)
+        critic = self._plan_critic(order, held, lengths, random)
         plans = [
             RankPlan(
                 rank=rank,
                 refs=[handles[i].ref for i in held[rank]],
                 groups=groups[held[rank]],
+                numbers=np.array([handles[i].number for i in held[rank]], np.int64),
                 scores=scores[held[rank]],
+                baselines=_baselines([handles[i] for i in held[rank]]),
                 forward=Cuts.of(forward[rank]),
-                micro_batches=Cuts.of(cuts[rank]),
-                schedule=schedule,
+                policy=Updates(Cuts.of(cuts[rank]), schedule),
+                critic=critic[rank],
             )
             for rank in range(self.ranks)
         ]
@@ -224,12 +252,27 @@ class Planner:
         }
         return Plan(plans, metrics, self._warnings(handles, lengths))
 
-    def _schedule(self, counts: Sequence[int], random: np.random.Generator | None) -> Ints:
-        """[epochs * mini-batches, 2]: the micro-batches of each update, start and stop."""
-        stops = np.cumsum(counts, dtype=np.int32)
-        spans = np.stack([stops - np.asarray(counts, np.int32), stops], axis=1)
-        later = [spans if random is None else random.permutation(spans) for _ in range(self.epochs - 1)]
-        return np.concatenate([spans, *later])
+    def _plan_critic(
+        self, order: _Order, held: list[list[int]], lengths: list[int], random: np.random.Generator | None
+    ) -> list[Updates] | list[None]:
+        """The critic's updates on what each rank holds."""
+        if self._critic is None:
+            return [None] * self.ranks
+        limit = _Limit(self._critic.micro_batch_samples, self._critic.micro_batch_tokens)
+        place = {sample: (rank, k) for rank, own in enumerate(held) for k, sample in enumerate(own)}
+        cuts: list[list[list[int]]] = [[] for _ in held]
+        counts = []
+        for members in order.mini_batches(self._critic.mini_batch_prompts):
+            own: list[list[int]] = [[] for _ in held]
+            for sample in members:
+                rank, k = place[sample]
+                own[rank].append(k)
+            pieces = limit.cut([[lengths[held[rank][k]] for k in mine] for rank, mine in enumerate(own)])
+            for rank, parts in enumerate(pieces):
+                cuts[rank].extend([own[rank][k] for k in part] for part in parts)
+            counts.append(len(pieces[0]))
+        schedule = _schedule(counts, self._critic.epochs, random)
+        return [Updates(Cuts.of(parts), schedule) for parts in cuts]
 
     def _warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
         limits = [limit.tokens for limit in (self._update, self._forward) if limit.tokens is not None]
@@ -243,20 +286,41 @@ class Planner:
         ]
 
 
-def _mini_batches(
-    groups: npt.NDArray[np.int64], prompts: int, random: np.random.Generator | None
-) -> Iterator[list[int]]:
-    """Samples of each mini-batch: `prompts` whole groups each, the last one fewer.
+@dataclass(frozen=True, slots=True)
+class _Order:
+    """Samples in the order in which their prompts are trained on, and the place of each one's prompt in it."""
 
-    Groups go by their ids, not by arrival: else the first mini-batch would be made of the quick, short answers.
-    """
+    samples: npt.NDArray[np.intp]
+    places: npt.NDArray[np.intp]
+    prompts: int
+
+    def mini_batches(self, prompts: int) -> Iterator[list[int]]:
+        """Samples of each mini-batch: `prompts` whole groups each, the last one fewer."""
+        starts = np.arange(prompts, self.prompts, prompts)
+        for members in np.split(self.samples, np.searchsorted(self.places, starts)):
+            yield members.tolist()
+
+
+def _order(groups: npt.NDArray[np.int64], random: np.random.Generator | None) -> _Order:
+    """Groups go by their ids, not by arrival: else the first mini-batch would be made of the quick, short answers."""
     ids, group = np.unique(groups, return_inverse=True)
     place = np.arange(len(ids)) if random is None else random.permutation(len(ids))
-    place_of = place[group]
-    order = np.argsort(place_of, kind="stable")
-    starts = np.arange(prompts, len(ids), prompts)
-    for members in np.split(order, np.searchsorted(place_of[order], starts)):
-        yield members.tolist()
+    places = place[group]
+    samples = np.argsort(places, kind="stable")
+    return _Order(samples, places[samples], len(ids))
+
+
+def _schedule(counts: Sequence[int], epochs: int, random: np.random.Generator | None) -> Ints:
+    """[epochs * mini-batches, 2]: the micro-batches of each update, start and stop."""
+    stops = np.cumsum(counts, dtype=np.int32)
+    spans = np.stack([stops - np.asarray(counts, np.int32), stops], axis=1)
+    later = [spans if random is None else random.permutation(spans) for _ in range(epochs - 1)]
+    return np.concatenate([spans, *later])
+
+
+def _baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
+    found = [handle.baseline for handle in handles if handle.baseline is not None]
+    return np.array(found, np.float64) if len(found) == len(handles) else None
 
 
 def _describe(

@@ -15,26 +15,33 @@ from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
-from verl.config.sizes import engine_count, max_sequence_tokens, optimiser_steps, total_steps, train_ranks
-from verl.data.plan import Planner
+from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.stream import PromptStream
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError
 from verl.rewards.score import load_reward
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
-from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
 from verl.trainer.loop import Timetable, Trainer
-from verl.training.schedule import Schedule
-from verl.training.settings import FsdpSettings
+from verl.trainer.translate import (
+    compute_dtype,
+    engine_settings,
+    episode_settings,
+    planner,
+    reward_arguments,
+    rollout_dtype,
+    train_settings,
+    transport_name,
+)
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
-from verl.workers.episodes import EpisodePool, EpisodeSettings
+from verl.workers.episodes import EpisodePool
 from verl.workers.rollout import RemoteEngine
-from verl.workers.train import PolicyGroup, TrainSettings
+from verl.workers.train import PolicyGroup
 
 __all__ = ["assemble"]
 
@@ -63,7 +70,7 @@ async def assemble(
 
     config = _absolute(config)
     check_files(config)  # what can be seen to be wrong at once is said before anything is started
-    reward = load_reward(**_reward(config))
+    reward = load_reward(**reward_arguments(config))
     async with AsyncExitStack() as closing:
         closing.callback(disconnect)
         with timer(times, "start_ray"):
@@ -83,17 +90,15 @@ async def assemble(
         for report in data.reports:
             console.note(report)
         timetable = _timetable(config, data)
-        train_settings = _train_settings(config, timetable, device)
+        models = train_settings(config, timetable.total_steps, device)
         console.note(_outlook(config, timetable, data))
-        episodes = EpisodePool.place(
-            max(1, ranks // RANKS_PER_EPISODE_WORKER), _episode_settings(config, data), engines
-        )
+        episodes = EpisodePool.place(max(1, ranks // RANKS_PER_EPISODE_WORKER), episode_settings(config, data), engines)
         closing.callback(episodes.close)
 
         async def start_policy() -> None:
             if model_ready is not None:
                 await timed("model", model_ready())
-            await timed("train_workers", policy.start(train_settings))
+            await timed("train_workers", policy.start(models))
 
         await asyncio.gather(engines_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = _stream(config, data)
@@ -102,16 +107,19 @@ async def assemble(
         closing.callback(tracker.close)
         tracker.log(times, version)
         answer = _answering(config, data, episodes)
+        dynamic = config.algorithm.filter_groups
         buffer = EpisodeBuffer(
             lambda position, row: answer("train", row, position, config.actor_rollout_ref.rollout.n),
             stream,
             timetable.batch,
             max_staleness=config.trainer.max_staleness,
+            has_signal=differs(dynamic.metric) if dynamic.enable else None,
+            max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
         )
         closing.push_async_callback(buffer.close)
         yield Trainer(
             buffer=buffer,
-            planner=_planner(config, ranks),
+            planner=planner(config, ranks),
             policy=policy,
             weights=Publisher(policy, engines, _transport(config), _probe(config, data, device)),
             evaluator=_evaluator(config, data, answer),
@@ -187,11 +195,6 @@ def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
 
-def _episode_settings(config: Config, data: RunData) -> EpisodeSettings:
-    model = config.actor_rollout_ref.model
-    return EpisodeSettings(model.tokenizer_path or model.path, data.datasets, _reward(config), model.trust_remote_code)
-
-
 def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
@@ -203,100 +206,10 @@ def _place_engines(config: Config, pool: DevicePool, device: str) -> list[Remote
             device=number * width % pool.count,
             share=0.5 / -(-count * width // pool.count),
             name=rollout.name,
-            settings=_engine_settings(config, device, number),
+            settings=engine_settings(config, device, number),
         )
         for number in range(count)
     ]
-
-
-def _engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
-    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
-    dtype = _rollout_dtype(config, device)
-    if rollout.name == "hf":
-        return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
-    return {
-        "model_path": model.path,
-        "dtype": dtype,
-        "load_format": rollout.load_format,
-        "max_model_len": max_sequence_tokens(config),
-        "max_num_seqs": rollout.max_num_seqs,
-        "max_num_batched_tokens": rollout.max_num_batched_tokens,
-        "tensor_parallel": rollout.tensor_model_parallel_size,
-        "memory_fraction": rollout.gpu_memory_utilization,
-        "enforce_eager": rollout.enforce_eager,
-        "trust_remote_code": model.trust_remote_code,
-        "weight_backend": _transport_name(config),
-        "seed": config.trainer.seed + number,
-        "device": device,
-        "cpu_cache_gib": rollout.cpu_cache_gib,
-        "cpu_cores": str(number % (os.cpu_count() or 1)) if device == "cpu" else "",
-        "kwargs": rollout.engine_kwargs.vllm,
-    }
-
-
-def _train_settings(config: Config, timetable: Timetable, device: str) -> TrainSettings:
-    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
-    updates = optimiser_steps(config, timetable.total_steps)
-    warmup = actor.optim.lr_warmup_steps
-    warmup = round(actor.optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
-    kind = actor.optim.lr_scheduler_type
-    try:
-        Schedule(actor.optim.lr, kind, warmup, updates, actor.optim.min_lr_ratio)
-    except ValueError as error:  # only now is it known how many steps the data gives
-        raise ConfigError([f"actor_rollout_ref.actor.optim: {error}"]) from error
-    common: dict[str, Any] = {
-        "model_path": model.path,
-        "param_dtype": actor.fsdp_config.model_dtype,
-        "compute_dtype": _compute_dtype(config, device),
-        "temperature": config.actor_rollout_ref.rollout.temperature,
-        "device": device,
-        "trust_remote_code": model.trust_remote_code,
-    }
-    trained = FsdpSettings(
-        **common,
-        lr=actor.optim.lr,
-        betas=actor.optim.betas,
-        eps=actor.optim.eps,
-        weight_decay=actor.optim.weight_decay,
-        grad_clip=actor.grad_clip,
-        schedule=kind,
-        warmup_steps=warmup,
-        total_steps=updates,
-        min_lr_ratio=actor.optim.min_lr_ratio,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-    )
-    low, high = actor.clip_range
-    return TrainSettings(
-        actor=trained,
-        reference=FsdpSettings(**common, trainable=False) if actor.use_kl_loss else None,
-        objective={
-            "clip_low": low,
-            "clip_high": high,
-            "clip_c": actor.clip_ratio_c,
-            "agg_mode": actor.loss_agg_mode,
-            "scale": actor.loss_scale_factor or config.data.max_response_length,
-            "entropy_coeff": actor.entropy_coeff,
-            "kl_coef": actor.kl_loss_coef if actor.use_kl_loss else None,
-            "kl_type": actor.kl_loss_type,
-        },
-        by_std=config.algorithm.norm_adv_by_std_in_grpo,
-        publish_dtype=_rollout_dtype(config, device),
-    )
-
-
-def _planner(config: Config, ranks: int) -> Planner:
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    dynamic = actor.use_dynamic_bsz
-    return Planner(
-        ranks,
-        actor.ppo_mini_batch_size,
-        micro_batch_samples=None if dynamic else actor.ppo_micro_batch_size_per_gpu,
-        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if dynamic else None,
-        forward_micro_batch_samples=None if dynamic else rollout.log_prob_micro_batch_size_per_gpu,
-        forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if dynamic else None,
-        epochs=actor.ppo_epochs,
-        shuffle_seed=config.trainer.seed if actor.shuffle else None,
-    )
 
 
 def _timetable(config: Config, data: RunData) -> Timetable:
@@ -336,7 +249,8 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
 
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle]:
         seeds = [seed(split, group, number) for number in range(count)]
-        return await episodes.run(split, row, group, seeds, sampling[split])
+        greedy_baseline = split == "train" and config.algorithm.adv_estimator == "remax"
+        return await episodes.run(split, row, group, seeds, sampling[split], greedy_baseline=greedy_baseline)
 
     return answer
 
@@ -350,7 +264,7 @@ def _evaluator(config: Config, data: RunData, answer: Answer) -> Evaluator | Non
 
 def _probe(config: Config, data: RunData, device: str) -> Probe:
     rollout = config.actor_rollout_ref.rollout
-    coarser = max(_rollout_dtype(config, device), _compute_dtype(config, device), key=TOLERANCES.__getitem__)
+    coarser = max(rollout_dtype(config, device), compute_dtype(config, device), key=TOLERANCES.__getitem__)
     return Probe.random(
         data.vocabulary,
         tolerance=rollout.probe_tolerance or TOLERANCES[coarser],
@@ -359,13 +273,8 @@ def _probe(config: Config, data: RunData, device: str) -> Probe:
 
 
 def _transport(config: Config) -> Transport:
-    name = _transport_name(config)
+    name = transport_name(config)
     return HostTransport() if name == "host" else DeviceTransport(name)
-
-
-def _transport_name(config: Config) -> str:
-    wanted = config.actor_rollout_ref.rollout.weight_transport
-    return "host" if wanted == "auto" else wanted
 
 
 async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, console: Console) -> int:
@@ -385,24 +294,9 @@ async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, con
         return 0
     saved = source.trainer(step)
     stream.load(saved["data"])
-    await policy.load(str(source.step_dir(step) / "actor"))
+    await policy.load(str(source.step_dir(step)))
     console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")
     return step
-
-
-def _reward(config: Config) -> dict[str, Any]:
-    function = config.reward.custom_reward_function
-    return {"path": function.path, "name": function.name, "kwargs": function.reward_kwargs}
-
-
-def _compute_dtype(config: Config, device: str) -> str:
-    wanted = config.actor_rollout_ref.actor.fsdp_config.dtype
-    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
-
-
-def _rollout_dtype(config: Config, device: str) -> str:
-    wanted = config.actor_rollout_ref.rollout.dtype
-    return _compute_dtype(config, device) if wanted == "auto" else wanted
 
 
 def _owned(device: str) -> str:

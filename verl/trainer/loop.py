@@ -75,6 +75,7 @@ class Trainer:
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
             with timer(times, "gen"):
                 samples = await self.buffer.take(self.timetable.batch)
+                self._advise_all(self.buffer.warnings)
             with timer(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
                 self._advise_all(plan.warnings)
@@ -88,7 +89,7 @@ class Trainer:
             "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
         }
-        return Metrics.merge(plan.metrics, stats, update, sync, times, whole)
+        return Metrics.merge(self.buffer.metrics(), plan.metrics, stats, update, sync, times, whole)
 
     async def fit(self) -> None:
         """Steps until the timetable is done, from wherever a checkpoint left off."""
@@ -111,7 +112,7 @@ class Trainer:
     async def save(self) -> Path:
         """A checkpoint of the current version: complete, or not there."""
         directory = self.checkpoints.begin(self.version)
-        await self.policy.save(str(directory / "actor"))
+        await self.policy.save(str(directory))
         self.checkpoints.commit(self.version, {"data": self.buffer.state()})
         self.checkpoints.prune(self.timetable.keep_checkpoints)
         self.console.note(f"saved {directory}")

@@ -79,6 +79,10 @@ class TrainEngine(Protocol[Output]):
         """
         ...
 
+    def take_weights(self, other: TrainEngine[Output]) -> None:
+        """Become what another model of the same kind and sharding is now."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must hold: sharded model and optimiser state, schedule, random states."""
         ...

@@ -82,6 +82,10 @@ class FakeTrainEngine:
         """The table."""
         yield "table", self.table.detach().to(dtype)
 
+    def take_weights(self, other: Any) -> None:
+        """Copy another table."""
+        self.table.data.copy_(other.table.data)
+
     def state(self) -> dict[str, Any]:
         """Table, moments, step and random state."""
         moments = self.optimizer.state.get(self.table) or {

@@ -124,6 +124,13 @@ class FsdpEngine:
             local = parameter.detach() if dtype is None else parameter.detach().to(dtype)
             yield name, local.full_tensor() if isinstance(local, DTensor) else local
 
+    def take_weights(self, other: Any) -> None:
+        """Copy the shards of another engine of the same model, each rank its own."""
+        theirs = dict(other.model.named_parameters())
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                parameter.copy_(theirs[name])
+
     def state(self) -> dict[str, Any]:
         """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key."""
         state: dict[str, Any] = {

@@ -5,54 +5,95 @@ Between `prepare` and `update` all arrays stay here; what other ranks must know 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import grpo
-from verl.algorithms.correction import mismatch_metrics, mismatch_moments
+from verl.algorithms.advantages import ESTIMATORS, Episodes, explained_variance
+from verl.algorithms.aggregate import segment_sum
+from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
+from verl.algorithms.kl import kl_penalty
+from verl.algorithms.load import load_function
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
+from verl.algorithms.settings import Method
+from verl.algorithms.survey import SURVEYS, token_noise
+from verl.algorithms.values import ValueObjective
 from verl.data.batch import FlatBatch
-from verl.data.plan import Cuts, RankPlan
-from verl.training.engine import Loss, ModelOutput, TrainEngine
+from verl.data.plan import Cuts, RankPlan, Updates
+from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 
-__all__ = ["Policy"]
+__all__ = ["Policy", "ProcessRewards"]
 
-Advantages = Callable[[Tensor, Tensor], Tensor]
-"""(scores [N], groups [N]) -> advantages [N], over the samples of all ranks."""
+Engine = TrainEngine[ModelOutput]
 
 
 class Policy:
-    """The model that is trained, with its reference. Collective: all ranks call each method together."""
+    """The model that is trained, and what its method needs beside it. Collective: all ranks call a method together."""
 
     def __init__(
-        self, actor: TrainEngine, reference: TrainEngine | None, loss: Loss, advantages: Advantages = grpo
+        self,
+        actor: Engine,
+        method: Method | None = None,
+        *,
+        reference: Engine | None = None,
+        critic: TrainEngine[ValueOutput] | None = None,
+        process: ProcessRewards | None = None,
     ) -> None:
-        self.actor, self.reference = actor, reference
-        self._loss, self._advantages = loss, advantages
-        self._batch = FlatBatch.empty()
+        self.actor, self.reference, self.critic, self.process = actor, reference, critic, process
+        self.method = method = method or Method()
+        self._estimator = load_function(method.estimator, ESTIMATORS, "algorithm.adv_estimator")
+        self._objective = PolicyObjective(
+            loss_mode=method.loss_mode,
+            options=method.loss_options,
+            agg_mode=method.agg_mode,
+            scale=method.scale,
+            entropy_coeff=method.entropy_coeff,
+            kl_coef=method.loss_kl_coef,
+            kl_type=method.loss_kl_type,
+        )
+        self._value_objective = ValueObjective(method.value_clip, method.value_agg_mode, method.scale)
+        self._reward_kl = method.reward_kl
+        self._steps = 0
+        self._forget()
 
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
-        """Old and reference log-probs and advantages of this rank's samples; they wait here for `update`."""
+        """All that the update needs of this rank's samples: log-probs, values, rewards, advantages. They wait here."""
         batch = FlatBatch.from_samples(samples)
-        cuts = batch.split(plan.forward)
-        old = _in_order(batch, plan.forward, self.actor.forward(cuts))
-        ref = None if self.reference is None else _in_order(batch, plan.forward, self.reference.forward(cuts))
-        advantages = self._advantages_of(plan)[batch.segment_ids] * batch.mask
-        self._batch = batch.with_(old_logprobs=old, ref_logprobs=ref, advantages=advantages)
-        assert batch.rollout_logprobs is not None
-        moments = mismatch_moments(old, batch.rollout_logprobs, batch.mask)
-        return mismatch_metrics(self.actor.gather(moments[None]))
+        batch = batch.with_(old_logprobs=logprobs_of(self.actor, batch, plan.forward))
+        if self.reference is not None:
+            batch = batch.with_(ref_logprobs=logprobs_of(self.reference, batch, plan.forward))
+        if self.critic is not None:
+            values = [output.values for output in self.critic.forward(batch.split(plan.forward))]
+            batch = batch.with_(values=_in_order(batch, plan.forward, values))
+        self._episodes, metrics = self._rewarded(batch, plan)
+        if self.process is not None:
+            process = self.process.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
+            self._episodes = replace(self._episodes, process=process)
+        batch, estimated = self._estimated(batch, self._episodes)
+        self._batch, corrected = self._corrected(batch)
+        return metrics | estimated | corrected
 
     def update(self, plan: RankPlan) -> dict[str, float]:
         """The optimiser steps that the plan foresees. Metrics are means over them; skipped steps are counted."""
-        steps = [self.actor.update(self._batch.split(parts), self._loss) for parts in plan.updates()]
-        metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
-        metrics["actor/skipped_steps"] = sum(step["actor/skipped_steps"] for step in steps)
-        metrics["actor/lr"] = steps[-1]["actor/lr"]
-        self._batch = FlatBatch.empty()
+        metrics: dict[str, float] = {}
+        if self.critic is not None and plan.critic is not None:
+            batch = self._batch.with_(mask=self._episodes.mask)  # what is rejected for the policy is still true
+            steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
+            metrics |= _over_steps(steps, "critic")
+        if self.process is not None:
+            metrics |= _over_steps(list(self.process.update(plan.policy)), "process")
+        if self._steps >= self.method.critic_warmup:
+            metrics |= _over_steps(list(self._policy_steps(plan)), "actor")
+        self._steps += 1
+        every = self.method.ref_update_freq
+        if self.reference is not None and every > 0 and self._steps % every == 0:
+            self.reference.take_weights(self.actor)
+        self._forget()
         return metrics
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -65,16 +106,163 @@ class Policy:
         logprobs = self.actor.forward([batch], temperature=1.0)[0].logprobs
         return [part[1:].tolist() for part in logprobs.split(batch.lengths.tolist())]
 
-    def _advantages_of(self, plan: RankPlan) -> Tensor:
-        """[n] for this rank's samples, computed from the scores of all ranks."""
-        rank = np.full(len(plan), self.actor.rank)
-        rows = self.actor.gather(torch.from_numpy(np.stack([rank, plan.groups, plan.scores], axis=1)))
-        return self._advantages(rows[:, 2], rows[:, 1].long())[rows[:, 0] == self.actor.rank]
+    def states(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint must hold, by folder. A reference that never changes is not kept."""
+        own = {"steps": self._steps, "kl_beta": 0.0 if self._reward_kl is None else self._reward_kl.beta}
+        states = {"actor": self.actor.state() | {"policy": own}}
+        if self.critic is not None:
+            states["critic"] = self.critic.state()
+        if self.process is not None:
+            states["process"] = self.process.model.state()
+        if self.reference is not None and self.method.ref_update_freq > 0:
+            states["reference"] = self.reference.state()
+        return states
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """The inverse of `states`."""
+        own = states["actor"]["policy"]
+        self._steps = int(own["steps"])
+        if self._reward_kl is not None:
+            self._reward_kl = replace(self._reward_kl, beta=float(own["kl_beta"]))
+        self.actor.load_state(states["actor"])
+        if self.critic is not None:
+            self.critic.load_state(states["critic"])
+        if self.process is not None:
+            self.process.model.load_state(states["process"])
+        if self.reference is not None and "reference" in states:
+            self.reference.load_state(states["reference"])
+
+    def _rewarded(self, batch: FlatBatch, plan: RankPlan) -> tuple[Episodes, dict[str, float]]:
+        """The score of each sample on its last generated token, less the KL to the reference on all of them."""
+        scores, rewards = torch.from_numpy(plan.scores), torch.zeros(batch.num_tokens, dtype=torch.float64)
+        places, sequences = _last_generated(batch)
+        rewards[places] = scores[sequences]
+        penalty = torch.zeros_like(rewards)
+        if self._reward_kl is not None:
+            assert batch.old_logprobs is not None
+            assert batch.ref_logprobs is not None
+            kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.method.reward_kl_type).double() * batch.mask
+            penalty = self._reward_kl.beta * kl
+        episodes = Episodes(
+            scores=scores - segment_sum(penalty, batch.offsets),
+            groups=torch.from_numpy(plan.groups),
+            mask=batch.mask,
+            offsets=batch.offsets,
+            rewards=rewards - penalty,
+            values=None if batch.values is None else batch.values.double(),
+            baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
+            options=self.method.estimator_options,
+            rank=self.actor.rank,
+            gather=self.actor.gather,
+        )
+        if self._reward_kl is None:
+            return episodes, {}
+        total, tokens, samples = episodes.total(kl, batch.mask, torch.ones_like(scores))
+        metrics = {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
+        self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
+        return episodes, metrics
+
+    def _estimated(self, batch: FlatBatch, episodes: Episodes) -> tuple[FlatBatch, dict[str, float]]:
+        estimate = self._estimator(episodes)
+        advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
+        batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
+        if returns is None or episodes.values is None:
+            return batch, {}
+        return batch, {"critic/explained_variance": explained_variance(episodes, returns)}
+
+    def _corrected(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
+        """The mismatch with the engine that generated: measured always, corrected where the method says so."""
+        assert batch.old_logprobs is not None
+        assert batch.rollout_logprobs is not None
+        pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.method.correction
+        moments = mismatch_moments(*pair, batch.mask)
+        metrics = mismatch_metrics(self.actor.gather(moments[None]))
+        mask, weights = batch.mask, None
+        if correction.weigh is not None:
+            weights = importance_weights(*pair, mask, batch.offsets, correction, self.actor.gather)
+            total, squares = self._episodes.total(weights, weights.square())
+            metrics["training/rollout_is_ess"] = total * total / squares if squares else 0.0
+        if correction.reject is not None:
+            mask = kept(*pair, batch.mask, batch.offsets, correction)
+            before, after = self._episodes.total(batch.mask, mask)
+            metrics["training/rollout_rejected"] = 1.0 - after / max(before, 1.0)
+        return batch.with_(mask=mask, weights=weights), metrics
+
+    def _policy_steps(self, plan: RankPlan) -> Iterator[dict[str, float]]:
+        survey = SURVEYS.get(self.method.loss_mode)
+        for step, parts in enumerate(plan.policy):
+            if survey is None:
+                yield self.actor.update(self._batch.split(parts), self._objective)
+                continue
+            chosen = torch.from_numpy(np.concatenate(parts)).long()
+            batch, cuts = self._batch.select(chosen), np.split(np.arange(len(chosen)), np.cumsum([*map(len, parts)]))
+            logprobs = batch.old_logprobs  # those of now, as long as nothing has been updated
+            if step:
+                logprobs = torch.cat([out.logprobs for out in self.actor.forward(batch.split(cuts[:-1]))])
+            assert logprobs is not None
+            episodes = self._episodes.select(chosen, batch.mask, batch.offsets)
+            numbers = torch.from_numpy(plan.numbers)[chosen]
+            noise = token_noise(episodes.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
+            found = survey(tokens_of(logprobs, batch), episodes, noise, self.method.loss_options)
+            batch = batch.with_(**found.fields)
+            yield self.actor.update(batch.split(cuts[:-1]), self._objective) | found.metrics
+
+    def _forget(self) -> None:
+        self._batch = FlatBatch.empty()
 
 
-def _in_order(batch: FlatBatch, cuts: Cuts, outputs: Sequence[ModelOutput]) -> Tensor:
-    """Log-probs that were computed micro-batch by micro-batch, back in the order of the batch's tokens [T]."""
+class ProcessRewards:
+    """PRIME: a language model whose log-ratio to the one it started from is the reward of a token.
+
+    It is trained along, to tell right answers from wrong ones by the sum over their tokens. A score from 0 to 1 is
+    taken for the chance of being right, and what lies outside is cut off.
+    """
+
+    def __init__(self, model: Engine, reference: Engine, *, beta: float, coef: float) -> None:
+        self.model, self._reference, self._beta, self._coef = model, reference, beta, coef
+        self._objective = OutcomeObjective(beta)
+        self._batch = FlatBatch.empty()
+
+    def prepare(self, batch: FlatBatch, cuts: Cuts, scores: Tensor) -> Tensor:
+        """The rewards of all tokens [T], by the model as it is now; outcomes [B] are kept for its update."""
+        ref = logprobs_of(self._reference, batch, cuts)
+        outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
+        self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
+        gain = torch.where(batch.mask, logprobs_of(self.model, batch, cuts) - ref, 0.0)
+        return self._coef * self._beta * gain.double()
+
+    def update(self, updates: Updates) -> Iterator[dict[str, float]]:
+        """The optimiser steps that the plan foresees."""
+        for parts in updates:
+            yield self.model.update(self._batch.split(parts), self._objective)
+        self._batch = FlatBatch.empty()
+
+
+def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:
+    """Log-probs [T] of a batch, computed micro-batch by micro-batch."""
+    return _in_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
+
+
+def _in_order(batch: FlatBatch, cuts: Cuts, parts: Sequence[Tensor]) -> Tensor:
+    """Values that were computed micro-batch by micro-batch, back in the order of the batch's tokens [T]."""
     places = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
-    logprobs = torch.zeros(batch.num_tokens)
-    logprobs[places] = torch.cat([logprobs[:0], *(output.logprobs for output in outputs)])
-    return logprobs
+    values = torch.zeros(batch.num_tokens)
+    values[places] = torch.cat([values[:0], *parts])
+    return values
+
+
+def _last_generated(batch: FlatBatch) -> tuple[Tensor, Tensor]:
+    """The place of the last token that the model wrote in each sequence, and that sequence; some may have none."""
+    places = batch.mask.nonzero().squeeze(-1)
+    sequences = batch.segment_ids[places]
+    last = torch.ones_like(sequences, dtype=torch.bool)
+    last[:-1] = sequences[1:] != sequences[:-1]
+    return places[last], sequences[last]
+
+
+def _over_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:
+    """Means over the optimiser steps of a model; its last learning rate, and how many steps it skipped."""
+    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
+    metrics[f"{role}/skipped_steps"] = sum(step[f"{role}/skipped_steps"] for step in steps)
+    metrics[f"{role}/lr"] = steps[-1][f"{role}/lr"]
+    return metrics

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
 
+from verl.algorithms.settings import Method
 from verl.cluster.group import ActorGroup
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
@@ -23,12 +24,14 @@ PARCEL_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings:
-    """What a train worker builds itself from. `objective` are the arguments of `PolicyObjective`."""
+    """What a train worker builds itself from: its models, and the algorithm that says what they do."""
 
     actor: FsdpSettings
-    reference: FsdpSettings | None
-    objective: dict[str, Any]
-    by_std: bool = True
+    method: Method
+    reference: FsdpSettings | None = None
+    critic: FsdpSettings | None = None
+    process: FsdpSettings | None = None  # PRIME's reward model
+    process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
 
 
@@ -44,18 +47,26 @@ class TrainWorker:
 
     def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
         """Join the other ranks and load the models."""
-        from verl.algorithms.advantages import grpo
-        from verl.algorithms.objective import PolicyObjective
         from verl.training.fsdp import FsdpEngine
         from verl.training.group import init_process_group
-        from verl.training.policy import Policy
+        from verl.training.policy import Policy, ProcessRewards
+
+        def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
+            return None if wanted is None else FsdpEngine(wanted)
 
         host, port = address
         init_process_group(self._rank, self._world_size, host, port, settings.actor.device)
-        reference = None if settings.reference is None else FsdpEngine(settings.reference)
-        objective = PolicyObjective(**settings.objective)
-        advantages = partial(grpo, by_std=settings.by_std)
-        self._policy = Policy(FsdpEngine(settings.actor), reference, objective, advantages)
+        method, reference = settings.method, engine(settings.reference)
+        process = None
+        if settings.process is not None:
+            compared = engine(settings.process_reference) or reference
+            assert compared is not None
+            process = ProcessRewards(
+                FsdpEngine(settings.process), compared, beta=method.process_beta, coef=method.process_coef
+            )
+        self._policy = Policy(
+            FsdpEngine(settings.actor), method, reference=reference, critic=engine(settings.critic), process=process
+        )
         self._publish_dtype = settings.publish_dtype
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
@@ -106,12 +117,14 @@ class TrainWorker:
     def save(self, directory: str) -> None:
         from verl.checkpoint.save import save
 
-        save(self._policy.actor.state(), directory)
+        for folder, state in self._policy.states().items():
+            save(state, Path(directory, folder))
 
     def load(self, directory: str) -> None:
         from verl.checkpoint.save import load
 
-        self._policy.actor.load_state(load(self._policy.actor.state(), directory))
+        states = self._policy.states()
+        self._policy.load_states({folder: load(state, Path(directory, folder)) for folder, state in states.items()})
 
 
 class PolicyGroup:

@@ -1,0 +1,134 @@
+"""Every algorithm learns: one warm start, the settings of `examples/algorithms`, real Ray, FSDP2 and vLLM.
+
+Each algorithm trains two-digit addition from the same model; held-out greedy accuracy must rise by 0.2 within 5
+minutes, from the command to the last validation. The table: algorithm, start, end, steps, seconds. `--short` (CI) takes
+three of them, chosen by the commit, and asks for half the rise. `--only grpo,ppo` takes these, `--all` also those that
+are not promised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+from _common import ROOT, finish, metrics_of, sized_for_addition, train
+
+from verl.demo.assets import make_assets
+from verl.demo.warmup import warm_up
+
+METRIC = "val/addition/mean@1"
+SECONDS = 300
+ONE_ANSWER = ("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # 512 answers in all
+PROMISED: dict[str, tuple[str, ...]] = {
+    "ppo": (*ONE_ANSWER, "critic.optim.lr=1e-3", "critic.ppo_micro_batch_size_per_gpu=256"),
+    "grpo": (),
+    "dr_grpo": (),
+    "dapo": ("data.max_response_length=8", "reward.overlong_buffer.len=2"),
+    "rloo": (),
+    "reinforce_plus_plus": ONE_ANSWER,
+    "reinforce_plus_plus_baseline": (),
+    "remax": ONE_ANSWER,
+    "gspo": (),
+    "cispo": (),
+    "opo": (),
+    "gpg": (),
+    "online_dpo": (),
+}
+OTHERS: dict[str, tuple[str, ...]] = {
+    "sppo": (),
+    "spin": (),
+    "prime": ("reward.prime.lr=1e-4",),
+    "sapo": (),
+    "gmpo": (),
+    "clip_cov": (),
+    "kl_cov": (),
+    "grpo_passk": (),
+}
+"""What the sizes of this task change in each example: nothing of the algorithm itself."""
+
+
+def run(name: str, sizes: tuple[str, ...], assets: Path, folder: Path, steps: int, overrides: list[str]) -> dict:
+    """One algorithm, from the command to the last validation."""
+    code, watch = train(
+        *sized_for_addition(assets),
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={max(1, steps // 4)}",
+        f"trainer.default_local_dir={folder}",
+        *sizes,
+        *overrides,
+        config=f"examples/algorithms/{name}.yaml",
+        deadline_s=3 * SECONDS,
+    )
+    curve = [round(line[METRIC], 4) for line in metrics_of(folder) if METRIC in line] if code == 0 else []
+    return {
+        "algorithm": name,
+        "start": curve[0] if curve else None,
+        "end": curve[-1] if curve else None,
+        "steps": steps,
+        "seconds": round(watch.own_seconds()),
+        "wall_seconds": round(watch.seconds()),
+        "curve": curve,
+        "exit_code": code,
+    }
+
+
+def by_commit(names: list[str], count: int) -> list[str]:
+    """Some of the names, other ones at every commit."""
+    commits = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    first = int(commits.stdout or 0) * count
+    return [names[(first + k) % len(names)] for k in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--only")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--keep", type=Path, help="folder for the table and the runs' metrics")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
+    known = PROMISED | OTHERS
+    names = options.only.split(",") if options.only else list(known if options.all else PROMISED)
+    if options.short and not options.only:
+        names = by_commit(names, 3)
+    steps = options.steps or (12 if options.short else 36)
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="verl-algorithms-") as directory:
+        folder = Path(directory)
+        make_assets(folder)
+        print(f"before reinforcement learning: {warm_up(folder)}", flush=True)
+        for name in names:
+            rows.append(run(name, known[name], folder, (options.keep or folder) / name, steps, options.overrides))
+            print(json.dumps(rows[-1]), flush=True)
+    asked = 0.1 if options.short else 0.2
+    for row in rows:
+        row["pass"] = row["end"] is not None and row["end"] - row["start"] >= asked and row["seconds"] <= SECONDS
+    print(f"{'algorithm':30} {'start':>6} {'end':>6} {'steps':>6} {'seconds':>8}")
+    for row in rows:
+        ends = [f"{row[key]:6.3f}" if row[key] is not None else "failed" for key in ("start", "end")]
+        mark = "" if row["pass"] else " !"
+        print(f"{row['algorithm']:30} {ends[0]} {ends[1]} {row['steps']:6} {row['seconds']:8}{mark}")
+    if options.keep:
+        (options.keep / "table.json").write_text(json.dumps(rows, indent=1))
+    finish(
+        "algorithms",
+        all(row["pass"] for row in rows),
+        short=options.short,
+        rise_asked=asked,
+        least_rise=min((round(row["end"] - row["start"], 4) for row in rows if row["end"] is not None), default=None),
+        most_seconds=max(row["seconds"] for row in rows),
+        learned=[row["algorithm"] for row in rows if row["pass"]],
+        failed=[row["algorithm"] for row in rows if not row["pass"]],
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The numbers of the formulas, as plain records. Imports no torch: the controller makes these, and holds no tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+__all__ = ["Correction", "EstimatorOptions", "KlController", "LossOptions", "Method"]
+
+
+@dataclass(frozen=True, slots=True)
+class EstimatorOptions:
+    """`algorithm.gamma`, `lam` and `norm_adv_by_std_in_grpo`."""
+
+    gamma: float = 1.0
+    lam: float = 1.0
+    by_std: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """`actor.clip_ratio_*` and `actor.policy_loss.*`."""
+
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    clip_c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    clip_cov_ratio: float = 2e-4
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    kl_cov_ratio: float = 2e-4
+    ppo_kl_coef: float = 0.1
+    dpo_beta: float = 0.1
+    sppo_eta: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off when None."""
+
+    weigh: str | None = None  # token, sequence
+    threshold: float = 2.0
+    normalize: bool = False
+    reject: str | None = None  # token, sequence, geometric
+    upper: float = 2.0
+    lower: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class KlController:
+    """The weight of the KL in the reward: `fixed` keeps it, `adaptive` steers it towards `target`.
+
+    After each use: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon.
+    """
+
+    beta: float
+    adaptive: bool = False
+    target: float = 0.1
+    horizon: float = 10_000.0
+
+    def after(self, kl: float, samples: int) -> KlController:
+        """The controller of the next step, having seen this KL on so many samples."""
+        if not self.adaptive:
+            return self
+        error = min(max(kl / self.target - 1.0, -0.2), 0.2)
+        return replace(self, beta=self.beta * (1.0 + error * samples / self.horizon))
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """An algorithm in full: from scores to rewards, to advantages, to the loss. What a train worker is told."""
+
+    estimator: str = "grpo"  # of ESTIMATORS, or package.module:function
+    estimator_options: EstimatorOptions = field(default_factory=EstimatorOptions)
+    loss_mode: str = "vanilla"  # of LOSSES, or package.module:function
+    loss_options: LossOptions = field(default_factory=LossOptions)
+    agg_mode: str = "token-mean"
+    scale: float | None = None  # the length L of seq-mean-token-sum-norm
+    entropy_coeff: float = 0.0
+    loss_kl_coef: float | None = None  # None: no KL in the loss
+    loss_kl_type: str = "low_var_kl"
+    reward_kl: KlController | None = None  # None: no KL in the reward
+    reward_kl_type: str = "kl"
+    correction: Correction = field(default_factory=Correction)
+    value_clip: float = 0.5
+    value_agg_mode: str = "token-mean"
+    critic_warmup: int = 0  # steps in which only the critic is trained
+    ref_update_freq: int = -1  # steps after which the reference becomes the policy; -1: never
+    process_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the process reward model
+    process_coef: float = 5.0

@@ -1,0 +1,231 @@
+"""From settings to the records that workers, engines and planner are built from: names and units change, no more."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
+from verl.config.needs import uses_critic, uses_reference
+from verl.config.schema.actor import OptimConfig
+from verl.config.schema.root import Config
+from verl.config.sizes import (
+    actor_cut,
+    critic_cut,
+    critic_optimiser_steps,
+    max_sequence_tokens,
+    optimiser_steps,
+    policy_steps,
+)
+from verl.data.plan import Planner, UpdateSizes
+from verl.errors import ConfigError
+from verl.rewards.overlong import Overlong
+from verl.trainer.data import RunData
+from verl.training.schedule import Schedule
+from verl.training.settings import FsdpSettings
+from verl.workers.episodes import EpisodeSettings
+from verl.workers.train import TrainSettings
+
+__all__ = [
+    "compute_dtype",
+    "engine_settings",
+    "episode_settings",
+    "planner",
+    "reward_arguments",
+    "rollout_dtype",
+    "train_settings",
+    "transport_name",
+]
+
+
+def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
+    """The models of a train worker: the policy, and what its algorithm needs beside it."""
+    model, actor, critic, prime = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+        config.critic,
+        config.reward.prime,
+    )
+    common: dict[str, Any] = {
+        "compute_dtype": compute_dtype(config, device),
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "device": device,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    own = {"param_dtype": actor.fsdp_config.model_dtype, **common}
+    updates = optimiser_steps(config, policy_steps(config, total_steps))
+    process_path = prime.model_path or model.path
+    return TrainSettings(
+        actor=FsdpSettings(
+            model.path,
+            grad_clip=actor.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            **own,
+            **_optimiser("actor_rollout_ref.actor", actor.optim, updates),
+        ),
+        reference=FsdpSettings(model.path, trainable=False, **own) if uses_reference(config) else None,
+        critic=FsdpSettings(
+            critic.model.path or model.path,
+            head="value",
+            role="critic",
+            grad_clip=critic.grad_clip,
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            param_dtype=critic.fsdp_config.model_dtype,
+            **{**common, "compute_dtype": _dtype(critic.fsdp_config.dtype, device)},
+            **_optimiser("critic", critic.optim, critic_optimiser_steps(config, total_steps)),
+        )
+        if uses_critic(config)
+        else None,
+        process=FsdpSettings(process_path, role="process", lr=prime.lr, grad_clip=prime.grad_clip, **own)
+        if prime.enable
+        else None,
+        process_reference=FsdpSettings(process_path, trainable=False, **own)
+        if prime.enable and process_path != model.path
+        else None,
+        method=method(config),
+        publish_dtype=rollout_dtype(config, device),
+    )
+
+
+def method(config: Config) -> Method:
+    """The algorithm, as the train workers run it."""
+    algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
+    loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
+    low, high = actor.clip_range
+    instead = {"sppo": "win_rate"}.get(loss.loss_mode, algorithm.adv_estimator)
+    return Method(
+        estimator="prime" if config.reward.prime.enable else instead,
+        estimator_options=EstimatorOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo),
+        loss_mode=loss.loss_mode,
+        loss_options=LossOptions(
+            clip_low=low, clip_high=high, clip_c=actor.clip_ratio_c, **loss.model_dump(exclude={"loss_mode"})
+        ),
+        agg_mode=actor.loss_agg_mode,
+        scale=actor.loss_scale_factor or config.data.max_response_length,
+        entropy_coeff=actor.entropy_coeff,
+        loss_kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        loss_kl_type=actor.kl_loss_type,
+        reward_kl=KlController(kl.kl_coef, kl.type == "adaptive", kl.target_kl, kl.horizon)
+        if algorithm.use_kl_in_reward
+        else None,
+        reward_kl_type=algorithm.kl_penalty,
+        correction=Correction(
+            weigh=correction.rollout_is,
+            threshold=correction.rollout_is_threshold,
+            normalize=correction.rollout_is_batch_normalize,
+            reject=correction.rollout_rs,
+            upper=correction.rollout_rs_threshold,
+            lower=correction.rollout_rs_threshold_lower or 1 / correction.rollout_rs_threshold,
+        ),
+        value_clip=critic.cliprange_value,
+        value_agg_mode=critic.loss_agg_mode,
+        critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
+        ref_update_freq=config.trainer.ref_update_freq,
+        process_beta=config.reward.prime.beta,
+        process_coef=config.reward.prime.coef,
+    )
+
+
+def _optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
+    warmup = optim.lr_warmup_steps
+    warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
+    try:
+        Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
+    except ValueError as error:  # only now is it known how many steps the data gives
+        raise ConfigError([f"{section}.optim: {error}"]) from error
+    return {
+        "lr": optim.lr,
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "schedule": optim.lr_scheduler_type,
+        "warmup_steps": warmup,
+        "total_steps": updates,
+        "min_lr_ratio": optim.min_lr_ratio,
+    }
+
+
+def planner(config: Config, ranks: int) -> Planner:
+    """How the samples of a step are cut."""
+    actor, rollout, cut = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, actor_cut(config)
+    return Planner(
+        ranks,
+        cut.mini_batch,
+        micro_batch_samples=cut.micro_batch_samples,
+        micro_batch_tokens=cut.micro_batch_tokens,
+        forward_micro_batch_samples=None if actor.use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu,
+        forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        epochs=cut.epochs,
+        shuffle_seed=config.trainer.seed if actor.shuffle else None,
+        critic=_critic_sizes(config) if uses_critic(config) else None,
+    )
+
+
+def _critic_sizes(config: Config) -> UpdateSizes:
+    cut = critic_cut(config)
+    return UpdateSizes(cut.mini_batch, cut.micro_batch_samples, cut.micro_batch_tokens, cut.epochs)
+
+
+def episode_settings(config: Config, data: RunData) -> EpisodeSettings:
+    """What an episode worker reads and how it scores."""
+    model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
+    return EpisodeSettings(
+        model.tokenizer_path or model.path,
+        data.datasets,
+        reward_arguments(config),
+        model.trust_remote_code,
+        Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
+    )
+
+
+def reward_arguments(config: Config) -> dict[str, Any]:
+    """The arguments of `load_reward`."""
+    function = config.reward.custom_reward_function
+    return {"path": function.path, "name": function.name, "kwargs": function.reward_kwargs}
+
+
+def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
+    """The arguments of a rollout engine."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    dtype = rollout_dtype(config, device)
+    if rollout.name == "hf":
+        return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
+    return {
+        "model_path": model.path,
+        "dtype": dtype,
+        "load_format": rollout.load_format,
+        "max_model_len": max_sequence_tokens(config),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "tensor_parallel": rollout.tensor_model_parallel_size,
+        "memory_fraction": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "trust_remote_code": model.trust_remote_code,
+        "weight_backend": transport_name(config),
+        "seed": config.trainer.seed + number,
+        "device": device,
+        "cpu_cache_gib": rollout.cpu_cache_gib,
+        "cpu_cores": str(number % (os.cpu_count() or 1)) if device == "cpu" else "",
+        "kwargs": rollout.engine_kwargs.vllm,
+    }
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """In which type the policy computes."""
+    return _dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
+
+
+def rollout_dtype(config: Config, device: str) -> str:
+    """In which type the engines compute, and the weights travel."""
+    wanted = config.actor_rollout_ref.rollout.dtype
+    return compute_dtype(config, device) if wanted == "auto" else wanted
+
+
+def transport_name(config: Config) -> str:
+    """How weights travel to the engines."""
+    wanted = config.actor_rollout_ref.rollout.weight_transport
+    return "host" if wanted == "auto" else wanted
+
+
+def _dtype(wanted: str, device: str) -> str:
+    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
