@@ -34,6 +34,9 @@ _LEARNING = (
     _Column("entropy", ("actor/entropy",), ".2f", 5),
     _Column("clip", ("actor/pg_clipfrac",), ".2f", 5),
     _Column("grad", ("actor/grad_norm",), ".2f", 5),
+    _Column("critic", ("critic/vf_loss",), ".4f", 6),
+    _Column("process", ("process/accuracy",), ".2f", 5),
+    _Column("dropped", ("sampling/groups_dropped",), ".0f", 4),
     _Column("len", ("response_length/mean",), ".1f", 6),
 )
 _PHASES = ("gen", "prep", "update", "sync")
@@ -42,7 +45,7 @@ _RECENT = 20
 
 
 class Console:
-    """Writes to standard output. The columns are those that the first step has; a number missing later is a dash."""
+    """Writes to standard output. The columns are those that some step has had; a number that is missing is a dash."""
 
     def __init__(self, total_steps: int | None = None, out: rich.console.Console | None = None) -> None:
         self.total_steps = total_steps
@@ -59,9 +62,9 @@ class Console:
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
         """The line of one step."""
-        if not self._columns:
-            present = [column for column in _LEARNING + _TIMES if column.find(metrics) is not None]
-            self._columns = tuple(present)
+        self._columns = tuple(
+            column for column in _LEARNING + _TIMES if column in self._columns or column.find(metrics) is not None
+        )
         line = Text("step  ").append(self._progress(step), style="bold")
         for column in self._columns:
             if column in _LEARNING:

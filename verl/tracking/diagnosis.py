@@ -70,7 +70,7 @@ def _kl_explodes(metrics: Numbers) -> str | None:
 
 
 def _skipped(metrics: Numbers) -> str | None:
-    if count := metrics.get("actor/skipped_steps", 0.0):
+    if count := sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")):
         return (
             f"{count:g} optimiser step(s) were skipped: the gradient was not finite, or the mini-batch held no "
             "generated tokens"
@@ -89,14 +89,14 @@ _TROUBLES = (
         "no signal",
         _no_signal,
         "look at some answers and at the reward function; more answers a prompt with actor_rollout_ref.rollout.n=8, "
-        "or prompts that the model sometimes solves",
+        "prompts that the model sometimes solves, or algorithm.filter_groups.enable=True to draw others in their place",
     ),
     _Trouble(
         "mismatch",
         _mismatch,
         "where top_p or top_k cut the sampling, that is expected; else try actor_rollout_ref.rollout.dtype=float32, "
-        "or with vLLM on long contexts "
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True",
+        "with vLLM on long contexts +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True, "
+        "or correct for it by algorithm.rollout_correction.rollout_is=token",
     ),
     _Trouble(
         "kl",
