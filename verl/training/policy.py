@@ -20,7 +20,7 @@ from verl.algorithms.kl import kl_penalty
 from verl.algorithms.load import load_function
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
 from verl.algorithms.settings import Method
-from verl.algorithms.survey import SURVEYS, token_noise
+from verl.algorithms.survey import SURVEYS, Survey, token_noise
 from verl.algorithms.values import ValueObjective
 from verl.data.batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
@@ -193,19 +193,26 @@ class Policy:
         for step, parts in enumerate(plan.policy):
             if survey is None:
                 yield self.actor.update(self._batch.split(parts), self._objective)
-                continue
-            chosen = torch.from_numpy(np.concatenate(parts)).long()
-            batch, cuts = self._batch.select(chosen), np.split(np.arange(len(chosen)), np.cumsum([*map(len, parts)]))
-            logprobs = batch.old_logprobs  # those of now, as long as nothing has been updated
-            if step:
-                logprobs = torch.cat([out.logprobs for out in self.actor.forward(batch.split(cuts[:-1]))])
-            assert logprobs is not None
-            episodes = self._episodes.select(chosen, batch.mask, batch.offsets)
-            numbers = torch.from_numpy(plan.numbers)[chosen]
-            noise = token_noise(episodes.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
-            found = survey(tokens_of(logprobs, batch), episodes, noise, self.method.loss_options)
-            batch = batch.with_(**found.fields)
-            yield self.actor.update(batch.split(cuts[:-1]), self._objective) | found.metrics
+            else:
+                micro_batches, found = self._surveyed(survey, parts, plan, updated=step > 0)
+                yield self.actor.update(micro_batches, self._objective) | found
+
+    def _surveyed(
+        self, survey: Survey, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
+    ) -> tuple[list[FlatBatch], dict[str, float]]:
+        """The micro-batches of a mini-batch, with what the loss must know of all of it; and numbers for the user."""
+        chosen = torch.from_numpy(np.concatenate(parts)).long()
+        batch = self._batch.select(chosen)
+        cuts = np.split(np.arange(len(chosen)), np.cumsum([*map(len, parts)]))[:-1]
+        logprobs = batch.old_logprobs  # those of now, as long as nothing has been updated
+        if updated:
+            logprobs = torch.cat([output.logprobs for output in self.actor.forward(batch.split(cuts))])
+        assert logprobs is not None
+        episodes = self._episodes.select(chosen, batch.mask, batch.offsets)
+        numbers = torch.from_numpy(plan.numbers)[chosen]
+        noise = token_noise(episodes.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
+        found = survey(tokens_of(logprobs, batch), episodes, noise, self.method.loss_options)
+        return batch.with_(**found.fields).split(cuts), found.metrics
 
     def _forget(self) -> None:
         self._batch = FlatBatch.empty()
