@@ -18,6 +18,7 @@ from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.load import load_function
+from verl.algorithms.losses import LOSSES
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
 from verl.algorithms.settings import Method
 from verl.algorithms.survey import SURVEYS, Survey, token_noise
@@ -47,6 +48,7 @@ class Policy:
         self.actor, self.reference, self.critic, self.process = actor, reference, critic, process
         self.method = method = method or Method()
         self._estimator = load_function(method.estimator, ESTIMATORS, "algorithm.adv_estimator")
+        load_function(method.loss_mode, LOSSES, "policy_loss.loss_mode")  # a wrong name is said before the first step
         self._objective = PolicyObjective(
             loss_mode=method.loss_mode,
             options=method.loss_options,
@@ -180,8 +182,8 @@ class Policy:
         mask, weights = batch.mask, None
         if correction.weigh is not None:
             weights = importance_weights(*pair, mask, batch.offsets, correction, self.actor.gather)
-            total, squares = self._episodes.total(weights, weights.square())
-            metrics["training/rollout_is_ess"] = total * total / squares if squares else 0.0
+            tokens, total, squares = self._episodes.total(mask, weights, weights.square())
+            metrics["training/rollout_is_ess"] = total * total / (tokens * squares) if squares else 0.0
         if correction.reject is not None:
             mask = kept(*pair, batch.mask, batch.offsets, correction)
             before, after = self._episodes.total(batch.mask, mask)
