@@ -13,22 +13,23 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import ESTIMATORS, Episodes, explained_variance
+from verl.algorithms.advantages import ESTIMATORS, Episodes, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.load import load_function
-from verl.algorithms.losses import LOSSES
+from verl.algorithms.losses import LOSSES, LossFunction
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
 from verl.algorithms.settings import Method
 from verl.algorithms.survey import SURVEYS, Survey, token_noise
 from verl.algorithms.values import ValueObjective
 from verl.data.batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
+from verl.errors import ConfigError
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 
-__all__ = ["Policy", "ProcessRewards"]
+__all__ = ["Policy", "ProcessRewards", "functions_of"]
 
 Engine = TrainEngine[ModelOutput]
 
@@ -47,8 +48,7 @@ class Policy:
     ) -> None:
         self.actor, self.reference, self.critic, self.process = actor, reference, critic, process
         self.method = method = method or Method()
-        self._estimator = load_function(method.estimator, ESTIMATORS, "algorithm.adv_estimator")
-        load_function(method.loss_mode, LOSSES, "policy_loss.loss_mode")  # a wrong name is said before the first step
+        self._estimator, _ = functions_of(method)
         self._objective = PolicyObjective(
             loss_mode=method.loss_mode,
             options=method.loss_options,
@@ -245,6 +245,17 @@ class ProcessRewards:
         for parts in updates:
             yield self.model.update(self._batch.split(parts), self._objective)
         self._batch = FlatBatch.empty()
+
+
+def functions_of(method: Method) -> tuple[Estimator, LossFunction]:
+    """The estimator and the loss that a method names: the user's own are looked for before any model is loaded."""
+    try:
+        return (
+            load_function(method.estimator, ESTIMATORS, "algorithm.adv_estimator"),
+            load_function(method.loss_mode, LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode"),
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:

@@ -49,11 +49,12 @@ class TrainWorker:
         """Join the other ranks and load the models."""
         from verl.training.fsdp import FsdpEngine
         from verl.training.group import init_process_group
-        from verl.training.policy import Policy, ProcessRewards
+        from verl.training.policy import Policy, ProcessRewards, functions_of
 
         def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
             return None if wanted is None else FsdpEngine(wanted)
 
+        functions_of(settings.method)
         host, port = address
         init_process_group(self._rank, self._world_size, host, port, settings.actor.device)
         method, reference = settings.method, engine(settings.reference)

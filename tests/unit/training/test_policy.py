@@ -21,6 +21,7 @@ from verl.algorithms.settings import Correction, EstimatorOptions, KlController,
 from verl.checkpoint.save import load, save
 from verl.data.batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
+from verl.errors import ConfigError
 from verl.training.fake import FakeSettings, FakeTrainEngine
 from verl.training.policy import Policy, ProcessRewards
 from verl.types import Sample, SampleHandle
@@ -654,9 +655,9 @@ def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"algorithm.adv_estimator: {said}"):
+    with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {said}"):
         Policy(Table(), Method(name))
-    with pytest.raises(ValueError, match=f"policy_loss.loss_mode: {said}"):
+    with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {said}"):
         Policy(Table(), Method(loss_mode=name))
 
 

@@ -1,0 +1,172 @@
+"""Two real ranks take the steps that one takes: the answers to a prompt lie on both, and no number knows."""
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+from tiny import tiny_qwen2
+from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
+
+from verl.algorithms.settings import Correction, KlController, LossOptions, Method
+from verl.data.plan import Planner, UpdateSizes
+from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.group import init_process_group
+from verl.training.policy import Policy, ProcessRewards
+from verl.types import Sample, SampleHandle
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+
+METHODS = {
+    "ppo": Method("gae", reward_kl=KlController(0.05, adaptive=True, horizon=100)),
+    "grpo": Method("grpo", loss_kl_coef=0.1, entropy_coeff=0.01, correction=Correction("token", reject="sequence")),
+    "dpo": Method("grpo", loss_mode="dpo", loss_options=LossOptions(dpo_beta=0.5)),
+    "kl_cov": Method("grpo", loss_mode="kl_cov", loss_options=LossOptions(kl_cov_ratio=0.1, ppo_kl_coef=1.0)),
+    "clip_cov": Method(
+        "grpo",
+        loss_mode="clip_cov",
+        loss_options=LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0),
+    ),
+    "prime": Method("prime"),
+}
+PROMPTS, ANSWERS, STEPS = 5, 4, 2
+SPARE = 2e-5
+"""How far numbers of order one may be apart: two steps of float32 sums in another order, each exact to about 1e-7,
+through networks and an AdamW whose eps is large enough not to make steps of rounding."""
+
+
+def samples():
+    random = np.random.default_rng(0)
+    found = []
+    for group in range(PROMPTS):
+        prompt = random.integers(64, size=random.integers(2, 6))
+        for _ in range(ANSWERS):
+            answer = random.integers(64, size=random.integers(1, 12))
+            mask = np.array([False] * len(prompt) + [True] * len(answer))
+            mask[len(prompt) + 1 : len(prompt) + 3] = False  # what a tool wrote
+            logprobs = np.where(mask, -4.2 + 0.3 * random.standard_normal(len(mask)), 0.0)
+            found.append(
+                Sample(
+                    group=group,
+                    tokens=np.concatenate([prompt, answer]).astype(np.int32),
+                    mask=mask,
+                    logprobs=logprobs.astype(np.float32),
+                    versions=np.where(mask, 0, -1).astype(np.int32),
+                    score=float(random.integers(0, 3)) / 2,
+                )
+            )
+    return found
+
+
+def plan(ranks):
+    handles = [
+        SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), one.score, 0, number=k % ANSWERS)
+        for k, one in enumerate(samples())
+    ]
+    sizes = {"micro_batch_samples": None, "micro_batch_tokens": 40, "critic": UpdateSizes(4, None, 60)}
+    return Planner(ranks, 3, **sizes).plan(handles)
+
+
+def engine(path, **changes):
+    return FsdpEngine(FsdpSettings(str(path), **{"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, **changes}))
+
+
+def policy(name, root):
+    process = None
+    if name == "prime":
+        process = ProcessRewards(
+            engine(root / "model", role="process"), engine(root / "model", trainable=False), beta=0.5, coef=2.0
+        )
+    return Policy(
+        engine(root / "model"),
+        METHODS[name],
+        reference=engine(root / "other", trainable=False),
+        critic=engine(root / "critic", head="value", role="critic") if name == "ppo" else None,
+        process=process,
+    )
+
+
+def scenario(root):
+    """Metrics of every step, and all weights at the end, for every method."""
+    found = {}
+    own = plan(dist.get_world_size()).rank(dist.get_rank())
+    mine = [samples()[k] for k in own.refs]
+    for name in METHODS:
+        trained = policy(name, root)
+        metrics = [trained.prepare(mine, own) | trained.update(own) for _ in range(STEPS)]
+        models = {"actor": trained.actor, "critic": trained.critic}
+        models["process"] = trained.process and trained.process.model
+        weights = {
+            f"{role}.{weight}": tensor.clone()
+            for role, model in models.items()
+            if model is not None
+            for weight, tensor in model.weights()
+        }
+        found[name] = {"metrics": metrics, "weights": weights}
+    return found
+
+
+def two_ranks(rank, port, root):
+    torch.set_num_threads(1)
+    init_process_group(rank, 2, "127.0.0.1", port)
+    torch.save(scenario(root), root / f"found-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """One rank here, then two in processes of their own."""
+    root = tmp_path_factory.mktemp("policy")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(root / "model")
+    Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(root / "other")
+    Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(root / "critic")
+    init_process_group(0, 1, "127.0.0.1", free_port())
+    try:
+        one = scenario(root)
+    finally:
+        dist.destroy_process_group()
+    run_ranks(two_ranks, 2, free_port(), root, deadline_s=500)
+    return one, [torch.load(root / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+
+
+def test_the_answers_to_a_prompt_lie_on_both_ranks():
+    first, second = (set(own.groups.tolist()) for own in plan(2).ranks)
+    assert first & second
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_both_ranks_report_the_same(both, name):
+    _, (first, second) = both
+    for one, other in zip(first[name]["metrics"], second[name]["metrics"], strict=True):
+        assert one == other
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_metrics_do_not_depend_on_the_number_of_ranks(both, name):
+    one, (two, _) = both
+    for metrics, expected in zip(two[name]["metrics"], one[name]["metrics"], strict=True):
+        assert metrics == pytest.approx(expected, rel=SPARE, abs=SPARE)
+        assert metrics["actor/grad_norm"] > 1e-3
+        assert metrics["actor/skipped_steps"] == 0
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_new_weights_do_not_depend_on_the_number_of_ranks(both, name):
+    one, (two, other) = both
+    assert two[name]["weights"].keys() == one[name]["weights"].keys() == other[name]["weights"].keys()
+    for weight, expected in one[name]["weights"].items():
+        torch.testing.assert_close(two[name]["weights"][weight], expected, atol=SPARE, rtol=SPARE, msg=weight)
+        assert torch.equal(two[name]["weights"][weight], other[name]["weights"][weight])
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_differ(both, name):
+    """Else the tests above would hold of a policy that does nothing of its own."""
+    one, _ = both
+    weight = "actor.model.layers.0.mlp.down_proj.weight"
+    assert all(
+        (one[name]["weights"][weight] - one[other]["weights"][weight]).abs().max() > 100 * SPARE
+        for other in one
+        if other != name
+    )
