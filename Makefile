@@ -46,6 +46,7 @@ show-%:
 
 show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/settings.py
+	$(PYTHON) tests/show/formulas.py --short
 	$(PYTHON) tests/show/gradient.py --short
 	$(PYTHON) tests/show/resume.py
 	$(PYTHON) tests/show/learning.py --short

@@ -1,0 +1,602 @@
+"""Every formula once more, slowly: loops over plain lists, `math` alone, gradients by hand.
+
+Written from the formulas of the algorithms and not from verl's code, so that agreement between the two means something.
+A batch is a list of `Answer`s, one for each sequence; per-token results are lists of lists of the same shape, with 0 at
+the tokens that the model did not generate. sg[...] of a formula shows as a factor that the derivative leaves alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+Rows = list[list[float]]
+
+
+@dataclass
+class Answer:
+    """One sequence: its prompt (`group`), its score, and for each token what the policies and the critic say of it."""
+
+    group: int
+    score: float
+    mask: list[int]
+    rewards: list[float] = field(default_factory=list)
+    values: list[float] = field(default_factory=list)
+    greedy: float = 0.0  # the score of the greedy answer to the same prompt
+    lp: list[float] = field(default_factory=list)
+    old: list[float] = field(default_factory=list)
+    ref: list[float] = field(default_factory=list)
+    roll: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    noise: list[float] = field(default_factory=list)  # one draw per token, for what is chosen at random
+    chosen: list[bool] = field(default_factory=list)
+
+    def generated(self) -> list[int]:
+        return [t for t, m in enumerate(self.mask) if m]
+
+    def length(self) -> int:
+        return len(self.generated())
+
+    def per_token(self, value: float) -> list[float]:
+        return [value if m else 0.0 for m in self.mask]
+
+
+Batch = Sequence[Answer]
+
+
+def clip(value: float, low: float, high: float) -> float:
+    return min(max(value, low), high)
+
+
+def sign(value: float) -> float:
+    return math.copysign(1, value) if value else 0.0
+
+
+def sigmoid(value: float) -> float:
+    if value >= 0:
+        return 1 / (1 + math.exp(-value))
+    return math.exp(value) / (1 + math.exp(value))
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)
+
+
+def unbiased_variance(values: Sequence[float]) -> float:
+    centre = mean(values)
+    return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
+
+
+# ---------------------------------------------------------------------------------------------------- advantages
+
+
+def by_group(batch: Batch) -> Iterator[list[Answer]]:
+    groups: dict[int, list[Answer]] = defaultdict(list)
+    for answer in batch:
+        groups[answer.group].append(answer)
+    yield from groups.values()
+
+
+def of_groups(batch: Batch, formula: Callable[[list[Answer]], list[float]]) -> Rows:
+    """One advantage for each answer, from the answers of its group, on all of its generated tokens."""
+    found = {}
+    for group in by_group(batch):
+        for answer, advantage in zip(group, formula(group), strict=True):
+            found[id(answer)] = advantage
+    return [answer.per_token(found[id(answer)]) for answer in batch]
+
+
+def grpo(batch: Batch, *, by_std: bool) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        scores = [answer.score for answer in group]
+        if len(scores) == 1:
+            return scores
+        centre = mean(scores)
+        scale = math.sqrt(unbiased_variance(scores)) + 1e-6 if by_std else 1.0
+        return [(score - centre) / scale for score in scores]
+
+    return of_groups(batch, formula)
+
+
+def rloo(batch: Batch) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        n = len(group)
+        if n == 1:
+            return [group[0].score]
+        centre = mean([answer.score for answer in group])
+        return [n / (n - 1) * (answer.score - centre) for answer in group]
+
+    return of_groups(batch, formula)
+
+
+def opo(batch: Batch) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        tokens = sum(answer.length() for answer in group)
+        if tokens == 0:
+            return [0.0] * len(group)
+        baseline = math.fsum(answer.length() * answer.score for answer in group) / tokens
+        return [answer.score - baseline for answer in group]
+
+    return of_groups(batch, formula)
+
+
+def gpg(batch: Batch) -> Rows:
+    non_zero = sum(answer.score != 0 for answer in batch)
+    scale = len(batch) / max(1, non_zero)
+
+    def formula(group: list[Answer]) -> list[float]:
+        centre = mean([answer.score for answer in group])
+        return [scale * (answer.score - centre) for answer in group]
+
+    return of_groups(batch, formula)
+
+
+def grpo_passk(batch: Batch, *, by_std: bool) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        scores = [answer.score for answer in group]
+        best, second = sorted(scores, reverse=True)[:2]
+        scale = math.sqrt(unbiased_variance(scores)) + 1e-6 if by_std else 1.0
+        advantages = [0.0] * len(scores)
+        advantages[scores.index(best)] = (best - second) / scale
+        return advantages
+
+    return of_groups(batch, formula)
+
+
+def win_rate(batch: Batch) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        rates = []
+        for i, mine in enumerate(group):
+            wins = []
+            for j, other in enumerate(group):
+                if i != j:
+                    wins.append(1.0 if mine.score > other.score else 0.5 if mine.score == other.score else 0.0)
+            rates.append(mean(wins) - 0.5 if wins else 0.0)
+        return rates
+
+    return of_groups(batch, formula)
+
+
+def whitened(batch: Batch, rows: Rows) -> Rows:
+    """Over all generated tokens of the batch, with the unbiased variance + 1e-8."""
+    seen = [rows[i][t] for i, answer in enumerate(batch) for t in answer.generated()]
+    if not seen:
+        return rows
+    centre = mean(seen)
+    scale = math.sqrt((unbiased_variance(seen) if len(seen) > 1 else 0.0) + 1e-8)
+    return [
+        [(value - centre) / scale if m else 0.0 for value, m in zip(row, answer.mask, strict=True)]
+        for answer, row in zip(batch, rows, strict=True)
+    ]
+
+
+def returns_to_go(answer: Answer, gamma: float) -> list[float]:
+    following, row = 0.0, [0.0] * len(answer.mask)
+    for t in reversed(answer.generated()):
+        following = answer.rewards[t] + gamma * following
+        row[t] = following
+    return row
+
+
+def reinforce_plus_plus(batch: Batch, *, gamma: float) -> Rows:
+    return whitened(batch, [returns_to_go(answer, gamma) for answer in batch])
+
+
+def reinforce_plus_plus_baseline(batch: Batch) -> Rows:
+    def formula(group: list[Answer]) -> list[float]:
+        centre = mean([answer.score for answer in group])
+        return [answer.score - centre for answer in group]
+
+    return whitened(batch, of_groups(batch, formula))
+
+
+def remax(batch: Batch) -> Rows:
+    rows = []
+    for answer in batch:
+        to_go = returns_to_go(answer, 1.0)
+        rows.append([value - answer.greedy if m else 0.0 for value, m in zip(to_go, answer.mask, strict=True)])
+    return rows
+
+
+def gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Rows, Rows]:
+    """(whitened advantages, returns)"""
+    advantages, returns = [], []
+    for answer in batch:
+        next_value = next_advantage = 0.0
+        row, target = [0.0] * len(answer.mask), [0.0] * len(answer.mask)
+        for t in range(len(answer.mask) - 1, -1, -1):
+            if not answer.mask[t]:
+                continue
+            delta = answer.rewards[t] + gamma * next_value - answer.values[t]
+            next_advantage = delta + gamma * lam * next_advantage
+            next_value = answer.values[t]
+            row[t] = next_advantage
+            target[t] = next_advantage + answer.values[t]
+        advantages.append(row)
+        returns.append(target)
+    return whitened(batch, advantages), returns
+
+
+# --------------------------------------------------------------------------------------------------- aggregation
+
+
+def token_shares(batch: Batch, mode: str, scale: float) -> Rows:
+    """What one unit of loss at each token adds to the loss of the mini-batch."""
+    tokens = sum(answer.length() for answer in batch)
+    sequences = sum(answer.length() > 0 for answer in batch)
+    rows = []
+    for answer in batch:
+        n = answer.length()
+        if n == 0:
+            share = 0.0
+        elif mode == "token-mean":
+            share = 1 / tokens
+        elif mode == "seq-mean-token-sum":
+            share = 1 / sequences
+        elif mode == "seq-mean-token-mean":
+            share = 1 / n / sequences
+        elif mode == "seq-mean-token-sum-norm":
+            share = 1 / (sequences * scale)
+        else:
+            raise ValueError(mode)
+        rows.append(answer.per_token(share))
+    return rows
+
+
+def aggregated(batch: Batch, values: Rows, mode: str, scale: float) -> float:
+    shares = token_shares(batch, mode, scale)
+    return math.fsum(shares[i][t] * values[i][t] for i, answer in enumerate(batch) for t in answer.generated())
+
+
+# -------------------------------------------------------------------------------------------------------- losses
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """The numbers of the formulas of the losses."""
+
+    low: float = 0.2
+    high: float = 0.2
+    c: float = 3.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+    cov_share: float = 0.0002
+    cov_lb: float = 1.0
+    cov_ub: float = 5.0
+    kl_share: float = 0.0002
+    kl_coef: float = 0.1
+    beta: float = 0.1
+    eta: float = 1.0
+
+
+Slope = tuple[float, float]  # the loss of a token, and its derivative by lp of the same token
+
+
+def ratio(lp: float, old: float) -> Slope:
+    """r = exp(clamp(d, -20, 20)), and dr/dlp."""
+    d = lp - old
+    r = math.exp(clip(d, -20, 20))
+    return r, r if -20 <= d <= 20 else 0.0
+
+
+def ppo(a: float, r: Slope, n: Numbers) -> Slope:
+    """max(-A*r, -A*clip(r))"""
+    free, held = -a * r[0], -a * clip(r[0], 1 - n.low, 1 + n.high)
+    if held > free:
+        return held, 0.0
+    return free, -a * r[1]
+
+
+def vanilla(lp: float, old: float, a: float, n: Numbers) -> Slope:
+    loss, slope = ppo(a, ratio(lp, old), n)
+    if a < 0 and -a * n.c < loss:
+        return -a * n.c, 0.0
+    return loss, slope
+
+
+def cispo(lp: float, old: float, a: float, n: Numbers) -> Slope:
+    weight = clip(ratio(lp, old)[0], 1 - n.low, 1 + n.high)
+    return -weight * a * lp, -weight * a
+
+
+def sapo(lp: float, old: float, a: float, n: Numbers) -> Slope:
+    tau = n.tau_pos if a > 0 else n.tau_neg
+    r, dr = ratio(lp, old)
+    gate = sigmoid(tau * (r - 1))
+    gate_slope = tau * sigmoid(tau * (r - 1)) * sigmoid(-tau * (r - 1)) * dr
+    return -a * gate * 4 / tau, -a * gate_slope * 4 / tau
+
+
+def plain_gradient(lp: float, old: float, a: float, n: Numbers) -> Slope:
+    return -a * lp, -a
+
+
+TOKEN_LOSSES = {"vanilla": vanilla, "cispo": cispo, "sapo": sapo, "gpg": plain_gradient}
+
+
+def token_losses(batch: Batch, name: str, n: Numbers) -> tuple[Rows, Rows]:
+    """Loss of each token, and its derivative by that token's lp, for the losses that see one token at a time."""
+    formula = TOKEN_LOSSES[name]
+    return _split(
+        [
+            [formula(x.lp[t], x.old[t], x.advantages[t], n) if m else (0.0, 0.0) for t, m in enumerate(x.mask)]
+            for x in batch
+        ]
+    )
+
+
+def gspo(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
+    """The ratio of the sequence at each token, whose derivative runs through that token's lp alone."""
+    rows = []
+    for x in batch:
+        row = [(0.0, 0.0)] * len(x.mask)
+        for t in x.generated():
+            mean_d = mean([x.lp[u] - x.old[u] for u in x.generated()])
+            s = math.exp(min(mean_d, 10.0))
+            row[t] = ppo(x.advantages[t], (s, s if mean_d <= 10 else 0.0), n)
+        rows.append(row)
+    return _split(rows)
+
+
+def covariances(batch: Batch) -> Rows:
+    """(A - mean A)(lp - mean lp), the means over the generated tokens of the whole mini-batch."""
+    seen = [(x.advantages[t], x.lp[t]) for x in batch for t in x.generated()]
+    if not seen:
+        return [[0.0] * len(x.mask) for x in batch]
+    mean_a, mean_lp = mean([a for a, _ in seen]), mean([lp for _, lp in seen])
+    return [
+        [(x.advantages[t] - mean_a) * (x.lp[t] - mean_lp) if m else 0.0 for t, m in enumerate(x.mask)] for x in batch
+    ]
+
+
+def clip_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
+    """Of the tokens with a covariance in (lb, ub) and not clipped already a share, so that it is `cov_share` of all."""
+    cov, eligible = covariances(batch), []
+    for i, x in enumerate(batch):
+        for t in x.generated():
+            a, r = x.advantages[t], ratio(x.lp[t], x.old[t])[0]
+            already = vanilla(x.lp[t], x.old[t], a, n)[0] != -a * r
+            if n.cov_lb < cov[i][t] < n.cov_ub and not already:
+                eligible.append((i, t))
+    chosen = [[False] * len(x.mask) for x in batch]
+    if eligible:
+        share = n.cov_share * sum(x.length() for x in batch) / len(eligible)
+        for i, t in eligible:
+            chosen[i][t] = batch[i].noise[t] < share
+    return chosen
+
+
+def kl_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
+    """The `kl_share` of all tokens with the largest covariance, at least one; of equals those with less noise."""
+    cov = covariances(batch)
+    ranked = sorted((-cov[i][t], x.noise[t], i, t) for i, x in enumerate(batch) for t in x.generated())
+    chosen = [[False] * len(x.mask) for x in batch]
+    for _, _, i, t in ranked[: max(1, int(n.kl_share * len(ranked)))]:
+        chosen[i][t] = True
+    return chosen
+
+
+def clip_cov(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
+    """PPO, without the gradient of the chosen tokens."""
+    rows = []
+    for x in batch:
+        row = [(0.0, 0.0)] * len(x.mask)
+        for t in x.generated():
+            loss, slope = vanilla(x.lp[t], x.old[t], x.advantages[t], n)
+            row[t] = loss, 0.0 if x.chosen[t] else slope
+        rows.append(row)
+    return _split(rows)
+
+
+def kl_cov(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
+    """-A*r everywhere, + coef*|d| on the chosen tokens."""
+    rows = []
+    for x in batch:
+        row = [(0.0, 0.0)] * len(x.mask)
+        for t in x.generated():
+            r, dr = ratio(x.lp[t], x.old[t])
+            loss, slope = -x.advantages[t] * r, -x.advantages[t] * dr
+            if x.chosen[t]:
+                d = x.lp[t] - x.old[t]
+                loss, slope = loss + n.kl_coef * abs(d), slope + n.kl_coef * sign(d)
+            row[t] = loss, slope
+        rows.append(row)
+    return _split(rows)
+
+
+def geo_mean(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
+    """Loss of each sequence, and its derivative by the lp of each of its tokens."""
+    losses, slopes = [], []
+    for x in batch:
+        loss, row = 0.0, [0.0] * len(x.mask)
+        if x.length():
+            a = mean([x.advantages[t] for t in x.generated()])
+            held = []
+            for t in x.generated():
+                d = x.lp[t] - x.old[t]
+                held.append(min(d, n.high) if a > 0 else max(d, -n.low))
+            mean_d = mean(held)
+            r = math.exp(clip(mean_d, -20, 20))
+            loss = -a * r
+            for t, d in zip(x.generated(), held, strict=True):
+                moves = d == x.lp[t] - x.old[t] and -20 <= mean_d <= 20
+                row[t] = -a * r / x.length() if moves else 0.0
+        losses.append(loss)
+        slopes.append(row)
+    return losses, slopes
+
+
+def sppo(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
+    """(sum(lp - lp_ref) - eta*A)^2 of each sequence, A being one number per sequence."""
+    losses, slopes = [], []
+    for x in batch:
+        if not x.length():
+            losses.append(0.0)
+            slopes.append([0.0] * len(x.mask))
+            continue
+        a = mean([x.advantages[t] for t in x.generated()])
+        miss = math.fsum(x.lp[t] - x.ref[t] for t in x.generated()) - n.eta * a
+        losses.append(miss**2)
+        slopes.append(x.per_token(2 * miss))
+    return losses, slopes
+
+
+def dpo_pairs(group: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+    """(better, worse): the best with the worst, the second best with the second worst, while their scores differ.
+
+    Of equals those with less noise come first; who wrote nothing is not compared.
+    """
+    there = sorted((x for x in group if x.length()), key=lambda x: math.fsum(x.noise))
+    falling = sorted(there, key=lambda x: -x.score)
+    rising = sorted(there, key=lambda x: x.score)
+    return [(falling[k], rising[k]) for k in range(len(there) // 2) if falling[k].score > rising[k].score]
+
+
+def dpo(batch: Batch, n: Numbers) -> tuple[float, Rows]:
+    """Mean over pairs of -log sigmoid(margin), and its derivative by every lp."""
+    slopes = {id(x): [0.0] * len(x.mask) for x in batch}
+    losses, moves = [], []
+    for group in by_group(batch):
+        for better, worse in dpo_pairs(group):
+            gains = [math.fsum(x.lp[t] - x.ref[t] for t in x.generated()) for x in (better, worse)]
+            margin = n.beta * (gains[0] - gains[1])
+            losses.append(max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))))
+            moves.append((better, worse, n.beta * sigmoid(-margin)))
+    for better, worse, move in moves:
+        for t in better.generated():
+            slopes[id(better)][t] -= move / len(moves)
+        for t in worse.generated():
+            slopes[id(worse)][t] += move / len(moves)
+    return (mean(losses) if losses else 0.0), [slopes[id(x)] for x in batch]
+
+
+def value_loss(v: float, old: float, target: float, eps: float) -> Slope:
+    """0.5 * max((v-R)^2, (clip(v, v_old-eps, v_old+eps)-R)^2), and its derivative by v."""
+    held = clip(v, old - eps, old + eps)
+    if (held - target) ** 2 > (v - target) ** 2:
+        return 0.5 * (held - target) ** 2, 0.0
+    return 0.5 * (v - target) ** 2, v - target
+
+
+def clip_fractions(batch: Batch, n: Numbers) -> dict[str, float]:
+    """Which share of the generated tokens each clip of `vanilla` holds, and mean(-d)."""
+    upper = lower = dual = 0
+    gaps = []
+    for x in batch:
+        for t in x.generated():
+            a, r = x.advantages[t], ratio(x.lp[t], x.old[t])[0]
+            upper += a > 0 and r > 1 + n.high
+            lower += a < 0 and r < 1 - n.low
+            dual += a < 0 and r > n.c
+            gaps.append(x.old[t] - x.lp[t])
+    tokens = max(1, len(gaps))
+    return {"upper": upper / tokens, "lower": lower / tokens, "dual": dual / tokens, "kl": math.fsum(gaps) / tokens}
+
+
+def _split(rows: list[list[Slope]]) -> tuple[Rows, Rows]:
+    return [[loss for loss, _ in row] for row in rows], [[slope for _, slope in row] for row in rows]
+
+
+# ------------------------------------------------------------------------------------------------------------ KL
+
+
+def kl(lp: float, ref: float, name: str) -> Slope:
+    """KL of a token by the name of its form, and its derivative by lp; a + takes the derivative of k2."""
+    x = ref - lp
+    form = name.removesuffix("+")
+    if form in ("kl", "k1"):
+        found = -x, 1.0
+    elif form == "abs":
+        found = abs(x), -sign(x)
+    elif form in ("mse", "k2"):
+        found = x * x / 2, -x
+    elif form in ("low_var_kl", "k3"):
+        near = clip(x, -20, 20)
+        value = math.exp(near) - near - 1
+        moves = near == x and -10 <= value <= 10
+        found = clip(value, -10, 10), 1 - math.exp(near) if moves else 0.0
+    else:
+        raise ValueError(name)
+    return (found[0], -x) if name.endswith("+") else found
+
+
+def next_beta(beta: float, kl: float, target: float, horizon: float, n_steps: int) -> float:
+    return beta * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon)
+
+
+# -------------------------------------------------------------------------------------------- rollout correction
+
+
+def log_ratios(x: Answer) -> list[float]:
+    """D = lp_old - lp_roll, clamped to +-20, of the generated tokens."""
+    return [clip(x.old[t] - x.roll[t], -20, 20) for t in x.generated()]
+
+
+def log_statistics(x: Answer, level: str) -> list[float]:
+    """At each token: D of itself, or the sum or the mean of its sequence."""
+    found = log_ratios(x)
+    row = [0.0] * len(x.mask)
+    for t, own in zip(x.generated(), found, strict=True):
+        row[t] = {"token": own, "sequence": math.fsum(found), "geometric": mean(found)}[level]
+    return row
+
+
+def importance_weights(batch: Batch, level: str, threshold: float, normalize: bool) -> Rows:
+    rows = []
+    for x in batch:
+        logs = log_statistics(x, level)
+        # exp of no more than the threshold's own log: the sum of a long sequence would overflow.
+        rows.append(
+            [math.exp(min(log, math.log(threshold))) if m else 0.0 for log, m in zip(logs, x.mask, strict=True)]
+        )
+    seen = [rows[i][t] for i, x in enumerate(batch) for t in x.generated()]
+    if normalize and seen:
+        rows = [[weight / mean(seen) for weight in row] for row in rows]
+    return rows
+
+
+def kept(batch: Batch, level: str, lower: float, upper: float) -> list[list[bool]]:
+    rows = []
+    for x in batch:
+        logs = log_statistics(x, level)
+        inside = [math.log(lower) <= log <= math.log(upper) for log in logs]
+        rows.append([bool(m) and fits for m, fits in zip(x.mask, inside, strict=True)])
+    return rows
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    diff_mean: float
+    diff_max: float
+    pearson: float
+    ess: float
+
+
+def mismatch(batch: Batch) -> Mismatch:
+    """|p_old - p_roll|, their correlation, and the effective share of samples (sum w)^2 / (n * sum w^2), w = exp(D)."""
+    p = [math.exp(x.old[t]) for x in batch for t in x.generated()]
+    q = [math.exp(x.roll[t]) for x in batch for t in x.generated()]
+    w = [math.exp(d) for x in batch for d in log_ratios(x)]
+    diff = [abs(a - b) for a, b in zip(p, q, strict=True)]
+    mean_p, mean_q = mean(p), mean(q)
+    together = math.fsum((a - mean_p) * (b - mean_q) for a, b in zip(p, q, strict=True))
+    spread = math.sqrt(math.fsum((a - mean_p) ** 2 for a in p) * math.fsum((b - mean_q) ** 2 for b in q))
+    return Mismatch(
+        diff_mean=mean(diff),
+        diff_max=max(diff),
+        pearson=together / spread if spread else math.nan,
+        ess=math.fsum(w) ** 2 / (len(w) * math.fsum(v * v for v in w)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- rewards
+
+
+def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+    """Nothing up to the last `buffer` tokens, then `factor / buffer` for each token, up to `factor`."""
+    penalty = 0.0
+    for _ in range(max_length - buffer, min(length, max_length)):
+        penalty -= factor / buffer
+    return penalty
