@@ -272,6 +272,14 @@ def test_a_resumed_engine_goes_on_as_if_it_had_not_stopped(make, tmp_path):
     assert [resumed.update([mini_batch()], objective(engine)) for _ in range(2)] == expected
 
 
+def test_saving_before_the_first_update_does_not_change_it(make):
+    plain, saved = make(), make()
+    saved.state()
+    for engine in (plain, saved):
+        engine.update([mini_batch()], objective(engine))
+    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(plain.weights(), saved.weights(), strict=True))
+
+
 def test_what_the_optimiser_is_told_comes_from_the_settings_not_the_checkpoint(group, tmp_path):
     engine = fsdp(tied=True)(tmp_path / "model")
     engine.update([mini_batch()], sft)

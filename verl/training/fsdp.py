@@ -139,8 +139,17 @@ class FsdpEngine:
             "rng": {str(self.rank): _random_state(self.device)},
         }
         if self.optimizer is not None:
+            if not self.optimizer.state:
+                self._make_moments(self.optimizer)
             state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
         return state
+
+    def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """The state of an optimiser that has not stepped yet. torch makes it by a step at a learning rate of 0, and
+        counts that step: the first real one would then be a quarter too short."""
+        get_optimizer_state_dict(self.model.hf, optimizer, options=_FLAT)
+        for moments in optimizer.state.values():
+            moments["step"].zero_()
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The inverse of `state`. Without an entry of its own, a rank keeps the random state that it has.
