@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
-SHOWN_ONLY = {"text", "diff", "json"}  # languages of blocks that nobody runs
+SHOWN_ONLY = {"text", "diff", "json", "math"}  # languages of blocks that nobody runs
 OTHER_PROGRAMS = {"pip", "pre-commit", "git", "cd", "ray", "python"}
 PLACEHOLDERS = {"KEY": "data.seed", "DIR": "somewhere"}
 
