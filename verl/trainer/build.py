@@ -163,14 +163,19 @@ def _absolute(config: Config) -> Config:
         return [full(path) for path in paths] if isinstance(paths, list) else paths and full(paths)
 
     data = {name: all_full(getattr(config.data, name)) for name in ("train_files", "val_files")}
-    model = config.actor_rollout_ref.model
-    function = config.reward.custom_reward_function
+    model, reward = config.actor_rollout_ref.model, config.reward
     return _changed(
         config,
         {
             "data": data,
-            "actor_rollout_ref": {"model": {"path": full(model.path)}},
-            "reward": {"custom_reward_function": {"path": all_full(function.path)}},
+            "actor_rollout_ref": {
+                "model": {"path": full(model.path), "tokenizer_path": all_full(model.tokenizer_path)}
+            },
+            "critic": {"model": {"path": all_full(config.critic.model.path)}},
+            "reward": {
+                "custom_reward_function": {"path": all_full(reward.custom_reward_function.path)},
+                "prime": {"model_path": all_full(reward.prime.model_path)},
+            },
             "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
         },
     )

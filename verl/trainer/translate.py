@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
-from verl.config.needs import uses_critic, uses_reference
+from verl.config.needs import is_own_function, uses_critic, uses_reference
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.root import Config
 from verl.config.sizes import (
@@ -92,9 +92,8 @@ def method(config: Config) -> Method:
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
     low, high = actor.clip_range
-    instead = {"sppo": "win_rate"}.get(loss.loss_mode, algorithm.adv_estimator)
     return Method(
-        estimator="prime" if config.reward.prime.enable else instead,
+        estimator=_estimator(config),
         estimator_options=EstimatorOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo),
         loss_mode=loss.loss_mode,
         loss_options=LossOptions(
@@ -124,6 +123,14 @@ def method(config: Config) -> Method:
         process_beta=config.reward.prime.beta,
         process_coef=config.reward.prime.coef,
     )
+
+
+def _estimator(config: Config) -> str:
+    """Where another part of the algorithm decides it: SPPO aims at win rates, PRIME adds its rewards to rloo's."""
+    chosen = config.algorithm.adv_estimator
+    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "sppo":
+        return "win_rate"
+    return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
 
 
 def _optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:

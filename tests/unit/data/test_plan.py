@@ -4,6 +4,7 @@ import pickle
 import random
 import time
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.plan import Cuts, Plan, Planner
+from verl.data.plan import Cuts, Plan, Planner, UpdateSizes
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -256,6 +257,86 @@ def test_sixteen_thousand_samples_are_planned_within_a_second_in_few_bytes(ranks
     plan = planner.plan(handles)
     assert time.process_time() - start < 1.0  # 0.3 s on a quiet machine
     assert sum(len(pickle.dumps(own)) for own in plan.ranks) / len(handles) < 200
+
+
+@st.composite
+def critics(draw: st.DrawFn) -> UpdateSizes:
+    limit = draw(st.sampled_from(["samples", "tokens"]))
+    return UpdateSizes(
+        mini_batch_prompts=draw(st.integers(1, 8)),
+        micro_batch_samples=draw(st.integers(1, 5)) if limit == "samples" else None,
+        micro_batch_tokens=draw(st.integers(1, 90)) if limit == "tokens" else None,
+        epochs=draw(st.integers(1, 3)),
+    )
+
+
+@law
+@given(steps(), critics())
+def test_a_critic_trains_every_sample_once_an_epoch_in_whole_groups_within_its_own_limits(
+    step: Any, critic: UpdateSizes
+) -> None:
+    handles, sizes = step
+    plan = Planner(**sizes, critic=critic).plan(handles)
+    known = {h.ref: h for h in handles}
+    prompts = len({h.group for h in handles})
+    per_epoch = -(-prompts // critic.mini_batch_prompts)
+    assert len({tuple(len(update) for update in own.critic) for own in plan.ranks}) == 1  # the same collectives
+    minis: list[list[SampleHandle]] = [[] for _ in range(per_epoch * critic.epochs)]
+    for own in plan.ranks:
+        for mini, update in zip(minis, own.critic, strict=True):
+            for micro in update:
+                found = [known[own.refs[i]] for i in micro]
+                mini += found
+                assert len(found) <= (critic.micro_batch_samples or len(handles))
+                assert len(found) <= 1 or sum(h.tokens for h in found) <= (critic.micro_batch_tokens or 10**9)
+    for epoch in range(critic.epochs):
+        own_minis = minis[epoch * per_epoch : (epoch + 1) * per_epoch]
+        assert Counter(h.ref for mini in own_minis for h in mini) == Counter(known.keys())
+        groups = [{h.group for h in mini} for mini in own_minis]
+        assert sum(map(len, groups)) == prompts  # no group in two mini-batches
+        assert max(map(len, groups)) <= critic.mini_batch_prompts
+
+
+@law
+@given(steps(), critics())
+def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: UpdateSizes) -> None:
+    handles, sizes = step
+    alone, beside = Planner(**sizes).plan(handles), Planner(**sizes, critic=critic).plan(handles)
+    assert all(own.critic is None for own in alone.ranks)
+    assert updates_as_refs(alone) == updates_as_refs(beside)
+    assert [own.forward.indices.tolist() for own in alone.ranks] == [
+        own.forward.indices.tolist() for own in beside.ranks
+    ]
+    assert alone.metrics == beside.metrics
+
+
+@law
+@given(steps())
+def test_a_critic_of_the_same_sizes_has_the_mini_batches_of_the_policy(step: Any) -> None:
+    handles, sizes = step
+    limits = sizes["micro_batch_samples"], sizes["micro_batch_tokens"]
+    plan = Planner(**sizes, critic=UpdateSizes(sizes["mini_batch_prompts"], *limits)).plan(handles)
+    for own in plan.ranks:
+        for of_policy, of_critic in zip(list(own.policy)[: len(own.critic)], own.critic, strict=True):
+            assert sorted(np.concatenate(of_policy)) == sorted(np.concatenate(of_critic))
+
+
+@law
+@given(steps())
+def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
+    handles, sizes = step
+    handles = [replace(h, number=place, baseline=place / 2) for place, h in enumerate(handles)]
+    for own in Planner(**sizes).plan(handles).ranks:
+        places = [int(ref.removeprefix("sample-")) for ref in own.refs]
+        assert own.numbers.tolist() == places
+        assert own.baselines.tolist() == [place / 2 for place in places]
+
+
+def test_without_a_greedy_answer_to_every_prompt_there_are_no_baselines() -> None:
+    handles = [handle("a", 0, baseline=1.0), handle("b", 1, baseline=None)]
+    own = Planner(1, 1, micro_batch_samples=8, micro_batch_tokens=None).plan(handles).rank(0)
+    assert own.baselines is None
+    assert own.without_refs().refs == []
 
 
 def test_what_else_the_reward_function_returned_is_averaged_over_the_samples_that_have_it() -> None:

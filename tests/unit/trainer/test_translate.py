@@ -1,0 +1,245 @@
+"""Settings become the records of workers and planner: what an algorithm needs is built, and nothing else."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.algorithms.settings import Correction, EstimatorOptions, KlController, Method
+from verl.config.load import load_dict, load_yaml
+from verl.config.schema.root import Config
+from verl.data.plan import UpdateSizes
+from verl.errors import ConfigError
+from verl.rewards.overlong import Overlong
+from verl.trainer.build import _absolute
+from verl.trainer.data import RunData
+from verl.trainer.translate import episode_settings, method, planner, train_settings
+from verl.types import SampleHandle
+
+pytestmark = pytest.mark.unit
+
+EXAMPLES = Path(__file__).parents[3] / "examples"
+REQUIRED = ("actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet")
+PPO, GRPO = ("algorithm.adv_estimator=gae",), ("algorithm.adv_estimator=grpo",)
+
+
+def config_of(*overrides: str) -> Config:
+    return load_dict({}, [*REQUIRED, *overrides]).config
+
+
+def example(name: str, *overrides: str) -> Config:
+    return load_yaml(EXAMPLES / name, [*REQUIRED, *overrides]).config
+
+
+EXPECTED: dict[str, dict[str, Any]] = {
+    "ppo": {"estimator": "gae", "loss_options.clip_low": 0.2, "value_clip": 0.5},
+    "grpo": {"estimator": "grpo", "loss_kl_coef": 0.001},
+    "dr_grpo": {"estimator": "grpo", "estimator_options.by_std": False, "agg_mode": "seq-mean-token-sum-norm"},
+    "dapo": {
+        "estimator": "grpo",
+        "loss_options.clip_low": 0.2,
+        "loss_options.clip_high": 0.28,
+        "agg_mode": "token-mean",
+    },
+    "rloo": {"estimator": "rloo"},
+    "reinforce_plus_plus": {"estimator": "reinforce_plus_plus"},
+    "reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline"},
+    "remax": {"estimator": "remax"},
+    "opo": {"estimator": "opo"},
+    "gpg": {"estimator": "gpg", "loss_mode": "gpg"},
+    "grpo_passk": {"estimator": "grpo_passk"},
+    "gspo": {"loss_mode": "gspo"},
+    "cispo": {"loss_mode": "cispo"},
+    "sapo": {"loss_mode": "sapo"},
+    "gmpo": {"loss_mode": "geo_mean"},
+    "clip_cov": {"loss_mode": "clip_cov"},
+    "kl_cov": {"loss_mode": "kl_cov"},
+    "online_dpo": {"loss_mode": "dpo", "loss_options.dpo_beta": 0.1},
+    "spin": {"loss_mode": "dpo", "ref_update_freq": 1},
+    "sppo": {"loss_mode": "sppo", "estimator": "win_rate", "loss_options.sppo_eta": 1.0},
+    "prime": {"estimator": "prime", "process_beta": 0.05, "process_coef": 5.0},
+}
+BESIDE_THE_POLICY = {
+    "ppo": {"critic"},
+    "grpo": {"reference"},
+    "online_dpo": {"reference"},
+    "spin": {"reference"},
+    "sppo": {"reference"},
+    "prime": {"reference", "process"},
+}
+
+
+def test_every_example_of_an_algorithm_is_looked_at() -> None:
+    assert {path.stem for path in (EXAMPLES / "algorithms").glob("*.yaml")} == set(EXPECTED)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -> None:
+    settings = train_settings(example(f"algorithms/{name}.yaml"), 100, "cpu")
+    for path, value in EXPECTED[name].items():
+        found: Any = settings.method
+        for part in path.split("."):
+            found = getattr(found, part)
+        assert found == value, path
+    models = {"reference", "critic", "process", "process_reference"}
+    built = {model for model in models if getattr(settings, model) is not None}
+    assert built == BESIDE_THE_POLICY.get(name, set()), built
+    assert pickle.loads(pickle.dumps(settings)) == settings  # it is sent to the workers
+
+
+def test_the_defaults_are_those_of_the_records() -> None:
+    found = method(config_of("data.max_response_length=77"))
+    assert found == Method(scale=77)
+
+
+def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
+    kl = ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=mse", "algorithm.kl_ctrl.kl_coef=0.2")
+    fixed = method(config_of(*kl))
+    assert (fixed.reward_kl, fixed.reward_kl_type) == (KlController(0.2), "mse")
+    adaptive = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3", "algorithm.kl_ctrl.horizon=50")
+    assert method(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 50)
+    assert train_settings(config_of(*kl), 10, "cpu").reference is not None
+    assert method(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
+
+
+def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:
+    assert method(config_of("actor_rollout_ref.actor.kl_loss_coef=0.5")).loss_kl_coef is None
+    used = config_of("actor_rollout_ref.actor.kl_loss_coef=0.5", "actor_rollout_ref.actor.use_kl_loss=True")
+    assert method(used).loss_kl_coef == 0.5
+
+
+def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> None:
+    correction = ("algorithm.rollout_correction.rollout_rs=geometric",)
+    upper = "algorithm.rollout_correction.rollout_rs_threshold=4"
+    assert method(config_of(*correction, upper)).correction == Correction(reject="geometric", upper=4, lower=0.25)
+    lower = "algorithm.rollout_correction.rollout_rs_threshold_lower=0.9"
+    assert method(config_of(*correction, upper, lower)).correction.lower == 0.9
+    weigh = config_of(
+        "algorithm.rollout_correction.rollout_is=sequence",
+        "algorithm.rollout_correction.rollout_is_threshold=3",
+        "algorithm.rollout_correction.rollout_is_batch_normalize=True",
+    )
+    assert method(weigh).correction == Correction("sequence", 3.0, True)
+
+
+def test_an_estimator_and_a_loss_of_the_user_go_through_as_they_are() -> None:
+    own = ("algorithm.adv_estimator=my.module:best", "actor_rollout_ref.actor.policy_loss.loss_mode=my.module:loss")
+    found = method(config_of(*own))
+    assert (found.estimator, found.loss_mode) == ("my.module:best", "my.module:loss")
+
+
+def test_process_rewards_take_the_place_of_rloo_but_not_of_the_users_own_estimator() -> None:
+    prime = ("reward.prime.enable=True", "actor_rollout_ref.rollout.n=4")
+    assert method(config_of(*prime, "algorithm.adv_estimator=rloo")).estimator == "prime"
+    assert method(config_of(*prime, "algorithm.adv_estimator=my.module:best")).estimator == "my.module:best"
+
+
+def test_gamma_lambda_and_the_division_by_std_reach_the_estimator() -> None:
+    settings = ("algorithm.gamma=0.9", "algorithm.lam=0.8", "algorithm.norm_adv_by_std_in_grpo=False")
+    assert method(config_of(*PPO, *settings)).estimator_options == EstimatorOptions(0.9, 0.8, False)
+
+
+def test_a_critic_starts_from_the_policys_model_unless_it_has_its_own() -> None:
+    critic = train_settings(config_of(*PPO, "critic.optim.lr=3e-5", "critic.grad_clip=0.3"), 10, "cpu").critic
+    assert critic is not None
+    assert (critic.model_path, critic.head, critic.role) == ("policy", "value", "critic")
+    assert (critic.lr, critic.grad_clip, critic.compute_dtype) == (3e-5, 0.3, "float32")
+    own = train_settings(config_of(*PPO, "critic.model.path=judge"), 10, "cuda").critic
+    assert own is not None
+    assert (own.model_path, own.compute_dtype) == ("judge", "bfloat16")
+
+
+def test_a_process_model_is_compared_with_the_reference_or_with_its_own_start() -> None:
+    prime = ("reward.prime.enable=True", "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=4")
+    same = train_settings(config_of(*prime, "reward.prime.lr=1e-5"), 10, "cpu")
+    assert same.process is not None
+    assert (same.process.model_path, same.process.role, same.process.lr) == ("policy", "process", 1e-5)
+    assert same.process_reference is None
+    other = train_settings(config_of(*prime, "reward.prime.model_path=judge"), 10, "cpu")
+    assert other.process is not None
+    assert other.process_reference is not None
+    assert other.process.model_path == other.process_reference.model_path == "judge"
+    assert not other.process_reference.trainable
+
+
+def test_the_steps_of_the_critics_warm_up_are_not_steps_of_the_policys_schedule() -> None:
+    sizes = (
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "critic.ppo_mini_batch_size=16",
+        "critic.ppo_epochs=3",
+        "trainer.critic_warmup=4",
+    )
+    settings = train_settings(config_of(*PPO, *sizes), 10, "cpu")
+    assert settings.critic is not None
+    assert settings.actor.total_steps == (10 - 4) * 2
+    assert settings.critic.total_steps == 10 * 4 * 3
+    assert settings.method.critic_warmup == 4
+    without = train_settings(config_of(*GRPO, *sizes), 10, "cpu")
+    assert (without.actor.total_steps, without.method.critic_warmup) == (20, 0)
+
+
+@pytest.mark.parametrize("section", ["critic", "actor_rollout_ref.actor"])
+def test_a_warm_up_longer_than_the_run_is_refused_under_the_name_of_its_model(section: str) -> None:
+    config = config_of(*PPO, f"{section}.optim.lr_warmup_steps=5000", f"{section}.optim.lr_scheduler_type=cosine")
+    with pytest.raises(ConfigError, match=rf"{section}\.optim: "):
+        train_settings(config, 10, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sizes"),
+    [
+        ((), UpdateSizes(32, 8, None, 2)),
+        (("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=3"), UpdateSizes(16, 8, None, 3)),
+        (("critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=500"), UpdateSizes(32, None, 500, 2)),
+        (("actor_rollout_ref.actor.use_dynamic_bsz=True",), UpdateSizes(32, None, 16384, 2)),
+    ],
+)
+def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
+    overrides: tuple[str, ...], sizes: UpdateSizes
+) -> None:
+    common = (
+        "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
+        "actor_rollout_ref.actor.ppo_epochs=2",
+    )
+    handles = [SampleHandle(k, group=k, tokens=100, generated=50, score=0.0, version=0) for k in range(64)]
+    own = planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).rank(0)
+    assert own.critic is not None
+    updates = [[len(micro) for micro in update] for update in own.critic]
+    assert len(updates) == 64 // sizes.mini_batch_prompts * sizes.epochs
+    assert {sum(update) for update in updates} == {sizes.mini_batch_prompts}
+    assert max(max(update) for update in updates) <= (sizes.micro_batch_samples or sizes.micro_batch_tokens // 100)
+    assert planner(config_of(*GRPO, *common), ranks=1).plan(handles).rank(0).critic is None
+
+
+def test_overlong_shaping_is_told_to_the_episodes() -> None:
+    data = RunData(datasets={}, train_rows=1, val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
+    assert episode_settings(config_of(*shaped), data).overlong == Overlong(20, 1.0, 100)
+    assert episode_settings(config_of(), data).overlong is None
+
+
+def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("policy", "judge"):
+        Path(name).mkdir()
+    found = _absolute(
+        config_of(*PPO, "critic.model.path=judge", "reward.prime.model_path=judge", "data.train_files=[policy, far]")
+    )
+    assert found.actor_rollout_ref.model.path == str(tmp_path / "policy")
+    assert found.critic.model.path == found.reward.prime.model_path == str(tmp_path / "judge")
+    assert found.data.train_files == [str(tmp_path / "policy"), "far"]
+    assert found.actor_rollout_ref.model.tokenizer_path is None
+
+
+def test_the_example_of_ppo_reads_as_it_is_written() -> None:
+    config = load_yaml(EXAMPLES / "ppo" / "ppo_config.yaml", ["trainer.logger=[console]"]).config
+    settings = train_settings(config, 100, "cuda")
+    assert settings.method.estimator == "gae"
+    assert settings.critic is not None
+    assert settings.critic.lr == 1e-5
+    assert settings.reference is None  # use_kl_in_reward is not set
