@@ -109,7 +109,7 @@ def geo_mean(x: Tokens, o: LossOptions) -> PolicyLoss:
     log_ratio, advantage = x.logprobs - x.old_logprobs, x.sequence_mean(x.advantages)
     sign = advantage.sign()
     held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-o.clip_low, o.clip_high))
-    took = held != log_ratio
+    took = (held != log_ratio) & (x.advantages != 0)
     ratio = x.sequence_mean(held).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     return PolicyLoss(-advantage * ratio, took & (log_ratio > 0), took & (log_ratio < 0))
 

@@ -133,9 +133,8 @@ def survey_dpo(x: Tokens, episodes: Episodes, noise: Tensor, o: LossOptions) -> 
     answers = episodes.scores, segment_sum(noise, x.offsets), episodes.lengths
     sides, margin = episodes.per_group(side, *answers), episodes.per_group(margins, *answers, shift)
     paired = sides != 0
-    count, loss, right, total = episodes.total(
-        paired, -logsigmoid(margin) * paired, (margin > 0) & paired, margin * paired
-    )
+    right = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 is half right
+    count, loss, right, total = episodes.total(paired, -logsigmoid(margin) * paired, right, margin * paired)
     count = max(count, 1.0)
     return Found(
         {

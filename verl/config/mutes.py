@@ -72,7 +72,16 @@ _ALGORITHM = (
         f"{_LOSS}=dpo and sppo compare scores, without advantages",
         (_LOSS,),
     ),
-    _only(_ESTIMATOR, "gae", "reinforce_plus_plus", use=("algorithm.gamma",)),
+    Mute(
+        ("algorithm.gamma",),
+        lambda c: (
+            not c.reward.prime.enable
+            and c.algorithm.adv_estimator not in ("gae", "reinforce_plus_plus")
+            and not is_own_function(c.algorithm.adv_estimator)
+        ),
+        f"only {_ESTIMATOR}=gae or reinforce_plus_plus, and PRIME, use it",
+        (_ESTIMATOR, "reward.prime.enable"),
+    ),
     _only(_ESTIMATOR, "gae", use=("algorithm.lam",)),
     _only(_ESTIMATOR, "grpo", "grpo_vectorized", "grpo_passk", use=("algorithm.norm_adv_by_std_in_grpo",)),
     Mute(

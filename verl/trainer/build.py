@@ -30,6 +30,7 @@ from verl.trainer.translate import (
     compute_dtype,
     engine_settings,
     episode_settings,
+    method,
     planner,
     reward_arguments,
     rollout_dtype,
@@ -254,7 +255,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
 
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle]:
         seeds = [seed(split, group, number) for number in range(count)]
-        greedy_baseline = split == "train" and config.algorithm.adv_estimator == "remax"
+        greedy_baseline = split == "train" and method(config).estimator == "remax"
         return await episodes.run(split, row, group, seeds, sampling[split], greedy_baseline=greedy_baseline)
 
     return answer

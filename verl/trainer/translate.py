@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
-from verl.config.needs import is_own_function, uses_critic, uses_reference
+from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.root import Config
 from verl.config.sizes import (
@@ -30,6 +30,7 @@ __all__ = [
     "compute_dtype",
     "engine_settings",
     "episode_settings",
+    "method",
     "planner",
     "reward_arguments",
     "rollout_dtype",
@@ -126,9 +127,10 @@ def method(config: Config) -> Method:
 
 
 def _estimator(config: Config) -> str:
-    """Where another part of the algorithm decides it: SPPO aims at win rates, PRIME adds its rewards to rloo's."""
+    """Where another part of the algorithm decides it: SPPO aims at win rates, and DPO, which pairs answers itself, may
+    see them too; PRIME adds its rewards to those of rloo."""
     chosen = config.algorithm.adv_estimator
-    if config.actor_rollout_ref.actor.policy_loss.loss_mode == "sppo":
+    if uses_preferences(config):
         return "win_rate"
     return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
 
