@@ -133,8 +133,8 @@ def survey_dpo(x: Tokens, episodes: Episodes, noise: Tensor, o: LossOptions) -> 
     answers = episodes.scores, segment_sum(noise, x.offsets), episodes.lengths
     sides, margin = episodes.per_group(side, *answers), episodes.per_group(margins, *answers, shift)
     paired = sides != 0
-    right = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 is half right
-    count, loss, right, total = episodes.total(paired, -logsigmoid(margin) * paired, right, margin * paired)
+    won = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 is half right
+    count, loss, right, total = episodes.total(paired, -logsigmoid(margin) * paired, won, margin * paired)
     count = max(count, 1.0)
     return Found(
         {
