@@ -95,7 +95,7 @@ def on_ranks(parts: Sequence[Part], run: Callable[[Part, int, Callable[[Tensor],
             pass_on(rank)
             turns[rank].acquire()
             if len(gathered[k]) < world:
-                raise _LeftAlone("broken law: all ranks gather equally often, also those without a sequence")
+                raise _LeftAloneError("broken law: all ranks gather equally often, also those without a sequence")
             return torch.cat(gathered[k])
 
         turns[rank].acquire()
@@ -110,11 +110,11 @@ def on_ranks(parts: Sequence[Part], run: Callable[[Part, int, Callable[[Tensor],
         turns[0].release()
     errors = [error for future in futures if (error := future.exception())]
     if errors:  # what went wrong on one rank, rather than what the others saw of it
-        raise min(errors, key=lambda error: isinstance(error, _LeftAlone))
+        raise min(errors, key=lambda error: isinstance(error, _LeftAloneError))
     return [future.result() for future in futures]
 
 
-class _LeftAlone(AssertionError):
+class _LeftAloneError(AssertionError):
     """A rank gathers where others do not."""
 
 
@@ -134,9 +134,10 @@ def _places(offsets: Tensor, indices: Sequence[int]) -> Tensor:
 
 
 def _shares(count: int, ranks: int, seed: int) -> list[list[int]]:
-    """Every sequence on one of the ranks, in any order."""
+    """Every sequence on one of the ranks, in any order; of three ranks one has none."""
     draw = random.Random(seed)
-    owners = {i: draw.randrange(ranks) for i in draw.sample(range(count), count)}
+    working = draw.sample(range(ranks), min(ranks, 2))
+    owners = {i: draw.choice(working) for i in draw.sample(range(count), count)}
     return [[i for i, owner in owners.items() if owner == rank] for rank in range(ranks)]
 
 

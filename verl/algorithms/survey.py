@@ -135,16 +135,16 @@ def survey_dpo(x: Tokens, episodes: Episodes, noise: Tensor, o: LossOptions) -> 
     paired = sides != 0
     won = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 is half right
     count, loss, right, total = episodes.total(paired, -logsigmoid(margin) * paired, won, margin * paired)
-    count = max(count, 1.0)
+    some = max(count, 1.0)
     return Found(
         {
             "advantages": episodes.per_token(sides * o.dpo_beta * torch.sigmoid(-margin)).to(x.logprobs.dtype),
             "mask": episodes.per_token(paired.double()) > 0,
         },
         {
-            "actor/dpo_loss": loss / count,
-            "actor/dpo_accuracy": right / count,
-            "actor/dpo_margin": total / count,
+            "actor/dpo_loss": loss / some,
+            "actor/dpo_accuracy": right / some,
+            "actor/dpo_margin": total / some,
             "actor/dpo_pairs": count / 2,
         },
     )

@@ -6,8 +6,8 @@ import torch
 
 from verl.algorithms.aggregate import MODES, Totals, aggregate, totals_of
 from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import vanilla
-from verl.algorithms.objective import PolicyObjective, sft
+from verl.algorithms.losses import LossOptions, PolicyLoss, vanilla
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, sft, tokens_of
 
 pytestmark = pytest.mark.unit
 
@@ -19,9 +19,24 @@ def example():
     draw = lambda: -torch.rand(11, dtype=torch.float64) * mask  # noqa: E731
     output = SimpleNamespace(logprobs=draw().requires_grad_(), entropy=draw().neg().requires_grad_())
     batch = SimpleNamespace(
-        mask=mask, offsets=offsets, old_logprobs=draw(), ref_logprobs=draw(), advantages=torch.randn(11).double()
+        mask=mask,
+        offsets=offsets,
+        old_logprobs=draw(),
+        ref_logprobs=draw(),
+        advantages=torch.randn(11).double(),
+        returns=None,
+        weights=None,
+        chosen=None,
     )
     return output, batch, totals_of(mask, offsets)
+
+
+def own_loss(x, o):
+    return -x.advantages * x.logprobs * o.clip_low
+
+
+def own_loss_with_a_report(x, o):
+    return PolicyLoss(own_loss(x, o), clipped_high=x.mask)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -30,9 +45,10 @@ def test_the_loss_is_policy_minus_entropy_plus_kl_in_one_aggregation(mode):
     objective = PolicyObjective(agg_mode=mode, scale=5.0, entropy_coeff=0.3, kl_coef=0.7, kl_type="k2")
     loss, metrics = objective(output, batch, totals)
     share = lambda values: aggregate(values, batch.mask, batch.offsets, mode, totals, scale=5.0)  # noqa: E731
-    policy = vanilla(output.logprobs, batch.old_logprobs, batch.advantages, clip_low=0.2, clip_high=0.2, clip_c=3.0)
+    policy = vanilla(tokens_of(output.logprobs, batch), LossOptions())
     kl = share(kl_penalty(output.logprobs, batch.ref_logprobs, "k2"))
-    assert float(loss) == pytest.approx(float(share(policy.loss) - 0.3 * share(output.entropy) + 0.7 * kl))
+    expected = share(policy.loss) - 0.3 * share(output.entropy) + 0.7 * kl
+    assert loss.item() == pytest.approx(expected.item())
     assert float(metrics["actor/pg_loss"]) == pytest.approx(float(share(policy.loss)))
     assert float(metrics["actor/kl_loss"]) == pytest.approx(float(kl))
 
@@ -52,7 +68,8 @@ def test_every_clip_has_a_fraction_of_its_own():
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 1.0])
     mask, offsets = torch.tensor([0, 1, 1, 1, 1, 1]).bool(), torch.tensor([0, 6])
     output = SimpleNamespace(logprobs=log_ratio, entropy=torch.zeros(6))
-    batch = SimpleNamespace(mask=mask, offsets=offsets, old_logprobs=torch.zeros(6), advantages=advantages)
+    batch = example()[1]
+    batch.mask, batch.offsets, batch.old_logprobs, batch.advantages = mask, offsets, torch.zeros(6), advantages
     _, metrics = PolicyObjective()(output, batch, totals_of(mask, offsets))
     fractions = {name: float(value) for name, value in metrics.items() if "clipfrac" in name}
     assert fractions == pytest.approx(
@@ -84,6 +101,58 @@ def test_a_batch_without_what_the_loss_needs_is_refused_by_name():
 def test_an_objective_can_be_sent_to_a_worker():
     objective = PolicyObjective(kl_coef=0.1)
     assert pickle.loads(pickle.dumps(objective)) == objective
+
+
+def test_importance_weights_scale_the_policy_term_alone():
+    output, batch, totals = example()
+    plain = [PolicyObjective(kl_coef=coef)(output, batch, totals)[0] for coef in (0.0, 0.5)]
+    batch.weights = torch.full((11,), 3.0).double()
+    weighted = PolicyObjective(kl_coef=0.5)(output, batch, totals)[0]
+    assert float(weighted) == pytest.approx(float(3 * plain[0] + (plain[1] - plain[0])))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean", "sppo"])
+def test_losses_of_sequences_are_means_over_sequences_whatever_the_aggregation(loss_mode, mode):
+    output, batch, totals = example()
+    found = [
+        float(PolicyObjective(loss_mode, agg_mode=name, scale=5.0)(output, batch, totals)[0])
+        for name in (mode, "seq-mean-token-mean")
+    ]
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["own_loss", "own_loss_with_a_report"])
+def test_an_own_loss_is_named_by_its_import_path(name):
+    output, batch, totals = example()
+    options = LossOptions(clip_low=0.5)
+    loss, metrics = PolicyObjective(f"{__name__}:{name}", options)(output, batch, totals)
+    expected = -0.5 * (batch.advantages * output.logprobs)[batch.mask].mean()
+    assert float(loss) == pytest.approx(float(expected))
+    assert float(metrics["actor/pg_clipfrac_upper"]) == (1.0 if "report" in name else 0.0)
+
+
+def test_an_unknown_loss_names_the_known_ones():
+    with pytest.raises(ValueError, match=r"policy_loss.loss_mode: 'ppo' is not one of vanilla, gspo"):
+        PolicyObjective("ppo")(*example())
+
+
+def test_the_outcome_of_an_answer_is_judged_by_the_sum_of_its_log_ratios():
+    output, batch, totals = example()
+    batch.returns = torch.tensor([1.0] * 4 + [0.0] * 2 + [0.25] * 5).double()
+    loss, metrics = OutcomeObjective(beta=0.5)(output, batch, totals)
+    gaps = torch.where(batch.mask, output.logprobs - batch.ref_logprobs, 0.0)
+    logits = torch.stack([0.5 * part.sum() for part in gaps.split([4, 2, 5])])
+    outcomes = torch.tensor([1.0, 0.0, 0.25]).double()
+    chance = logits.sigmoid()
+    expected = -(outcomes * chance.log() + (1 - outcomes) * (1 - chance).log()).mean()
+    assert float(loss) == pytest.approx(float(expected))
+    assert float(metrics["process/loss"]) == float(loss)
+    right = ((logits > 0) == (outcomes > 0.5)).double().mean()
+    assert float(metrics["process/accuracy"]) == pytest.approx(float(right))
+    (gradient,) = torch.autograd.grad(loss, output.logprobs)
+    slope = (0.5 * (chance - outcomes).detach() / 3).repeat_interleave(torch.tensor([4, 2, 5]))
+    assert gradient.tolist() == pytest.approx((slope * batch.mask).tolist())
 
 
 def test_sft_is_the_mean_negative_log_likelihood_of_generated_tokens():

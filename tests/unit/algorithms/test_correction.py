@@ -1,0 +1,91 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.algorithms.correction import Correction, importance_weights, kept, mismatch_metrics, mismatch_moments
+
+pytestmark = pytest.mark.unit
+
+ROLLOUT = torch.zeros(5, dtype=torch.float64)
+OLD = torch.tensor([0.1, 0.4, 9.0, -1.0, 0.9], dtype=torch.float64)
+MASK = torch.tensor([1, 1, 0, 1, 1]).bool()
+OFFSETS = torch.tensor([0, 3, 5])
+
+
+def weights(correction, old=OLD, gather=lambda rows: rows):
+    return importance_weights(old, ROLLOUT, MASK, OFFSETS, correction, gather).tolist()
+
+
+def test_weights_of_tokens_are_cut_off_above_and_never_below():
+    expected = [math.exp(0.1), math.exp(0.4), 0.0, math.exp(-1.0), 2.0]
+    assert weights(Correction(weigh="token", threshold=2.0)) == pytest.approx(expected)
+
+
+def test_weights_of_sequences_multiply_those_of_their_tokens():
+    first, second = math.exp(0.5), math.exp(-0.1)
+    assert weights(Correction(weigh="sequence")) == pytest.approx([first, first, 0.0, second, second])
+    assert weights(Correction(weigh="sequence", threshold=1.5)) == pytest.approx([1.5, 1.5, 0.0, second, second])
+
+
+def test_one_token_counts_for_no_more_than_twenty():
+    far = torch.tensor([50.0, -19.5, 0.0, -50.0, 20.0]).double()
+    assert weights(Correction(weigh="sequence"), far)[0] == pytest.approx(math.exp(0.5))
+    assert weights(Correction(weigh="sequence"), far)[3] == pytest.approx(1.0)
+
+
+@given(st.sampled_from(["token", "sequence"]), st.lists(st.floats(-30, 30), min_size=5, max_size=5))
+@settings(deadline=None)
+def test_normalised_weights_have_mean_one_over_all_ranks(level, old):
+    old, other = torch.tensor(old).double(), torch.tensor([[3.0, 4.0]]).double()  # elsewhere: 3.0 in all on 4 tokens
+    found = weights(Correction(level, normalize=True), old, lambda rows: torch.cat([rows, other]))
+    plain = weights(Correction(level), old)
+    mean = (sum(plain) + 3.0) / 8
+    assert found == pytest.approx([weight / mean for weight in plain])
+
+
+def test_weights_carry_no_gradient():
+    old = OLD.clone().requires_grad_()
+    assert not importance_weights(old, ROLLOUT, MASK, OFFSETS, Correction("token"), lambda rows: rows).requires_grad
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("token", [1, 1, 0, 0, 0]),  # each by itself
+        ("sequence", [0, 0, 0, 1, 1]),  # exp(0.5) is too much, exp(-0.1) is not
+        ("geometric", [1, 1, 0, 1, 1]),  # exp(0.25) and exp(-0.05)
+    ],
+)
+def test_what_differs_too_much_leaves_the_mask(level, expected):
+    correction = Correction(reject=level, lower=0.5, upper=1.6)
+    assert kept(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
+
+
+def test_mismatch_of_all_ranks_is_that_of_one():
+    torch.manual_seed(0)
+    old, rollout = -torch.rand(2, 40).double()
+    mask = torch.rand(40) < 0.7
+    whole = mismatch_metrics(mismatch_moments(old, rollout, mask)[None])
+    parts = [
+        mismatch_moments(*(column[part] for column in (old, rollout, mask))) for part in torch.arange(40).split(15)
+    ]
+    assert mismatch_metrics(torch.stack(parts)) == pytest.approx(whole)
+    p, q = old[mask].exp(), rollout[mask].exp()
+    assert whole["training/rollout_probs_diff_mean"] == pytest.approx(float((p - q).abs().mean()))
+    assert whole["training/rollout_probs_diff_max"] == pytest.approx(float((p - q).abs().max()))
+    assert whole["training/rollout_logprobs_diff_max"] == pytest.approx(float((old - rollout)[mask].abs().max()))
+    assert whole["training/rollout_probs_corr"] == pytest.approx(float(torch.corrcoef(torch.stack([p, q]))[0, 1]))
+    ratio = p / q
+    effective = float(ratio.sum() ** 2 / ratio.square().sum())
+    assert whole["training/rollout_ess"] == pytest.approx(effective / int(mask.sum()))
+
+
+def test_without_spread_there_is_no_correlation_and_without_tokens_nothing_at_all():
+    same = torch.full((3,), -1.0)
+    metrics = mismatch_metrics(mismatch_moments(same, same, torch.ones(3).bool())[None])
+    assert metrics["training/rollout_ess"] == pytest.approx(1.0)
+    assert "training/rollout_probs_corr" not in metrics
+    assert mismatch_metrics(mismatch_moments(same, same, torch.zeros(3).bool())[None]) == {}
