@@ -30,9 +30,9 @@ METHODS = {
     "prime": Method("prime"),
 }
 PROMPTS, ANSWERS, STEPS = 5, 4, 2
-SPARE = 2e-5
-"""How far numbers of order one may be apart: two steps of float32 sums in another order, each exact to about 1e-7,
-through networks and an AdamW whose eps is large enough not to make steps of rounding."""
+SPARE = 5e-6
+"""How far numbers of order one may be apart. They are float32 sums in another order, exact to about 1e-7; two steps
+make 7e-7 of that. AdamW's eps is large, else it would make whole steps of gradients that are nothing but rounding."""
 
 
 def samples():

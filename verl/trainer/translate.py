@@ -56,6 +56,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     own = {"param_dtype": actor.fsdp_config.model_dtype, **common}
     updates = optimiser_steps(config, policy_steps(config, total_steps))
     process_path = prime.model_path or model.path
+    reference_stays = config.trainer.ref_update_freq < 1
     return TrainSettings(
         actor=FsdpSettings(
             model.path,
@@ -81,7 +82,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         if prime.enable
         else None,
         process_reference=FsdpSettings(process_path, trainable=False, **own)
-        if prime.enable and process_path != model.path
+        if prime.enable and not (process_path == model.path and reference_stays)
         else None,
         method=method(config),
         publish_dtype=rollout_dtype(config, device),

@@ -163,6 +163,8 @@ def test_a_process_model_is_compared_with_the_reference_or_with_its_own_start() 
     assert other.process_reference is not None
     assert other.process.model_path == other.process_reference.model_path == "judge"
     assert not other.process_reference.trainable
+    moving = train_settings(config_of(*prime, "trainer.ref_update_freq=5"), 10, "cpu")
+    assert moving.process_reference is not None  # the reference leaves the model that the process model started from
 
 
 def test_the_steps_of_the_critics_warm_up_are_not_steps_of_the_policys_schedule() -> None:
