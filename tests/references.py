@@ -24,6 +24,7 @@ class Answer:
     mask: list[int]
     rewards: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
+    process: list[float] = field(default_factory=list)  # token rewards of a process reward model
     greedy: float = 0.0  # the score of the greedy answer to the same prompt
     lp: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
@@ -58,6 +59,10 @@ def sigmoid(value: float) -> float:
     if value >= 0:
         return 1 / (1 + math.exp(-value))
     return math.exp(value) / (1 + math.exp(value))
+
+
+def log_sigmoid(value: float) -> float:
+    return min(value, 0.0) - math.log1p(math.exp(-abs(value)))
 
 
 def mean(values: Sequence[float]) -> float:
@@ -197,6 +202,23 @@ def remax(batch: Batch) -> Rows:
     for answer in batch:
         to_go = returns_to_go(answer, 1.0)
         rows.append([value - answer.greedy if m else 0.0 for value, m in zip(to_go, answer.mask, strict=True)])
+    return rows
+
+
+def prime(batch: Batch, *, gamma: float) -> Rows:
+    """RLOO, plus the discounted sum of what each token was rewarded over the mean token of the other answers."""
+
+    def mean_process(answer: Answer) -> float:
+        return mean([answer.process[t] for t in answer.generated()]) if answer.length() else 0.0
+
+    rows = rloo(batch)
+    for answer, row in zip(batch, rows, strict=True):
+        others = [other for other in batch if other.group == answer.group and other is not answer]
+        baseline = mean([mean_process(other) for other in others]) if others else 0.0
+        following = 0.0
+        for t in reversed(answer.generated()):
+            following = answer.process[t] - baseline + gamma * following
+            row[t] += following
     return rows
 
 
@@ -462,7 +484,7 @@ def dpo(batch: Batch, n: Numbers) -> tuple[float, Rows]:
         for better, worse in dpo_pairs(group):
             gains = [math.fsum(x.lp[t] - x.ref[t] for t in x.generated()) for x in (better, worse)]
             margin = n.beta * (gains[0] - gains[1])
-            losses.append(max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))))
+            losses.append(-log_sigmoid(margin))
             moves.append((better, worse, n.beta * sigmoid(-margin)))
     for better, worse, move in moves:
         for t in better.generated():
@@ -478,6 +500,19 @@ def value_loss(v: float, old: float, target: float, eps: float) -> Slope:
     if (held - target) ** 2 > (v - target) ** 2:
         return 0.5 * (held - target) ** 2, 0.0
     return 0.5 * (v - target) ** 2, v - target
+
+
+def outcome_loss(batch: Batch, beta: float) -> tuple[float, Rows]:
+    """Binary cross-entropy of each answer's score (0 to 1) with sigmoid(beta * sum(lp - lp_ref)), the mean over answers
+    that have a generated token; and its derivative by every lp."""
+    answers = [x for x in batch if x.length()]
+    losses, slopes = [], []
+    for x in batch:
+        logit = beta * math.fsum(x.lp[t] - x.ref[t] for t in x.generated())
+        right, wrong = log_sigmoid(logit), log_sigmoid(-logit)
+        losses.append(-(x.score * right + (1 - x.score) * wrong) if x.length() else 0.0)
+        slopes.append(x.per_token(beta * (sigmoid(logit) - x.score) / max(1, len(answers))))
+    return math.fsum(losses) / max(1, len(answers)), slopes
 
 
 def clip_fractions(batch: Batch, n: Numbers) -> dict[str, float]:

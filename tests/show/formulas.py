@@ -28,7 +28,7 @@ from verl.algorithms.aggregate import MODES, Totals, aggregate, totals_of
 from verl.algorithms.contract import on_ranks
 from verl.algorithms.correction import Correction, importance_weights, kept, mismatch_metrics, mismatch_moments
 from verl.algorithms.losses import PER_SEQUENCE, Tokens
-from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.values import ValueObjective
 from verl.rewards.overlong import overlong_penalty
@@ -70,7 +70,9 @@ def random_answer(draw: random.Random, group: int, score: float, greedy: float) 
     if places:
         rewards[places[-1]] += score - math.fsum(rewards)
     noise = [draw.random() for _ in mask]
-    return ref.Answer(group, score, mask, rewards, greedy=greedy, noise=noise, values=gauss(draw, mask))
+    return ref.Answer(
+        group, score, mask, rewards, greedy=greedy, noise=noise, values=gauss(draw, mask), process=gauss(draw, mask)
+    )
 
 
 def random_mask(draw: random.Random) -> list[int]:
@@ -156,6 +158,7 @@ def episodes_of(batch: list[ref.Answer], rank: int, gather: Callable, options: E
         rewards=flat(batch, "rewards"),
         values=flat(batch, "values"),
         baselines=torch.tensor([x.greedy for x in batch], dtype=torch.float64),
+        process=flat(batch, "process"),
         options=options,
         rank=rank,
         gather=gather,
@@ -429,6 +432,20 @@ def value_loss(draw: random.Random) -> float:
     )
 
 
+def outcome(draw: random.Random) -> float:
+    batch, beta = with_policies(draw, random_batch(draw)), draw.uniform(0.01, 1)
+    for x in batch:
+        x.score = min(max(x.score, 0.0), 1.0)
+    value, gradient = ref.outcome_loss(batch, beta)
+    mask, offsets = layout(batch)
+    returns = torch.tensor([x.score for x in batch for _ in x.mask], dtype=torch.float64)
+    lp = flat(batch, "lp").requires_grad_()
+    micro = SimpleNamespace(mask=mask, offsets=offsets, ref_logprobs=flat(batch, "ref"), returns=returns)
+    loss, _ = OutcomeObjective(beta)(SimpleNamespace(logprobs=lp), micro, totals_of(mask, offsets))
+    (ours,) = torch.autograd.grad(loss, lp)
+    return max(difference(loss.item(), value), difference(ours.tolist(), [g for row in gradient for g in row]))
+
+
 def weights(level, normalize):
     def case(draw: random.Random) -> float:
         batch, threshold = with_policies(draw, random_batch(draw)), draw.uniform(1, 5)
@@ -526,12 +543,14 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         advantages.reinforce_plus_plus_baseline, lambda batch, o: ref.reinforce_plus_plus_baseline(batch)
     ),
     "remax": estimator(advantages.remax, lambda batch, o: ref.remax(batch)),
+    "prime": estimator(advantages.prime, lambda batch, o: ref.prime(batch, gamma=o.gamma)),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
     "loss geo_mean": sequence_loss("geo_mean", ref.geo_mean),
     "loss sppo": sequence_loss("sppo", ref.sppo),
     "loss dpo": dpo,
     "loss value": value_loss,
+    "loss of a process reward model": outcome,
     "objective and its report": objective,
     **{f"kl {form}": kl_form(form) for form in KL_FORMS},
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},

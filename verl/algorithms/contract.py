@@ -24,7 +24,7 @@ from verl.algorithms.advantages import Episodes, Estimator
 from verl.algorithms.aggregate import segment_ids
 from verl.algorithms.losses import LossFunction, LossOptions, PolicyLoss, Tokens
 
-__all__ = ["check_estimator", "check_loss", "on_ranks", "select"]
+__all__ = ["check_estimator", "check_loss", "on_ranks"]
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -44,7 +44,7 @@ def check_estimator(estimator: Estimator) -> None:
         for ranks in (1, 2, 3):
             shares = _shares(len(x.scores), ranks, seed)
             parts = on_ranks(
-                [select(x, share) for share in shares],
+                [_select(x, share) for share in shares],
                 lambda part, rank, gather: _estimate(estimator, replace(part, rank=rank, gather=gather)),
             )
             places = torch.cat([_places(x.offsets, share) for share in shares])
@@ -67,7 +67,7 @@ def check_loss(loss: LossFunction, options: LossOptions | None = None) -> None:
             _law(not gradient[~x.mask].any(), loss, "tokens outside the mask have no say; see x.sequence_mean")
             _law(reach > 1 or gradient.any(), loss, "a gradient reaches logprobs")
             for share in _shares(len(x.offsets) - 1, 3, seed):
-                part, places = select(x, share), _places(x.offsets, share)
+                part, places = _select(x, share), _places(x.offsets, share)
                 own, own_gradient = _loss_and_gradient(loss, part, options)
                 same = _close(own[part.mask], whole[places][part.mask]) and _close(own_gradient, gradient[places])
                 _law(same, loss, "the loss of a token does not depend on the other sequences of its micro-batch")
@@ -118,7 +118,7 @@ class _LeftAloneError(AssertionError):
     """A rank gathers where others do not."""
 
 
-def select(x: Record, indices: Sequence[int]) -> Record:
+def _select(x: Record, indices: Sequence[int]) -> Record:
     """The sequences at `indices`, in that order, laid end to end."""
     places, chosen = _places(x.offsets, indices), torch.tensor(indices, dtype=torch.int64)
     changes: dict[str, Any] = {"offsets": torch.cat([x.offsets[:1], x.offsets.diff()[chosen].cumsum(0)])}

@@ -108,14 +108,15 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
         mine = torch.tensor([i for i in answers if episodes.groups[i] == group])
         better, worse = pairs(episodes.scores[mine], draws[mine])
         margins += [0.3 * (shift[mine[i]] - shift[mine[j]]) for i, j in zip(better, worse, strict=True)]
-    loss = -logsigmoid(torch.stack(margins)).mean()
+    margin = torch.stack(margins)
+    loss = -logsigmoid(margin).mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
     found = survey_dpo(x, episodes, noise, o)
     assert found.metrics["actor/dpo_loss"] == pytest.approx(loss.item())
     assert found.metrics["actor/dpo_pairs"] == len(margins)
-    assert found.metrics["actor/dpo_margin"] == pytest.approx(float(sum(margins)) / len(margins))
-    assert found.metrics["actor/dpo_accuracy"] == pytest.approx(sum(float(m) > 0 for m in margins) / len(margins))
+    assert found.metrics["actor/dpo_margin"] == pytest.approx(margin.mean().item())
+    assert found.metrics["actor/dpo_accuracy"] == pytest.approx((margin > 0).double().mean().item())
     batch = FlatBatch(torch.zeros_like(x.mask).long(), x.offsets, x.mask, old_logprobs=x.old_logprobs)
     batch = batch.with_(**found.fields)
     output = ModelOutput(logprobs, torch.zeros_like(logprobs))
