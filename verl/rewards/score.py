@@ -3,6 +3,8 @@
 The user writes `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or async, and gives its
 file (or `package.module`) as `reward.custom_reward_function.path`. It returns a number, or a dict whose "score" is the
 reward and whose other numbers are logged. Without a path, shipped scorers are chosen by the row's data source.
+
+What is here runs in the process that it is called in; `pool.py` runs it in processes that may hang and die.
 """
 
 from __future__ import annotations
@@ -13,32 +15,33 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
-import math
+import logging
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards import exact, gsm8k
+from verl.rewards import compose
+from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, late, read, short
 
-__all__ = ["SHIPPED", "RewardFunction", "load_reward"]
+__all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "ships"]
 
 Scorer = Callable[..., Any]
 
-SHIPPED: dict[str, Scorer] = {
-    "addition": exact.compute_score,
-    "gsm8k": gsm8k.compute_score,
-    "openai/gsm8k": gsm8k.compute_score,
+SHIPPED: dict[str, str] = {
+    "addition": "verl.rewards.exact",
+    "gsm8k": "verl.rewards.gsm8k",
+    "openai/gsm8k": "verl.rewards.gsm8k",
 }
-"""Data source -> scorer, for runs without a function of their own."""
+"""Data source -> module of its `compute_score`, for runs without a function of their own."""
 
 _SETTING = "reward.custom_reward_function"
-_PARAMETERS = ("data_source", "solution_str", "ground_truth", "extra_info")
+_BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 _THREADS = 32
 
 
@@ -47,21 +50,72 @@ class _LateError(Exception):
 
 
 class RewardFunction:
-    """Scores one answer at a time. Load it in the process that scores: a function from a file does not travel.
+    """Scores answers in this process. Load it in the process that scores: a function from a file does not travel.
 
     >>> score, metrics = await load_reward("my_reward.py").score("gsm8k", "... #### 72", "72")
     """
 
-    def __init__(self, scorer: Scorer | None, where: str, kwargs: Mapping[str, Any], deadline_s: float = 300.0) -> None:
+    def __init__(
+        self,
+        scorer: Scorer | None,
+        where: str,
+        kwargs: Mapping[str, Any],
+        deadline_s: float = 300.0,
+        *,
+        batched: bool = False,
+    ) -> None:
+        self.where, self.batched = where, batched
+        self.is_async = scorer is not None and compose.is_async(scorer)
+        self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         self._scorer = scorer
-        self._where = where
         self._kwargs = dict(kwargs)
         self._deadline_s = deadline_s
         self._threads = asyncio.Semaphore(_THREADS)
+        self._skipped: set[str] = set()
 
     def knows(self, data_source: str) -> bool:
         """Whether rows of this data source can be scored: asked before a run starts, for every source in the data."""
-        return self._scorer is not None or data_source in SHIPPED
+        return self._scorer is not None or ships(data_source)
+
+    def call(self, answer: Answer) -> Any:
+        """What the function returns, as it is; of an async one, the coroutine."""
+        scorer = self._scorer or _shipped(answer.data_source)
+        return scorer(**answer._asdict(), **self._kwargs)
+
+    def call_batch(self, answers: Sequence[Answer]) -> Any:
+        """What a batched function returns, as it is."""
+        assert self._scorer is not None
+        columns = dict(zip(_BATCHED, map(list, zip(*answers, strict=True)), strict=True))
+        return self._scorer(**columns, **self._kwargs)
+
+    def outcome(self, result: Any, answer: Answer) -> Outcome:
+        """What was returned, read as a score; foreign objects may do anything when they are looked at."""
+        try:
+            score, metrics, skipped = read(result)
+        except ValueError as error:
+            return failure("invalid", self.where, str(error), answer)
+        except Exception as error:  # noqa: BLE001 - the user's own object: reported like the user's own function
+            return self.raised(error, answer)
+        for key in sorted(skipped.keys() - self._skipped):
+            self._skipped.add(key)
+            self.note(f"{self.where}: {key!r} is {skipped[key]}, no number: it is not logged")
+        return Scored(score, metrics)
+
+    def batch_outcomes(self, result: Any, answers: Sequence[Answer]) -> list[Outcome]:
+        """One outcome an answer; all of them fail when the function did not return one result for each."""
+        if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
+            what = f"returned {short(result)} for {len(answers)} answers: a batched function returns a list"
+        elif len(result) != len(answers):
+            what = f"returned {len(result)} results for {len(answers)} answers"
+        else:
+            return [self.outcome(one, answer) for one, answer in zip(result, answers, strict=True)]
+        return [failure("invalid", self.where, what, answer) for answer in answers]
+
+    def raised(self, error: BaseException, answer: Answer) -> Failed:
+        """The failure of one answer by an exception, with its traceback from the user's first frame on."""
+        what = f"raised {type(error).__name__}\n{_users_traceback(error)}"
+        mend = "use less memory, or allow more with reward.memory_mb" if isinstance(error, MemoryError) else ""
+        return failure("error", self.where, what, answer, mend)
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -70,29 +124,23 @@ class RewardFunction:
 
         Plain functions run in threads, so many at a time; waiting for one is not counted against the deadline.
         """
-        scorer = self._scorer or SHIPPED.get(data_source)
-        if scorer is None:
-            raise RewardError(
-                f"data_source {data_source!r}: no shipped scorer knows it (shipped: {', '.join(sorted(SHIPPED))}); "
-                f"give your own with {_SETTING}.path=my_reward.py, or correct the data_source column"
-            )
-        call = dict(zip(_PARAMETERS, (data_source, solution_str, ground_truth, extra_info), strict=True)) | self._kwargs
+        answer = Answer(data_source, solution_str, ground_truth, extra_info)
+        if self._scorer is None:
+            _shipped(data_source)  # an unknown source is a mistake in the data, not in a function
         try:
-            if _is_async(scorer):
-                result = await self._in_time(scorer(**call))
+            if self.is_async:
+                result = await self._in_time(self.call(answer))
             else:
                 async with self._threads:
-                    result = await self._in_time(_in_thread(scorer, call))
+                    result = await self._in_time(_in_thread(self.call, answer))
         except _LateError:
-            what = f"gave no score within its deadline of {self._deadline_s:g} s"
-            raise RewardError(self._about(what, data_source, solution_str, ground_truth)) from None
+            raise RewardError(failure("timeout", self.where, late(self._deadline_s), answer).message) from None
         except Exception as error:
-            what = f"raised {type(error).__name__}\n{_users_traceback(error, scorer)}"
-            raise RewardError(self._about(what, data_source, solution_str, ground_truth)) from error
-        try:
-            return _read(result)
-        except ValueError as error:
-            raise RewardError(self._about(str(error), data_source, solution_str, ground_truth)) from None
+            raise RewardError(self.raised(error, answer).message) from error
+        outcome = self.outcome(result, answer)
+        if isinstance(outcome, Failed):
+            raise RewardError(outcome.message)
+        return outcome.score, outcome.metrics
 
     async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
         task = asyncio.ensure_future(work)
@@ -104,39 +152,54 @@ class RewardFunction:
         finally:
             task.cancel()
 
-    def _about(self, what: str, data_source: str, solution_str: str, ground_truth: Any) -> str:
-        return (
-            f"{self._where}: {what.rstrip()}\n"
-            f"  data_source:  {data_source!r}\n"
-            f"  answer:       {_short(solution_str)}\n"
-            f"  ground truth: {_short(ground_truth)}\n"
-            "  a reward must be a finite number, or a dict with a 'score' and more finite numbers; mend the function: "
-            "an answer that cannot be judged is a decision of yours, not a 0 of ours"
-        )
-
 
 def load_reward(
     path: str | None,
     name: str = "compute_score",
     kwargs: Mapping[str, Any] | None = None,
     *,
+    functions: Sequence[Mapping[str, Any]] = (),
+    batched: bool = False,
     deadline_s: float = 300.0,
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
     `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call; one that takes longer than
-    `deadline_s` is an error.
+    `deadline_s` is an error. `functions` are several, weighted and added up (`compose.combine`), instead of one. A
+    `batched` function is called with lists: (data_sources, solution_strs, ground_truths, extra_infos) -> results.
     """
-    kwargs = kwargs or {}
+    kwargs, where = kwargs or {}, named(path, name, functions)
+    if functions:
+        return RewardFunction(compose.combine(functions, _find), where, {}, deadline_s)
     if path is None:
-        if kwargs:
+        if kwargs or batched:
+            given = f"reward_kwargs={dict(kwargs)!r}" if kwargs else "path=null"
+            takes = "take no arguments" if kwargs else "take one answer at a time, and reward_manager.name=batch many"
             raise RewardError(
-                f"{_SETTING}.reward_kwargs={dict(kwargs)!r}: the shipped scorers take no arguments; "
+                f"{_SETTING}.{given}: the shipped scorers {takes}; "
                 f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
             )
-        return RewardFunction(None, "the shipped scorer", {}, deadline_s)
-    module = _load_module(path)
-    where = f"{path}:{name}"
+        return RewardFunction(None, where, {}, deadline_s)
+    return RewardFunction(_find(path, name, kwargs, batched=batched), where, kwargs, deadline_s, batched=batched)
+
+
+def named(path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()) -> str:
+    """How messages call it: `my_reward.py:compute_score`."""
+    if functions:
+        return " + ".join(named(one.get("path"), one.get("name", "compute_score")) for one in functions)
+    return "the shipped scorer" if path is None else f"{path}:{name}"
+
+
+def ships(data_source: str) -> bool:
+    """Whether a shipped scorer knows this data source."""
+    return data_source in SHIPPED
+
+
+def _find(path: str | None, name: str, kwargs: Mapping[str, Any], *, batched: bool = False) -> Scorer:
+    """The function, found and held to its signature."""
+    if path is None:
+        return lambda **answer: _shipped(answer["data_source"])(**answer)
+    module, where = _load_module(path), named(path, name)
     scorer = getattr(module, name, None)
     if scorer is None:
         functions = [key for key, value in vars(module).items() if _defined_here(value, module)]
@@ -144,11 +207,21 @@ def load_reward(
         raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name=...")
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
-    _check_signature(scorer, where, kwargs)
-    return RewardFunction(scorer, where, kwargs, deadline_s)
+    _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
+    return scorer
 
 
-async def _in_thread(scorer: Scorer, call: Mapping[str, Any]) -> Any:
+def _shipped(data_source: str) -> Scorer:
+    if not ships(data_source):
+        raise RewardError(
+            f"data_source {data_source!r}: no shipped scorer knows it (shipped: {', '.join(sorted(SHIPPED))}); "
+            f"give your own with {_SETTING}.path=my_reward.py, or correct the data_source column"
+        )
+    scorer: Scorer = importlib.import_module(SHIPPED[data_source]).compute_score
+    return scorer
+
+
+async def _in_thread(work: Callable[[Answer], Any], answer: Answer) -> Any:
     """The result of a plain function in a daemon thread: one that never returns does not keep the process alive."""
     outcome: Future[tuple[Any, BaseException | None]] = Future()
     outcome.set_running_or_notify_cancel()
@@ -156,7 +229,7 @@ async def _in_thread(scorer: Scorer, call: Mapping[str, Any]) -> Any:
 
     def run() -> None:
         try:
-            outcome.set_result((context.run(scorer, **call), None))
+            outcome.set_result((context.run(work, answer), None))
         except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
             outcome.set_result((None, error))
 
@@ -198,68 +271,35 @@ def _load_module(path: str) -> ModuleType:
         ) from error
     except Exception as error:
         sys.modules.pop(name, None)
-        raise RewardError(
-            f"{_SETTING}.path={path}: failed while it was imported\n{_users_traceback(error, str(file))}"
-        ) from error
+        raise RewardError(f"{_SETTING}.path={path}: failed while it was imported\n{_users_traceback(error)}") from error
 
 
-def _check_signature(scorer: Scorer, where: str, kwargs: Mapping[str, Any]) -> None:
+def _check_signature(scorer: Scorer, where: str, kwargs: Mapping[str, Any], parameters: Sequence[str]) -> None:
     try:
         signature = inspect.signature(scorer)
     except (TypeError, ValueError):  # some builtins tell no signature: the first call will
         return
     try:
-        signature.bind(**dict.fromkeys(_PARAMETERS), **kwargs)
+        signature.bind(**dict.fromkeys(parameters), **kwargs)
     except TypeError as error:
         extra = f", and reward_kwargs {', '.join(kwargs)}" if kwargs else ""
         raise RewardError(
             f"{where}: has the signature {signature}, but is called by name with "
-            f"data_source, solution_str, ground_truth and extra_info{extra} ({error}); "
-            "declare it as compute_score(data_source, solution_str, ground_truth, extra_info=None)"
+            f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); "
+            f"declare it as compute_score({', '.join(parameters[:-1])}, {parameters[-1]}=None)"
         ) from None
-
-
-def _read(result: Any) -> tuple[float, dict[str, float]]:
-    if not isinstance(result, Mapping):
-        return _number("the score", result), {}
-    if "score" not in result:
-        raise ValueError(f"returned a dict without 'score' (its keys: {', '.join(map(str, result)) or 'none'})")
-    more = {str(key): _number(f"{key!r}", value) for key, value in result.items() if key != "score"}
-    return _number("'score'", result["score"]), more
-
-
-def _number(what: str, value: Any) -> float:
-    """Any finite scalar that is a number: also a bool, and a numpy or torch scalar."""
-    if value is None or isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0:
-        raise ValueError(f"returned {_short(value)} as {what}")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        raise ValueError(f"returned {_short(value)} as {what}") from None
-    if not math.isfinite(number):
-        raise ValueError(f"returned {number} as {what}")
-    return number
-
-
-def _short(value: Any, limit: int = 200) -> str:
-    """The first 200 characters, as a Python literal where it is text."""
-    text = value if isinstance(value, str) else repr(value)
-    cut = f" ... ({len(text):,} characters)" if len(text) > limit else ""
-    return (repr(text[:limit]) if isinstance(value, str) else text[:limit]) + cut
-
-
-def _is_async(scorer: Scorer) -> bool:
-    return inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(getattr(scorer, "__call__", None))  # noqa: B004
 
 
 def _defined_here(value: Any, module: ModuleType) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
-def _users_traceback(error: BaseException, scorer: Scorer | str) -> str:
-    """The traceback from the first frame in the user's file on: ours and the thread pool's help nobody."""
-    file = scorer if isinstance(scorer, str) else getattr(getattr(scorer, "__code__", None), "co_filename", None)
+def _users_traceback(error: BaseException) -> str:
+    """The traceback from the user's first frame on: ours help nobody."""
+    ours = tuple(str(Path(__file__).with_name(name)) for name in ("score.py", "worker.py", "compose.py"))
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename != file:
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(
+        (*ours, "<frozen importlib", asyncio.__path__[0])
+    ):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb or error.__traceback__))

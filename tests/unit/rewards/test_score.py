@@ -87,7 +87,8 @@ async def test_whatever_is_a_number_counts_as_one(tmp_path: Path, expression: st
         "__import__('numpy').ones(2)",
         "{'acc': 1.0}",
         "{'score': None}",
-        "{'score': 1, 'pred': 'x'}",
+        "{'score': 1.0} | dict.fromkeys(range(1000), 0.0)",
+        "type('Odd', (), {'__float__': lambda self: 1 / 0, '__repr__': lambda self: 1 / 0})()",
     ],
 )
 async def test_what_is_not_a_finite_number_is_an_error_that_shows_the_sample(tmp_path: Path, expression: str) -> None:

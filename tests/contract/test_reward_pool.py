@@ -1,0 +1,357 @@
+"""The pool that scores, with real processes: what a reward function does to its process harms nobody else."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from verl.errors import RewardError
+from verl.rewards.outcome import Answer, Failed, Outcome, Scored
+from verl.rewards.pool import ScorePool
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+
+IMPORTS = "import asyncio, os, signal, sys, time\n"
+HEAD = f"{IMPORTS}def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+ASYNC = HEAD.replace("def compute", "async def compute")
+BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
+WRITE_EVERYWHERE = """
+    for fd in os.listdir('/proc/self/fd'):
+        if 'socket' in os.path.realpath('/proc/self/fd/' + fd):
+            os.write(int(fd), b'x' * 100)
+    time.sleep(60)
+"""
+FAIR = 20.0
+"""Seconds: a deadline that nothing honest here comes near, also on a machine with much else to do."""
+
+Pool = Callable[..., ScorePool]
+
+
+@pytest.fixture
+def pool(tmp_path: Path) -> Iterator[Pool]:
+    """Makes pools of a function given as text; after the test nothing of them is left."""
+    before = open_files()
+    made = []
+
+    def make(body: str, head: str = HEAD, reward: dict[str, Any] | None = None, **settings: Any) -> ScorePool:
+        file = tmp_path / "my_reward.py"
+        file.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
+        made.append(ScorePool({"path": str(file)} | (reward or {}), **{"deadline_s": FAIR, **settings}))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+    assert children() == []
+    assert open_files() == before
+    assert not any(thread.name == "score-pool" for thread in threading.enumerate())
+
+
+def children() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+async def one(pool: ScorePool, answer: str = "46", **extra: Any) -> Outcome:
+    return await pool.score("sums", answer, "46", extra)
+
+
+async def started(pool: ScorePool) -> ScorePool:
+    await pool.start()
+    return pool
+
+
+async def test_scores_metrics_and_extra_info_cross_the_processes(pool: Pool) -> None:
+    body = "return {'score': solution_str == ground_truth, 'where': extra_info['where'], 'text': 'skipped'}"
+    ready = await started(pool(body))
+    assert await one(ready, where=3) == Scored(1.0, {"where": 3.0})
+    assert await one(ready, "47", where=4) == Scored(0.0, {"where": 4.0})
+
+
+async def test_what_is_no_number_among_the_metrics_is_named_once(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+    ready = await started(pool("return {'score': 1, 'text': 'skipped', 'lacking': None}", workers=2))
+    await asyncio.gather(*(one(ready) for _ in range(20)))
+    notes = [record.getMessage() for record in caplog.records if "'text'" in record.getMessage()]
+    assert len(notes) == 1
+    assert "my_reward.py:compute_score: 'text' is 'skipped', no number" in notes[0]
+    assert "lacking" not in caplog.text
+
+
+async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: Pool) -> None:
+    ready = await started(pool("if solution_str == 'bad': return {}['gone']\nreturn os.getpid()"))
+    process = await one(ready)
+    failed = await one(ready, "bad")
+    assert isinstance(failed, Failed)
+    assert failed.kind == "error"
+    assert "KeyError: 'gone'" in failed.message
+    assert "worker.py" not in failed.message
+    assert "'bad'" in failed.message
+    assert await one(ready) == process
+
+
+@pytest.mark.parametrize(
+    ("body", "kind", "part"),
+    [
+        ("sys.exit(3)", "error", "SystemExit: 3"),
+        ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+        ("input()", "error", "EOFError"),
+        ("return None", "invalid", "returned None as the score"),
+        ("return float('nan')", "invalid", "returned nan as the score"),
+        ("os._exit(3)", "died", "exit code 3"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", "died", "SIGKILL"),
+        ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "watches over it"),
+        ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
+        ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),
+        ("import ctypes\nctypes.string_at(0)", "died", "line 5 in compute_score"),
+        (WRITE_EVERYWHERE, "died", "not its own"),
+    ],
+)
+async def test_an_end_is_told_by_its_cause_and_the_next_call_is_served(
+    pool: Pool, body: str, kind: str, part: str
+) -> None:
+    ready = await started(pool("if solution_str != 'bad': return 1.0\n" + textwrap.dedent(body)))
+    failed = await one(ready, "bad")
+    assert isinstance(failed, Failed), failed
+    assert failed.kind == kind, failed.message
+    assert part in failed.message
+    assert "'bad'" in failed.message
+    assert await one(ready) == Scored(1.0)
+
+
+@pytest.mark.parametrize(
+    "hang",
+    [
+        "while True: pass",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(60)",
+        "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
+        "while True: print('flood' * 1000)",
+    ],
+)
+async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, hang: str) -> None:
+    ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", deadline_s=1.0))
+    start = time.monotonic()
+    failed, *others = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(20)))
+    assert time.monotonic() - start < 30
+    assert isinstance(failed, Failed)
+    assert failed.kind == "timeout"
+    assert "deadline of 1 s" in failed.message
+    if "sigmask" not in hang:
+        assert "in compute_score" in failed.message
+    assert others == [Scored(1.0)] * 20
+
+
+async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> None:
+    ready = await started(pool("time.sleep(0.2)\nreturn 1.0", deadline_s=1.5))
+    assert await asyncio.gather(*(one(ready) for _ in range(12))) == [Scored(1.0)] * 12
+
+
+async def test_several_workers_work_side_by_side(pool: Pool) -> None:
+    ready = await started(pool("time.sleep(0.3)\nreturn os.getpid()", workers=4))
+    found = await asyncio.gather(*(one(ready) for _ in range(16)))
+    assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) == 4
+
+
+async def test_memory_is_limited_and_a_leak_is_replaced_between_calls(pool: Pool) -> None:
+    body = "if solution_str == 'bad': bytearray(1 << 31)\nkept = globals().setdefault('kept', [])\n"
+    body += "kept.append(b'x' * (1 << 23))\ntime.sleep(0.05)\nreturn os.getpid()"
+    ready = await started(pool(body, memory_mb=600))
+    failed = await one(ready, "bad")
+    assert isinstance(failed, Failed)
+    assert "MemoryError" in failed.message
+    assert "reward.memory_mb" in failed.message
+    found = [await one(ready) for _ in range(100)]
+    assert all(isinstance(outcome, Scored) for outcome in found)
+    assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) > 1
+
+
+async def test_memory_that_the_kernel_does_not_count_is_watched(pool: Pool) -> None:
+    body = "import mmap\nshared = mmap.mmap(-1, 1 << 29)\nfor at in range(0, 1 << 29, 4096): shared[at] = 1\n"
+    body += "time.sleep(60)"
+    ready = await started(pool(body, memory_mb=200))
+    failed = await one(ready)
+    assert isinstance(failed, Failed)
+    assert failed.kind == "died"
+    assert "its limit is 200 MB" in failed.message
+
+
+async def test_daemons_end_with_their_worker(pool: Pool) -> None:
+    body = """
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                time.sleep(600)
+            os._exit(0)
+        os.wait()
+        if solution_str == 'bad':
+            os._exit(1)
+        return 1.0
+    """
+    ready = await started(pool(body))
+    assert await one(ready) == Scored(1.0)
+    assert len(children()) == 3  # keeper, worker, daemon
+    assert isinstance(await one(ready, "bad"), Failed)
+    assert len(children()) <= 2
+
+
+async def test_children_that_pile_up_are_cleared_away(pool: Pool) -> None:
+    ready = await started(pool("if os.fork() == 0:\n    time.sleep(600)\ntime.sleep(0.02)\nreturn 1.0"))
+    for _ in range(60):
+        assert await one(ready) == Scored(1.0)
+    assert len(children()) < 50
+
+
+async def test_a_copy_of_the_worker_does_not_answer(pool: Pool) -> None:
+    ready = await started(pool("os.fork()\nreturn float(solution_str)"))
+    for value in range(10):
+        assert await one(ready, str(value)) == Scored(float(value))
+
+
+async def test_the_working_directory_is_the_same_for_every_call(pool: Pool) -> None:
+    ready = await started(pool("here = os.getcwd()\nos.chdir('/')\nreturn float(here == solution_str)"))
+    for _ in range(3):
+        assert await one(ready, os.getcwd()) == Scored(1.0)
+
+
+async def test_async_functions_run_side_by_side_and_one_that_is_late_ends_alone(pool: Pool) -> None:
+    body = "await asyncio.sleep(60 if solution_str == 'bad' else 0.2)\nreturn os.getpid()"
+    ready = await started(pool(body, ASYNC, deadline_s=3.0))
+    start = time.monotonic()
+    found = await asyncio.gather(*(one(ready) for _ in range(50)))
+    assert time.monotonic() - start < 5
+    failed, again = await asyncio.gather(one(ready, "bad"), one(ready))
+    assert isinstance(failed, Failed)
+    assert failed.kind == "timeout"
+    assert "my_reward.py" in failed.message
+    assert [again] * 50 == found
+
+
+@pytest.mark.parametrize(("body", "kind"), [("os._exit(3)", "died"), ("time.sleep(60)", "timeout")])
+async def test_of_async_calls_only_the_guilty_fails(pool: Pool, body: str, kind: str) -> None:
+    body = f"await asyncio.sleep(0.3)\nif solution_str == 'bad':\n    {body}\nawait asyncio.sleep(0.3)\nreturn 1.0"
+    ready = await started(pool(body, ASYNC, deadline_s=4.0))
+    early = [asyncio.ensure_future(one(ready, "bad"))]
+    await asyncio.sleep(4.5 if kind == "timeout" else 0.0)
+    found = await asyncio.gather(*early, *(one(ready) for _ in range(8)))
+    assert [outcome.kind for outcome in found if isinstance(outcome, Failed)] == [kind]
+    assert found[1:] == [Scored(1.0)] * 8
+
+
+async def test_a_batched_function_gets_what_is_waiting(pool: Pool) -> None:
+    ready = await started(pool("return [len(solution_strs)] * len(solution_strs)", BATCH, batch_size=8))
+    found = await asyncio.gather(*(one(ready) for _ in range(20)))
+    sizes = [outcome.score for outcome in found if isinstance(outcome, Scored)]
+    assert len(sizes) == 20
+    assert max(sizes) == 8
+
+
+@pytest.mark.parametrize(
+    ("body", "part"), [("return [1.0]", "1 results for 3"), ("return 1.0", "returns a list"), ("1 / 0", "ZeroDivision")]
+)
+async def test_a_batch_that_fails_fails_for_each_of_its_answers(pool: Pool, body: str, part: str) -> None:
+    ready = await started(pool(body, BATCH, batch_size=8))
+    found = await asyncio.gather(*(one(ready) for _ in range(3)))
+    assert all(isinstance(outcome, Failed) and part in outcome.message for outcome in found)
+
+
+@pytest.mark.parametrize(
+    ("head", "part"),
+    [
+        ("import not_there_at_all\n" + HEAD, "imports 'not_there_at_all'"),
+        ("import os\nos._exit(5)\n" + HEAD, "exit code 5"),
+        ("def compute_score(prompt, response):\n", "has the signature (prompt, response)"),
+    ],
+)
+async def test_a_function_that_cannot_be_loaded_is_told_at_the_start(pool: Pool, head: str, part: str) -> None:
+    with pytest.raises(RewardError, match=r"my_reward\.py") as caught:
+        await pool("return 1.0", head).start()
+    assert part in str(caught.value)
+
+
+async def test_a_function_that_can_no_longer_be_loaded_ends_the_run_and_not_the_patience(
+    pool: Pool, tmp_path: Path
+) -> None:
+    ready = await started(pool("os._exit(1)"))
+    (tmp_path / "my_reward.py").unlink()
+    assert isinstance(await one(ready), Failed)
+    with pytest.raises(RewardError, match="no such file"):
+        await one(ready)
+
+
+def test_it_serves_any_thread_and_any_loop(pool: Pool) -> None:
+    ready = pool("return float(solution_str)", workers=2)
+    asyncio.run(ready.start())
+    found: list[list[Outcome]] = []
+
+    async def some() -> list[Outcome]:
+        return await asyncio.gather(*(one(ready, str(number)) for number in range(20)))
+
+    threads = [threading.Thread(target=lambda: found.append(asyncio.run(some()))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[Scored(float(number)) for number in range(20)]] * 4
+    assert ready.submit(Answer("sums", "7", "7")).result(timeout=60) == Scored(7.0)
+
+
+async def test_a_caller_that_gives_up_leaves_the_others_alone(pool: Pool) -> None:
+    ready = await started(pool("time.sleep(0.2)\nreturn float(solution_str)"))
+    calls = [asyncio.ensure_future(one(ready, str(number))) for number in range(6)]
+    await asyncio.sleep(0.1)
+    for call in calls[:4]:
+        call.cancel()
+    assert await asyncio.gather(*calls[4:]) == [Scored(4.0), Scored(5.0)]
+
+
+async def test_a_closed_pool_refuses(pool: Pool) -> None:
+    ready = await started(pool("time.sleep(60)"))
+    call = asyncio.ensure_future(one(ready))
+    await asyncio.sleep(0.1)
+    await asyncio.to_thread(ready.close)
+    with pytest.raises(RewardError, match="closed"):
+        await call
+    with pytest.raises(RewardError, match="closed"):
+        await one(ready)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals) -> None:
+    (tmp_path / "my_reward.py").write_text(
+        f"{HEAD}    if os.fork() == 0:\n        os.setsid()\n        time.sleep(600)\n    time.sleep(600)\n"
+    )
+    (tmp_path / "owner.py").write_text(
+        "import asyncio, sys\nfrom verl.rewards.pool import ScorePool\n"
+        "async def main():\n"
+        "    pool = ScorePool({'path': sys.argv[1]})\n"
+        "    await pool.start()\n"
+        "    print('started', flush=True)\n"
+        "    await pool.score('', '', '')\n"
+        "asyncio.run(main())\n"
+    )
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path / "my_reward.py")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        assert owner.stdout.readline() == "started\n"
+        until = time.monotonic() + 30
+        while len(found := psutil.Process(owner.pid).children(recursive=True)) < 3:  # keeper, worker, its child
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        owner.send_signal(end)
+    gone, alive = psutil.wait_procs(found, timeout=10)
+    assert alive == []
+    assert len(gone) == 3

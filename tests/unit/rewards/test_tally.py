@@ -1,0 +1,54 @@
+"""Failures of a step are counted, and stop the run when they are too many."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.rewards.outcome import Failed, FailureKind, Outcome, Scored, read
+from verl.rewards.tally import FailureTally
+
+pytestmark = pytest.mark.unit
+
+kinds: st.SearchStrategy[FailureKind] = st.sampled_from(["error", "timeout", "died", "invalid"])
+outcomes = st.one_of(st.just(Scored(1.0)), st.builds(Failed, kinds, st.just("why")))
+
+
+@given(st.lists(outcomes, min_size=1, max_size=40))
+def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list[Outcome]) -> None:
+    tally = FailureTally(max_failure_rate=1.0, samples=len(step))
+    for outcome in step:
+        tally.add(outcome)
+    rates = tally.end_step()
+    failed = [outcome for outcome in step if isinstance(outcome, Failed)]
+    assert sum(rates.values()) == pytest.approx(len(failed) / len(step))
+    assert rates["reward/timeout_rate"] == sum(outcome.kind == "timeout" for outcome in failed) / len(step)
+    assert set(tally.end_step().values()) == {0.0}
+
+
+@given(st.integers(1, 50), st.floats(0, 1))
+def test_it_stops_at_the_first_failure_above_the_limit_and_not_before(samples: int, limit: float) -> None:
+    tally, allowed = FailureTally(limit, samples), int(limit * samples)
+    for number in range(allowed):
+        tally.add(Failed("timeout", f"failure {number}"))
+    if allowed < samples:
+        with pytest.raises(RewardError, match=f"{allowed + 1} of the {samples} answers .* could not be scored"):
+            tally.add(Failed("died", f"failure {allowed}"))
+
+
+def test_the_message_tells_the_first_failure_the_kinds_and_the_limit() -> None:
+    tally = FailureTally(0.25, samples=8)
+    tally.add(Failed("timeout", "my_reward.py: gave no score"))
+    tally.add(Failed("error", "my_reward.py: raised KeyError"))
+    with pytest.raises(RewardError) as caught:
+        tally.add(Failed("timeout", "a third one"))
+    for part in ("3 of the 8", "2 timeout, 1 error", "reward.max_failure_rate=0.25", "my_reward.py: gave no score"):
+        assert part in str(caught.value)
+
+
+def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> None:
+    nan, inf = float("nan"), float("inf")
+    found = read({"score": 1, "length": True, "judge": None, "ratio": nan, "far": inf, "parsed": "x"})
+    assert found == (1.0, {"length": 1.0}, {"far": "inf", "parsed": "'x'"})
