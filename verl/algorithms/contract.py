@@ -188,13 +188,17 @@ def _tokens(seed: int, reach: float) -> Tokens:
 
 def _estimate(estimator: Estimator, x: Episodes) -> dict[str, Tensor]:
     found = estimator(x)
-    return dict(zip(("advantages", "returns"), found if isinstance(found, tuple) else (found,), strict=False))
+    tensors = found if isinstance(found, tuple) else (found,)
+    both = len(tensors) in (1, 2) and all(isinstance(values, Tensor) for values in tensors)
+    _law(both, estimator, "it returns advantages, or (advantages, returns), as tensors")
+    return dict(zip(("advantages", "returns"), tensors, strict=False))
 
 
 def _loss_and_gradient(loss: LossFunction, x: Tokens, options: LossOptions) -> tuple[Tensor, Tensor]:
     logprobs = x.logprobs.clone().requires_grad_()
     found = loss(replace(x, logprobs=logprobs), options)
     values = found.loss if isinstance(found, PolicyLoss) else found
+    _law(isinstance(values, Tensor), loss, "it returns a tensor or a PolicyLoss")
     _law(values.shape == x.mask.shape, loss, f"the loss is [T] like the mask, not {list(values.shape)}")
     if not values.requires_grad:
         return values, torch.zeros_like(logprobs)

@@ -22,6 +22,7 @@ def test_every_loss_keeps_the_laws(name):
 @pytest.mark.parametrize(
     ("estimator", "law"),
     [
+        (lambda x: None, "it returns advantages"),
         (lambda x: x.scores, r"advantages are \[T\]"),
         (lambda x: x.per_token(x.scores) / 0.0, "advantages are finite"),
         (lambda x: grpo(x) + 1.0, "advantages are 0 outside the mask"),
@@ -39,6 +40,7 @@ def test_an_estimator_that_breaks_a_law_is_told_which(estimator, law):
 @pytest.mark.parametrize(
     ("loss", "law"),
     [
+        (lambda x, o: 0.0, "it returns a tensor"),
         (lambda x, o: segment_sum(x.logprobs, x.offsets), r"the loss is \[T\]"),
         (lambda x, o: (x.logprobs - x.old_logprobs).exp().exp(), "finite, also at log-ratios of 50"),
         (lambda x, o: x.logprobs.detach(), "a gradient reaches logprobs"),
