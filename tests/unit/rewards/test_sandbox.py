@@ -1,0 +1,251 @@
+"""The sandbox: how programs end, what they see, what its walls are made of. The proof is `make show-sandbox`."""
+
+from __future__ import annotations
+
+import logging
+import os
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from verl.errors import RewardError
+from verl.rewards import sandbox, sandbox_walls
+from verl.rewards.sandbox import Limits, isolation, run
+
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    isolation.cache_clear()
+    yield
+    isolation.cache_clear()
+
+
+def works(kind: str) -> bool:
+    try:
+        return run("import json; print(1)", kind=kind).stdout == "1\n"
+    except RewardError:
+        return False
+
+
+@pytest.mark.parametrize("kind", sandbox_walls.KINDS)
+def test_a_program_reads_prints_and_ends(kind: str) -> None:
+    if not works(kind):
+        pytest.skip(f"{kind} does not work on this machine")
+    source = "import sys, part\nprint(input(), sys.argv[1:], open('a/b.txt').read(), part.x)\n"
+    source += "print(2, file=sys.stderr)\nexit(3)"
+    files = {"a/b.txt": b"bytes", "part.py": "x = 7"}
+    outcome = run(source, stdin="line\n", argv=["1"], files=files, kind=kind)
+    assert (outcome.status, outcome.exit_code) == ("error", 3)
+    assert (outcome.stdout, outcome.stderr) == ("line ['1'] bytes 7\n", "2\n")
+
+
+@pytest.mark.parametrize(
+    ("source", "status", "code"),
+    [
+        ("", "ok", 0),
+        ("raise ValueError", "error", 1),
+        ("not python", "error", 1),
+        ("import os; os._exit(255)", "error", 255),
+        ("import os; os.abort()", "killed", -6),
+        ("import os; os.kill(os.getpid(), 15)", "killed", -15),
+        ("while True: print('x' * 1000)", "output", None),
+    ],
+)
+def test_the_end_of_a_program_is_told(source: str, status: str, code: int | None) -> None:
+    outcome = run(source, limits=Limits(output_bytes=10_000))
+    assert (outcome.status, outcome.exit_code) == (status, code)
+    assert len(outcome.stdout) <= 10_000
+
+
+def test_the_deadline_ends_it_and_what_it_printed_is_kept() -> None:
+    outcome = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", limits=Limits(seconds=0.3))
+    assert (outcome.status, outcome.stdout) == ("timeout", "begun\n")
+    assert 0.3 <= outcome.seconds < 10
+
+
+def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
+    begun = time.monotonic()
+    outcome = run("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(60)\nprint('gone')")
+    assert (outcome.status, outcome.stdout) == ("ok", "gone\n")
+    assert time.monotonic() - begun < 20
+
+
+@pytest.mark.parametrize("seconds", [0.3, 30.0])
+def test_without_namespaces_daemons_are_ended_too(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = sandbox_walls.user()
+    monkeypatch.setattr(sandbox_walls, "user", lambda: user)
+    source = f"""
+import os, time
+for name in range(3):
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork(): os._exit(0)
+        os.close(1)
+        time.sleep(60)
+print(*os.listdir("."), flush=True)
+time.sleep({60 if seconds < 1 else 0})
+"""
+    outcome = run(source, kind="limits", files={"my-own-file": ""}, limits=Limits(seconds=seconds))
+    assert (outcome.status, outcome.stdout) == ("timeout" if seconds < 1 else "ok", "my-own-file\n")
+    if user is not None:
+        assert user not in {path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdigit()}
+
+
+def test_processes_of_one_program_are_limited_together() -> None:
+    if not sandbox_walls.counts_processes(isolation()):
+        pytest.skip("this machine's kernel counts them with those of others")
+    source = """
+import os, time
+for made in range(20):
+    try:
+        if os.fork() == 0: time.sleep(60)
+    except OSError: break
+print(made)
+"""
+    assert 1 <= int(run(source, limits=Limits(processes=6)).stdout) <= 6
+
+
+def test_memory_is_limited_for_one_process_and_for_all() -> None:
+    limits = Limits(memory_bytes=100 << 20, seconds=20)
+    assert "MemoryError" in run("x = bytearray(200 << 20)", limits=limits).stderr
+    source = "import os, time\nfor _ in range(3):\n    if os.fork() == 0: break\n"
+    source += "x = bytearray(b'x') * (50 << 20)\ntime.sleep(60)"
+    assert run(source, limits=limits).status == "memory"
+
+
+def test_the_disk_is_limited() -> None:
+    source = "for i in range(9): open(str(i), 'wb').write(b'x' * (1 << 20))"
+    assert run(source, limits=Limits(disk_bytes=4 << 20)).status != "ok"
+    source = "with open('f', 'wb') as file: file.write(b'x' * 2000)"
+    assert "File too large" in run(source, limits=Limits(file_bytes=1000)).stderr
+
+
+def test_nothing_of_the_environment_or_the_home_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "secret")
+    (tmp_path / "secret.txt").write_text("secret")
+    tmp_path.chmod(0o755)
+    if isolation() == "limits":
+        pytest.skip("limits hide no files")
+    outcome = run(f"import os\nprint(dict(os.environ), os.path.exists('{tmp_path}'), os.listdir('/'), os.listdir())")
+    assert "secret" not in outcome.stdout
+    assert " False " in outcome.stdout
+    assert "'home'" not in outcome.stdout
+    assert outcome.stdout.endswith("[]\n")
+
+
+def test_there_is_no_network_and_no_tracing() -> None:
+    source = "import ctypes, socket\nprint(ctypes.CDLL(None).ptrace(0, 0, 0, 0))\nsocket.socket()"
+    outcome = run(source)
+    assert outcome.stdout == "-1\n"
+    assert "PermissionError" in outcome.stderr
+
+
+def test_two_programs_can_be_joined_by_descriptors() -> None:
+    reader, writer = os.pipe()
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(run, "print('from the first')", stdout=writer)
+        second = run("print(input().upper())", stdin=reader)
+    assert second.stdout == "FROM THE FIRST\n"
+    assert first.result().stdout == ""
+
+
+def test_threads_run_programs_at_once_and_leave_no_descriptor() -> None:
+    run("pass")
+    before = len(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(4) as threads:
+        outcomes = list(threads.map(lambda n: run("print(input())", stdin=str(n)), range(8)))
+    assert [outcome.stdout for outcome in outcomes] == [f"{n}\n" for n in range(8)]
+    assert len(os.listdir("/proc/self/fd")) <= before
+    assert threading.active_count() < 50
+
+
+def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_walls, "build", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
+    with pytest.raises(RewardError, match="bubblewrap did not start: no space"):
+        run("print(1)", kind="bubblewrap")
+    monkeypatch.setattr(sandbox_walls, "build", lambda *_: None)
+    with pytest.raises(RewardError, match="not installed; install the package `bubblewrap`"):
+        run("print(1)", kind="bubblewrap")
+
+
+@pytest.mark.usefixtures("fresh")
+def test_missing_walls_are_a_warning_in_words(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    build = sandbox_walls.build
+    monkeypatch.setattr(
+        sandbox_walls, "build", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest)
+    )
+    if not works("namespaces"):
+        pytest.skip("namespaces do not work on this machine")
+    with caplog.at_level(logging.WARNING):
+        assert isolation() == "namespaces"
+    assert "bubblewrap is missing" in caplog.text
+    assert "install the package `bubblewrap`" in caplog.text
+
+
+@pytest.mark.usefixtures("fresh")
+def test_no_walls_at_all_are_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_walls, "build", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
+    with pytest.raises(RewardError, match="no program can be run safely") as caught:
+        isolation()
+    assert all(f"{kind} is broken" in str(caught.value) for kind in sandbox_walls.KINDS)
+
+
+def interpret(rules: bytes, arch: int, number: int, first: int = 0) -> int:
+    """What a seccomp program of the few instructions that ours has returns."""
+    data = {0: number, 4: arch, 16: first}
+    steps, at, held = list(struct.iter_unpack("HBBI", rules)), 0, 0
+    while True:
+        code, yes, no, value = steps[at]
+        if code == 0x06:
+            return value
+        if code == 0x20:
+            held = data[value]
+        else:
+            holds = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[code]
+            at += yes if holds else no
+        at += 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "arch", "clone", "socket", "kill", "read"),
+    [("x86_64", 0xC000003E, 56, 41, 62, 0), ("aarch64", 0xC00000B7, 220, 198, 129, 63)],
+)
+def test_the_filter_refuses_what_it_should(
+    machine: str, arch: int, clone: int, socket: int, kill: int, read: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_walls.platform, "machine", lambda: machine)
+    allow, refused, unknown = 0x7FFF0000, 0x50001, 0x50026
+    rules = sandbox_walls.system_calls(signals=True)
+    assert interpret(rules, arch, read) == interpret(rules, arch, kill) == allow
+    assert interpret(rules, arch, socket) == refused
+    assert interpret(rules, arch, clone, first=17) == allow
+    assert interpret(rules, arch, clone, first=0x10000000 | 17) == refused
+    assert interpret(rules, arch, 435) == unknown
+    assert interpret(rules, arch, 1 << 30) == refused
+    assert interpret(rules, arch ^ 1, read) == 0x80000000
+    assert interpret(sandbox_walls.system_calls(signals=False), arch, kill) == refused
+
+
+def test_an_unknown_processor_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_walls.platform, "machine", lambda: "riscv64")
+    assert sandbox_walls.system_calls(signals=True) == b""
+
+
+def test_root_gives_each_run_a_user_of_its_own() -> None:
+    users = {sandbox_walls.user() for _ in range(8)}
+    assert users == {None} if os.geteuid() else len(users) == 8 and 0 not in users
+
+
+def test_the_records_are_what_the_scorer_relies_on() -> None:
+    assert sandbox.Outcome("ok", 0, "", "", 0.1) == sandbox.Outcome("ok", 0, "", "", 0.1)
+    with pytest.raises(AttributeError):
+        Limits().seconds = 3.0  # type: ignore[misc]
