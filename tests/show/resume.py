@@ -1,11 +1,13 @@
 """A run that is stopped and resumed is the run that was not: the same metrics from the next step on, to the last digit.
 
 One run of 4 steps; another that is given only 2, saves, ends, and is started again for all 4. With the transformers
-engine and `trainer.deterministic=True`, every metric of steps 3 and 4 (but for times) must be equal.
+engine and `trainer.deterministic=True`, every metric of steps 3 and 4 (but for times) must be equal. `--ppo` does it
+with a critic, its warm-up, and a KL in the reward whose weight adapts.
 """
 
 from __future__ import annotations
 
+import argparse
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,29 @@ from _common import finish, metrics_of, sized_for_addition, train
 from verl.demo.assets import make_assets
 
 STEPS, STOP = 4, 2
+GRPO = ("actor_rollout_ref.actor.use_kl_loss=True",)
+PPO = (
+    "algorithm.adv_estimator=gae",
+    "critic.optim.lr=1e-3",
+    "trainer.critic_warmup=1",
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.type=adaptive",
+    "algorithm.kl_ctrl.horizon=100",
+)
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ppo", action="store_true")
+    proof, algorithm = ("resume_ppo", PPO) if parser.parse_args().ppo else ("resume", GRPO)
     with tempfile.TemporaryDirectory(prefix="verl-resume-") as directory:
         folder = Path(directory)
         make_assets(folder)
-        whole = run(folder, "whole", STEPS)
-        stopped = run(folder, "parts", STOP)
-        resumed = run(folder, "parts", STEPS)
+        whole = run(folder, "whole", STEPS, algorithm)
+        stopped = run(folder, "parts", STOP, algorithm)
+        resumed = run(folder, "parts", STEPS, algorithm)
     if not (whole and stopped and resumed):
-        finish("resume", False, reason="a run failed")
+        finish(proof, False, reason="a run failed")
     repeated = [step for step in resumed if step not in (*range(1, STEPS + 1),)]
     differences = {
         f"step {step}: {name}": (whole[step].get(name), resumed[step].get(name))
@@ -36,7 +50,7 @@ def main() -> None:
     for place, (expected, found) in sorted(differences.items()):
         print(f"{place}: {expected} uninterrupted, {found} resumed")
     finish(
-        "resume",
+        proof,
         not differences and not repeated and set(resumed) == set(whole),
         steps=STEPS,
         stopped_after=STOP,
@@ -46,7 +60,7 @@ def main() -> None:
     )
 
 
-def run(folder: Path, name: str, steps: int) -> dict[int, dict[str, Any]]:
+def run(folder: Path, name: str, steps: int, algorithm: tuple[str, ...]) -> dict[int, dict[str, Any]]:
     """Step -> its metrics, without times."""
     code, _ = train(
         *sized_for_addition(folder),
@@ -57,8 +71,8 @@ def run(folder: Path, name: str, steps: int) -> dict[int, dict[str, Any]]:
         "data.train_batch_size=8",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "actor_rollout_ref.actor.use_kl_loss=True",
         "actor_rollout_ref.actor.optim.lr=1e-3",
+        *algorithm,
         f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=2",
