@@ -155,6 +155,19 @@ async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, ha
     assert others == [Scored(1.0)] * 20
 
 
+@pytest.mark.parametrize("end", ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"])
+async def test_of_many_brief_calls_none_is_taken_for_the_one_that_ended_the_worker(pool: Pool, end: str) -> None:
+    ready = await started(pool(f"if solution_str.startswith('bad'): {end}\nreturn 1.0", workers=2))
+    answers = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
+    found = await asyncio.gather(*(one(ready, answer) for answer in answers))
+    assert [isinstance(outcome, Failed) for outcome in found] == [answer != "good" for answer in answers]
+    assert all(
+        repr(answer) in outcome.message
+        for answer, outcome in zip(answers, found, strict=True)
+        if isinstance(outcome, Failed)
+    )
+
+
 async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> None:
     ready = await started(pool("time.sleep(0.2)\nreturn 1.0", deadline_s=1.5))
     assert await asyncio.gather(*(one(ready) for _ in range(12))) == [Scored(1.0)] * 12
@@ -243,10 +256,8 @@ async def test_async_functions_run_side_by_side_and_one_that_is_late_ends_alone(
 @pytest.mark.parametrize(("body", "kind"), [("os._exit(3)", "died"), ("time.sleep(60)", "timeout")])
 async def test_of_async_calls_only_the_guilty_fails(pool: Pool, body: str, kind: str) -> None:
     body = f"await asyncio.sleep(0.3)\nif solution_str == 'bad':\n    {body}\nawait asyncio.sleep(0.3)\nreturn 1.0"
-    ready = await started(pool(body, ASYNC, deadline_s=4.0))
-    early = [asyncio.ensure_future(one(ready, "bad"))]
-    await asyncio.sleep(4.5 if kind == "timeout" else 0.0)
-    found = await asyncio.gather(*early, *(one(ready) for _ in range(8)))
+    ready = await started(pool(body, ASYNC, deadline_s=3.0))
+    found = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(8)))
     assert [outcome.kind for outcome in found if isinstance(outcome, Failed)] == [kind]
     assert found[1:] == [Scored(1.0)] * 8
 

@@ -59,7 +59,7 @@ class _Call:
     submitted: float
     started: float = 0.0
     is_running: bool = False
-    alone: bool = False  # it was beside others when a worker died: the next worker has it for itself
+    alone: bool = False  # it was beside others when a worker had to end: the next one has it for itself
 
 
 class ScorePool:
@@ -206,6 +206,7 @@ class _Worker:
         self.calls: dict[int, _Call] = {}  # in flight, oldest first
         self._keeper: subprocess.Popen[bytes] | None = None
         self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._leftovers: socket.socket | None = None
         self._control: socket.socket | None = None
         self._control_transport: asyncio.Transport | None = None
         self._channel: asyncio.Transport | None = None
@@ -213,7 +214,7 @@ class _Worker:
 
     def _begin(self) -> None:
         self._is_ready = self._side_by_side = self._is_worn = self._is_ending = False
-        self._refused, self._why, self._late = "", "", set[int]()
+        self._refused, self._why, self._is_late = "", "", False
         self._mean_s = _BRIEF_S
         self._timer: asyncio.TimerHandle | None = None
 
@@ -228,8 +229,7 @@ class _Worker:
             await self._start_worker()
             report = await self._ended
             self._stop_timer()
-            assert self._channel is not None
-            self._channel.abort()
+            self._close_channel()
             if report.get("keeper"):
                 self._drop_keeper()
             self._settle(report)
@@ -247,23 +247,36 @@ class _Worker:
         )
         theirs.close()
         self._control = ours
-        self._control_transport = await self._listen(ours, self._on_keeper, self._on_keeper_lost)
+        self._control_transport = await self._listen(
+            ours, _Messages(self._on_keeper, self._on_keeper_lost, self._on_nonsense)
+        )
 
     async def _start_worker(self) -> None:
         assert self._control is not None
         self._ended = self._loop.create_future()
         ours, theirs = socket.socketpair()
-        self._channel = await self._listen(ours, self._on_worker, lambda: None)
+        self._leftovers = ours.dup()
+        self._from_worker = _Messages(self._on_worker, lambda: None, self._on_nonsense)
+        self._channel = await self._listen(ours, self._from_worker)
         self._order(START, theirs)
         theirs.close()
         self._write((self._pool._reward, self._pool._deadline_s))
         self._timer = self._loop.call_later(LOAD_DEADLINE_S, self._end, f"took more than {LOAD_DEADLINE_S:g} s")
 
-    async def _listen(
-        self, sock: socket.socket, hear: Callable[[dict[str, Any]], None], lost: Callable[[], None]
-    ) -> asyncio.Transport:
-        transport, _ = await self._loop.create_connection(lambda: _Messages(hear, lost, self._on_nonsense), sock=sock)
+    async def _listen(self, sock: socket.socket, messages: _Messages) -> asyncio.Transport:
+        transport, _ = await self._loop.create_connection(lambda: messages, sock=sock)
         return transport
+
+    def _close_channel(self) -> None:
+        """Read what the worker had answered before it ended. The transport forgets it when a write found nobody."""
+        if self._leftovers is None or self._channel is None:
+            return
+        with contextlib.suppress(OSError), self._leftovers:
+            self._leftovers.setblocking(False)
+            while data := self._leftovers.recv(1 << 16):
+                self._from_worker.data_received(data)
+        self._leftovers = None
+        self._channel.abort()
 
     def _order(self, order: bytes, channel: socket.socket | None = None) -> None:
         assert self._control is not None
@@ -316,9 +329,9 @@ class _Worker:
 
     def close(self) -> None:
         """The keeper sees that we are gone, and goes."""
-        for transport in (self._control_transport, self._channel):
-            if transport is not None:
-                transport.abort()
+        self._close_channel()
+        if self._control_transport is not None:
+            self._control_transport.abort()
         self._loop.run_until_complete(asyncio.sleep(0))  # the sockets are closed in the loop's next round
         if self._keeper is not None:
             try:
@@ -360,9 +373,9 @@ class _Worker:
         return self._pool._deadline_s + (_GRACE_S if self._side_by_side else 0.0)
 
     def _on_time(self) -> None:
-        self._timer, due = None, self._loop.time() - self._pool._deadline_s
+        self._timer = None
         if self.calls and next(iter(self.calls.values())).started + self._patience_s <= self._loop.time():
-            self._late = {number for number, call in self.calls.items() if call.started <= due}
+            self._is_late = True
             self._end()
         self._watch()
 
@@ -427,10 +440,10 @@ class _Worker:
                 pool._refuse(self._refused or f"{pool._where}: {_while_loading(report)}")
             return
         calls, self.calls = self.calls, {}
-        kind: FailureKind = "timeout" if self._late else "died"
-        what = _with_stack(late(pool._deadline_s) if self._late else _how_it_ended(report), report)
         started = {number for number, call in calls.items() if call.started < math.inf}
-        guilty = self._late or (started if not self._side_by_side or len(started) == 1 else set())
+        guilty = started if not self._side_by_side or len(started) == 1 else set()
+        kind: FailureKind = "timeout" if self._is_late else "died"
+        what = _with_stack(late(pool._deadline_s) if self._is_late else _how_it_ended(report), report)
         for number, call in reversed(calls.items()):
             if number in guilty:
                 call.future.set_result(failure(kind, pool._where, what, call.answer))
@@ -495,4 +508,4 @@ def _with_stack(what: str, report: Mapping[str, Any]) -> str:
 
 
 def _is_ours(line: str) -> bool:
-    return "rewards/worker.py" in line or "/asyncio/" in line
+    return "/asyncio/" in line or any(f"verl/rewards/{name}.py" in line for name in ("worker", "score", "compose"))

@@ -4,6 +4,8 @@ It lives inside a keeper (`keeper.py`) and talks to the pool (`pool.py`) over on
 which the pool made; what the user's function made goes out as numbers and text in JSON: nothing of it is ever unpickled
 outside this process. A plain function is called for one answer after the other, an async one for many at once, a
 batched one for all answers of a message.
+
+What the loop needs is imported by name: a function that patches modules patches its own calls and not this loop.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
-import json
-import os
-import pickle
 import socket
 import struct
 from collections.abc import Sequence
+from json import dumps
+from os import _exit, chdir, getcwd, getpid
+from pickle import loads
+from signal import alarm
 from typing import Any, NoReturn
 
 from verl.errors import RewardError
@@ -40,10 +43,10 @@ class Channel:
 
     def receive(self) -> Any:
         """The next message; EOFError when the other side is gone."""
-        return pickle.loads(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]))
+        return loads(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]))
 
     def send(self, message: dict[str, Any]) -> None:
-        payload = json.dumps(message).encode()
+        payload = dumps(message).encode()
         self._sock.sendall(HEADER.pack(len(payload)) + payload)
 
     def _exactly(self, count: int) -> bytes:
@@ -65,7 +68,7 @@ def serve(sock: socket.socket) -> None:
             reward = load_reward(**arguments)
         except RewardError as error:
             channel.send({"refused": str(error)})
-            os._exit(1)
+            _exit(1)
         reward.note = lambda text: channel.send({"note": text})
         channel.send({"ready": {"side_by_side": reward.is_async and not reward.batched}})
         if reward.is_async and not reward.batched:
@@ -73,13 +76,13 @@ def serve(sock: socket.socket) -> None:
         else:
             _serve_plain(reward, channel)
     except EOFError:
-        os._exit(0)
+        _exit(0)
     except OSError:  # the socket is ours alone: only the function can have closed it
-        os._exit(CHANNEL_LOST)
+        _exit(CHANNEL_LOST)
 
 
 def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
-    home, process = os.getcwd(), os.getpid()
+    home, process = getcwd(), getpid()
     while True:
         calls: list[tuple[int, tuple[Any, ...]]] = channel.receive()
         numbers, answers = [number for number, _ in calls], [Answer(*answer) for _, answer in calls]
@@ -87,11 +90,12 @@ def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
             outcomes = _score_batch(reward, answers)
         for place, number in enumerate(numbers):
             outcome = outcomes[place] if reward.batched else _score(reward, answers[place])
-            if os.getpid() != process:  # the function forked, and this is the copy: only one of the two may answer
-                os._exit(0)
+            if getpid() != process:  # the function forked, and this is the copy: only one of the two may answer
+                _exit(0)
             channel.send(_message(number, outcome))
+        alarm(0)  # one that a call forgot would go off in the next
         with contextlib.suppress(OSError):
-            os.chdir(home)
+            chdir(home)
 
 
 def _score(reward: RewardFunction, answer: Answer) -> Outcome:
@@ -117,17 +121,17 @@ def _score_batch(reward: RewardFunction, answers: Sequence[Answer]) -> Sequence[
 async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: float) -> None:
     reader, writer = await asyncio.open_connection(sock=sock)
     running: set[asyncio.Task[None]] = set()
-    process = os.getpid()
+    process = getpid()
 
     def send(message: dict[str, Any]) -> None:
-        payload = json.dumps(message).encode()
+        payload = dumps(message).encode()
         writer.write(HEADER.pack(len(payload)) + payload)
 
     async def answer_one(number: int, answer: Answer) -> None:
         work = asyncio.ensure_future(_call_async(reward, answer))
         await asyncio.wait({work}, timeout=deadline_s)
-        if os.getpid() != process:
-            os._exit(0)
+        if getpid() != process:
+            _exit(0)
         if work.done():
             return send(_message(number, work.result()))
         frames = "".join(f"\n  File {frame.f_code.co_filename!r}, line {frame.f_lineno}" for frame in work.get_stack())
@@ -141,7 +145,7 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
     reward.note = lambda text: send({"note": text})
     while True:
         size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
-        for number, answer in pickle.loads(await reader.readexactly(size)):
+        for number, answer in loads(await reader.readexactly(size)):
             task = asyncio.create_task(answer_one(number, Answer(*answer)))
             running.add(task)
             task.add_done_callback(running.discard)

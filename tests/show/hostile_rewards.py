@@ -1,0 +1,237 @@
+"""Whatever a reward function does, a run of 3 steps ends as promised, and nothing is left behind.
+
+Each hostile function goes through 3 steps of scoring twice. Once it misbehaves on one answer of twelve: the steps are
+done, that answer is left out and counted, the others have their scores. Once on every answer: the run is stopped, and
+the message names the function, the cause and the answer; or all are scored, where the misdeed leaves the score whole.
+After each, no process, open file or thread of it is left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import tempfile
+import threading
+import time
+import uuid
+from pathlib import Path
+
+from _common import Stopwatch, finish
+
+from verl.errors import RewardError
+from verl.rewards import pool as pool_module
+from verl.rewards.outcome import Failed, Scored
+from verl.rewards.pool import ScorePool
+from verl.rewards.tally import FailureTally
+
+FILE = Path(__file__).with_name("_hostile_rewards.py")
+STEPS, ANSWERS, LIMIT = 3, 12, 0.1
+MARK = f"VERL_SHOW_{uuid.uuid4().hex}"
+
+EXPECTED = {  # function -> (how a bad answer ends, what the message says)
+    "raises_key_error": ("error", "KeyError: 'gone'"),
+    "raises_megabytes": ("error", "ValueError"),
+    "raises_base_exception": ("error", "Stop: everything"),
+    "raises_what_cannot_be_shown": ("error", "raised Odd"),
+    "raises_stop_iteration": ("error", "StopIteration"),
+    "recurses": ("error", "RecursionError"),
+    "raises_while_async": ("error", "the judge is away"),
+    "cancels_itself": ("error", "CancelledError"),
+    "loops": ("timeout", "in loops"),
+    "sleeps": ("timeout", "in sleeps"),
+    "waits_for_a_lock": ("timeout", "in waits_for_a_lock"),
+    "backtracks": ("timeout", "in backtracks"),
+    "ignores_signals": ("timeout", "no score within its deadline"),
+    "blocks_signals": ("timeout", "no score within its deadline"),
+    "waits_for_its_child": ("timeout", "in waits_for_its_child"),
+    "hangs_when_it_is_read": ("timeout", "in <lambda>"),
+    "awaits_for_ever": ("timeout", "no score within its deadline"),
+    "blocks_the_loop": ("timeout", "in blocks_the_loop"),
+    "swallows_its_cancellation": ("timeout", "no score within its deadline"),
+    "stops_its_process": ("timeout", "no score within its deadline"),
+    "exits": ("error", "SystemExit: enough"),
+    "exits_at_once": ("died", "exit code 0"),
+    "kills_itself": ("died", "SIGKILL"),
+    "kills_its_group": ("died", "SIGKILL"),
+    "kills_its_keeper": ("died", "watches over it"),
+    "stops_its_keeper": ("timeout", "no score within its deadline"),
+    "reads_address_nought": ("died", "in reads_address_nought"),
+    "aborts": ("died", "SIGABRT"),
+    "becomes_another_program": ("died", "exit code 7"),
+    "closes_all_files": ("died", "file descriptors"),
+    "exits_while_async": ("died", "exit code 9"),
+    "asks_for_a_terabyte": ("error", "reward.memory_mb"),
+    "eats_memory": ("error", "reward.memory_mb"),
+    "eats_shared_memory": ("died", "its limit is"),
+    "leaks": ("scored", ""),
+    "returns_none": ("invalid", "returned None"),
+    "returns_nan": ("invalid", "returned nan"),
+    "returns_infinity": ("invalid", "returned inf as 'score'"),
+    "returns_text": ("invalid", "returned '1.0'"),
+    "returns_a_hundred_megabytes": ("invalid", "67,108,864 characters"),
+    "returns_a_list": ("invalid", "returned [1.0]"),
+    "returns_a_number_too_large": ("invalid", "returned 1000000"),
+    "returns_a_dict_without_score": ("invalid", "without 'score' (its keys: 'acc')"),
+    "returns_a_huge_dict": ("invalid", "200,001 keys"),
+    "returns_what_has_no_repr": ("invalid", "without a repr"),
+    "prints_a_flood": ("scored", ""),
+    "floods_for_ever": ("timeout", "in floods_for_ever"),
+    "forks_and_both_return": ("scored", ""),
+    "leaves_a_daemon": ("scored", ""),
+    "leaves_a_stubborn_daemon_and_dies": ("died", "exit code 5"),
+    "leaves_many_children": ("scored", ""),
+    "changes_directory": ("scored", ""),
+    "clears_the_environment": ("scored", ""),
+    "patches_modules": ("scored", ""),
+    "patches_builtins": ("scored", ""),
+    "forgets_modules": ("scored", ""),
+    "forgets_an_alarm": ("scored", ""),
+    "leaves_a_busy_thread": ("scored", ""),
+}
+
+AT_IMPORT = {  # body of a module -> what the message at the start says
+    "import nothing_of_this_name": "imports 'nothing_of_this_name'",
+    "1 / 0": "ZeroDivisionError",
+    "import os; os._exit(3)": "exit code 3",
+    "import time; time.sleep(3600)": "took more than 5 s",
+    "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)": "SIGSEGV",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="every fourth function")
+    parser.add_argument("--only", help="one function")
+    parser.add_argument("--deadline", type=float, default=2.0, help="seconds for the calls that hang")
+    arguments = parser.parse_args()
+    os.environ[MARK] = "1"
+    names = [arguments.only] if arguments.only else list(EXPECTED)[:: 4 if arguments.short else 1]
+    watch, wrong = Stopwatch(), {}
+    for name in names:
+        start, before = time.monotonic(), own_files()
+        problems = asyncio.run(try_out(name, arguments.deadline))
+        if left := left_behind():
+            problems.append(f"left behind: {left}")
+        if own_files() != before:
+            problems.append(f"{before} open files became {own_files()}")
+        print(
+            f"{name:36} {EXPECTED[name][0]:8} {time.monotonic() - start:5.1f} s  {'; '.join(problems) or 'as promised'}"
+        )
+        if problems:
+            wrong[name] = problems
+    modules = {} if arguments.only else AT_IMPORT
+    for body, part in modules.items():
+        problems = asyncio.run(try_to_load(body, part))
+        print(f"{'at its import: ' + body[:40]:56}  {'; '.join(problems) or 'as promised'}")
+        if problems:
+            wrong[body] = problems
+    finish(
+        "hostile_rewards",
+        not wrong,
+        functions=len(names) + len(modules),
+        steps=STEPS,
+        as_promised=len(names) + len(modules) - len(wrong),
+        processes_left=len(left_behind()),
+        threads_left=threading.active_count() - 1,
+        seconds=round(watch.seconds(), 1),
+        wrong=sorted(wrong),
+    )
+
+
+async def try_out(name: str, deadline_s: float) -> list[str]:
+    kind, part = EXPECTED[name]
+    problems = []
+    deadline_s = deadline_s if kind == "timeout" else 60.0
+    pool = ScorePool({"path": str(FILE), "name": name}, workers=2, deadline_s=deadline_s, memory_mb=512)
+    try:
+        await pool.start()
+        problems += await misbehaves_sometimes(pool, kind)
+        problems += await misbehaves_always(pool, kind, f"{FILE}:{name}", part)
+    finally:
+        pool.close()
+    return problems
+
+
+async def misbehaves_sometimes(pool: ScorePool, kind: str) -> list[str]:
+    """The run goes on, the bad answer is counted, the good ones keep their scores."""
+    problems = []
+    tally = FailureTally(LIMIT, ANSWERS)
+    for step in range(STEPS):
+        answers = ["right", "bad", *["wrong", "right"] * 5]
+        outcomes = await asyncio.gather(*(pool.score("show", answer, "right") for answer in answers))
+        try:
+            for outcome in outcomes:
+                tally.add(outcome)
+        except RewardError as error:
+            return [f"step {step}: {error}"]
+        rates = tally.end_step()
+        expected = [Scored(float(answer == "right")) for answer in answers]
+        if [outcome for place, outcome in enumerate(outcomes) if place != 1] != [expected[0], *expected[2:]]:
+            failed = next((outcome.message for outcome in outcomes if isinstance(outcome, Failed)), outcomes)
+            problems.append(f"step {step}: answers that are not bad have no score: {failed}")
+        found = outcomes[1].kind if isinstance(outcomes[1], Failed) else "scored"
+        if found != kind:
+            problems.append(f"step {step}: {found} and not {kind}: {outcomes[1]}")
+        late = sum(rates.values()) if kind == "timeout" else 0.0
+        if rates["reward/timeout_rate"] != late or sum(rates.values()) != (kind != "scored") / ANSWERS:
+            problems.append(f"step {step}: counted as {rates}")
+    return problems
+
+
+async def misbehaves_always(pool: ScorePool, kind: str, where: str, part: str) -> list[str]:
+    """The run stops and says why; or nothing is lost."""
+    tally = FailureTally(LIMIT, ANSWERS)
+    calls = [asyncio.ensure_future(pool.score("show", f"bad {number}", "right")) for number in range(ANSWERS)]
+    try:
+        for call in asyncio.as_completed(calls):
+            tally.add(await call)
+    except RewardError as error:
+        message = str(error)
+        missing = [text for text in (where, part, "'bad ", f"max_failure_rate={LIMIT}") if text not in message]
+        if kind == "scored" or missing or len(message) > 10_000:
+            return [f"stopped with {len(message)} characters, without {missing}: {message}"]
+        return []
+    finally:
+        for call in calls:
+            call.cancel()
+    return [] if kind == "scored" else ["every answer was bad, and the run was not stopped"]
+
+
+async def try_to_load(body: str, part: str) -> list[str]:
+    pool_module.LOAD_DEADLINE_S = 5.0
+    with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
+        file = Path(folder) / "my_reward.py"
+        file.write_text(
+            f"{body}\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
+        )
+        with ScorePool({"path": str(file)}) as pool:
+            try:
+                await pool.start()
+            except RewardError as error:
+                return [] if part in str(error) and str(file) in str(error) else [str(error)]
+    return ["it was loaded"]
+
+
+def left_behind() -> list[str]:
+    """All processes of this machine that come from here, whatever they became: by their environment and by descent."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                environment = (folder / "environ").read_bytes()
+                status = (folder / "stat").read_text().rpartition(")")[2].split()
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+            if MARK.encode() in environment or int(status[1]) == os.getpid() or command == "sleep 3600 ":
+                found.append(f"{folder.name} {command}")
+    return found
+
+
+def own_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+if __name__ == "__main__":
+    main()
