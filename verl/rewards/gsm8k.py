@@ -10,17 +10,26 @@ from verl.errors import RewardError
 
 __all__ = ["compute_score", "final_number"]
 
-_MARKED = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+_NUMBER = re.compile(
+    r"[\s*]*(?P<sign>-?)\$?(?P<minus>-?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
+    # Not a piece of something else: a longer number, a list without blanks, a fraction, a formula, a range.
+    r"(?![\d,.]*\d|[eE][-+]?\d|\s*[-+*/^=×÷:]\s*[\d(])"
+)
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number after the last `####`, without thousands separators; None when there is none.
+    """The number right after the last `####` that has one, without thousands separators; None when there is none.
+
+    A dollar sign and bold type are passed over. What is more than one number (`18/2`, `17-19`, `1,2,3`) is none.
 
     >>> final_number("5 * 250 = 1250\\n#### 1,250")
     Decimal('1250')
     """
-    found = _MARKED.findall(text)
-    return Decimal(found[-1].replace(",", "")) if found else None
+    for piece in reversed(text.replace("−", "-").split("####")[1:]):
+        if found := _NUMBER.match(piece):
+            sign = -1 if found["sign"] or found["minus"] else 1
+            return sign * Decimal(found["digits"].replace(",", ""))
+    return None
 
 
 def compute_score(

@@ -1,0 +1,62 @@
+"""Form: sections in tags, regular expressions, and what part of a form is worth."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.rewards.format import compute_score, sections_in_order
+
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+PLAIN = st.text(st.characters(exclude_characters="<>"), min_size=1).filter(str.strip)
+
+
+@given(PLAIN, PLAIN)
+def test_sections_in_order_once_and_filled_are_the_form(thought: str, answer: str) -> None:
+    text = f" <think>{thought}</think>\n<answer>{answer}</answer>\n"
+    assert compute_score("form", text, None) == {"score": 1.0, "well_formed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", 0),
+        ("4", 0),
+        ("<think>a</think>", 1),
+        ("<answer>4</answer>", 1),
+        ("<think>a</think><answer>4", 1),
+        ("<think>a</think><answer> </answer>", 1),
+        ("<answer>4</answer><think>a</think>", 1),
+        ("<think>a</think><answer>4</answer><answer>4</answer>", 1),
+        ("<think>a</think><think>b</think><answer>4</answer>", 1),
+        ("so <think>a</think><answer>4</answer>", 2),
+        ("<think>a</think><answer>4</answer>!", 2),
+        ("<think>a<answer>4</answer></think>", 1),
+        ("<think></think><answer></answer>" * 9, 0),
+    ],
+)
+def test_a_part_of_the_form_is_worth_a_share_of_what_is_granted(text: str, found: int) -> None:
+    assert compute_score("form", text, None)["score"] == 0.0
+    assert compute_score("form", text, None, partial=0.5) == {"score": 0.5 * found / 2, "well_formed": 0.0}
+
+
+@given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=12).map("".join))
+def test_a_part_is_never_worth_more_than_the_whole(text: str) -> None:
+    result = compute_score("form", text, None, partial=0.4)
+    assert result["score"] == 1.0 if result["well_formed"] else result["score"] <= 0.4
+
+
+def test_what_the_template_wrote_counts_as_written() -> None:
+    assert compute_score("form", "a</think><answer>4</answer>", None)["well_formed"] == 0.0
+    assert compute_score("form", "a</think><answer>4</answer>", None, prefix="<think>\n")["well_formed"] == 1.0
+
+
+def test_other_tags_and_patterns() -> None:
+    assert sections_in_order("<plan>x</plan>", ("plan",)) == (1, "")
+    assert compute_score("form", "Answer: 4\n", None, pattern=r"Answer: \d+")["score"] == 1.0
+    assert compute_score("form", "Answer: 4 or 5", None, pattern=r"Answer: \d+")["score"] == 0.0
+    with pytest.raises(RewardError, match=r"pattern='\(' is not a regular expression"):
+        compute_score("form", "x", None, pattern="(")

@@ -1,0 +1,96 @@
+"""JSON by a schema: what counts as the answer, what is valid, and schemas that are none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.rewards.json_schema import answer_text, compute_score
+
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+PERSON = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "age": {"type": "integer", "minimum": 0}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
+GOOD = '{"name": "Ada", "age": 36}'
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize("schema", [PERSON, json.dumps(PERSON)])
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD,
+        f"\n{GOOD}\n",
+        f"```json\n{GOOD}\n```",
+        f"Here it is:\n```\n{GOOD}\n```\nI hope it helps.",
+        f'<think>{{"name": 1}}</think>{GOOD}',
+        f'```json\n{{"name": 1}}\n```\nNo:\n```json\n{GOOD}\n```',
+    ],
+)
+def test_valid_answers(text: str, schema: object) -> None:
+    assert compute_score("json", text, schema) == {"score": 1.0, "acc": 1.0, "parsed": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("text", "parsed"),
+    [
+        ("", 0.0),
+        ("Ada", 0.0),
+        (f"Here it is: {GOOD}", 0.0),
+        (f"{GOOD} {GOOD}", 0.0),
+        ("{'name': 'Ada'}", 0.0),
+        ('{"name": "Ada", "name": "Bob"}', 0.0),
+        ('{"name": NaN}', 0.0),
+        ("[" * 100_000, 0.0),
+        ("9" * 10_000, 0.0),
+        ('{"name": 1}', 1.0),
+        ('{"name": "Ada", "age": -1}', 1.0),
+        ('{"name": "Ada", "city": "London"}', 1.0),
+        ("[]", 1.0),
+        (f'```json\n{GOOD}\n```\nNo:\n```json\n{{"name": 1}}\n```', 1.0),
+    ],
+)
+def test_invalid_answers(text: str, parsed: float) -> None:
+    assert compute_score("json", text, PERSON) == {"score": 0.0, "acc": 0.0, "parsed": parsed}
+
+
+@given(VALUES)
+def test_any_value_is_valid_by_its_own_constant_and_none_other(value: object) -> None:
+    text = json.dumps(value)
+    assert compute_score("json", text, {"const": value})["score"] == 1.0
+    assert compute_score("json", f"```json\n{text}\n```", {"const": [value]})["score"] == 0.0
+
+
+@given(st.text())
+def test_what_stands_in_the_last_fence_counts(text: str) -> None:
+    assert answer_text(f"```json\n1\n```\n```json\n{json.dumps(text)}\n```") == json.dumps(text)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        "",
+        "no schema",
+        "[]",
+        {"type": "nonsense"},
+        {"type": None},
+        {"$ref": "http://localhost:9/schema"},
+        {"$ref": "#/x"},
+    ],
+)
+def test_a_ground_truth_that_is_no_schema_is_an_error(schema: object) -> None:
+    with pytest.raises(RewardError, match="is no JSON schema") as raised:
+        compute_score("json", GOOD, schema)
+    assert "write it as JSON text" in str(raised.value)

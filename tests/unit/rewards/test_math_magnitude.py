@@ -1,0 +1,82 @@
+"""Bounds on what an expression would become: never below what it really is."""
+
+from __future__ import annotations
+
+import pytest
+import sympy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.rewards.magnitude import bits, is_immense, nodes, plainly_differ, terms
+
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+X, Y, Z = sympy.symbols("x y z")
+
+
+def power(base: object, exponent: object) -> sympy.Expr:
+    return sympy.Pow(base, exponent, evaluate=False)
+
+
+def expressions() -> st.SearchStrategy[sympy.Expr]:
+    def grown(inner: st.SearchStrategy[sympy.Expr]) -> st.SearchStrategy[sympy.Expr]:
+        pairs = st.tuples(inner, inner)
+        return (
+            pairs.map(lambda pair: sympy.Add(*pair, evaluate=False))
+            | pairs.map(lambda pair: sympy.Mul(*pair, evaluate=False))
+            | st.tuples(inner, st.integers(0, 5)).map(lambda pair: power(*pair))
+            | st.integers(0, 12).map(lambda number: sympy.factorial(number, evaluate=False))
+        )
+
+    return st.recursive(st.integers(-1000, 1000).map(sympy.Integer), grown, max_leaves=5)
+
+
+@settings(deadline=None, max_examples=30)
+@given(expressions())
+def test_no_value_has_more_bits_than_its_bound(expression: sympy.Expr) -> None:
+    assert abs(int(expression.doit())).bit_length() <= bits(expression)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.lists(st.tuples(st.sampled_from([X + 1, X + Y, X + Y + Z, X * Y, X]), st.integers(1, 4)), min_size=1, max_size=3)
+)
+def test_no_expansion_has_more_terms_than_its_bound(factors: list[tuple[sympy.Expr, int]]) -> None:
+    product = sympy.Mul(*(power(base, exponent) for base, exponent in factors), evaluate=False)
+    assert len(sympy.Add.make_args(sympy.expand(product))) <= terms(product)
+
+
+def test_towers_are_immense_and_what_people_answer_is_not() -> None:
+    for immense in (
+        power(10, power(10, 10)),
+        power(power(2, 1000), 1000),
+        sympy.factorial(10**6, evaluate=False),
+        sympy.exp(sympy.Integer(10) ** 9, evaluate=False),
+        power(X + Y + Z, 500),
+        sympy.Product(X, (X, 1, 10**7)),
+    ):
+        assert is_immense(immense)
+    for modest in (power(2016, 2016), power(X + 1, 100), sympy.sqrt(sympy.sqrt(2) + 1), sympy.Float("1e30"), X / Y):
+        assert not is_immense(modest)
+    assert nodes(X + 1) == 3
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.integers(-9, 9), min_size=2, max_size=4), st.integers(1, 5))
+def test_what_is_equal_never_plainly_differs_and_a_shift_does(coefficients: list[int], shift: int) -> None:
+    one = sum((c * (X + Y) ** n for n, c in enumerate(coefficients)), start=X**7 * Y)
+    assert not plainly_differ(one, sympy.expand(one))
+    assert plainly_differ(one, one + shift)
+
+
+def test_only_numbers_at_a_point_can_plainly_differ() -> None:
+    assert plainly_differ(sympy.Integer(41), sympy.Integer(42))
+    assert not plainly_differ(sympy.Float("0.3333"), sympy.Rational(1, 3))
+    assert plainly_differ(X + 1, Y + 1)
+    assert not plainly_differ(X + 1, sympy.Symbol("x", real=True) + 1)
+    assert not plainly_differ(sympy.Symbol("xy"), X * Y)
+    assert not plainly_differ(sympy.Function("f")(X), X)
+    assert not plainly_differ(sympy.nan, sympy.Integer(1))
+    assert not plainly_differ(sympy.oo, sympy.Integer(1))
+    assert not plainly_differ(power(10, 1000), sympy.Integer(1))
+    assert not plainly_differ(sympy.FiniteSet(1), sympy.FiniteSet(2))

@@ -1,0 +1,66 @@
+"""Short answers: normalisation, exact match, F1, several ground truths."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.rewards.qa import compute_score, exact_match, f1, normalise
+
+pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+
+TEXT = st.text(min_size=1).filter(str.strip)
+
+
+@pytest.mark.parametrize("text", ["Beatles", "the Beatles", " The  BEATLES! ", "(a) Beatles", "'Beatles'."])
+def test_case_blanks_articles_and_punctuation_do_not_matter(text: str) -> None:
+    assert compute_score("nq", f"<answer>{text}</answer>", "The Beatles")["score"] == 1.0
+
+
+@given(TEXT)
+def test_the_truth_itself_is_right_and_nothing_is_wrong(truth: str) -> None:
+    assert exact_match(truth, truth) == 1.0
+    assert f1(truth, truth) == (1.0 if normalise(truth).split() else 0.0)
+    assert exact_match("", truth) == f1("", truth) == 0.0
+
+
+@given(st.text(), st.text())
+def test_f1_is_symmetric_bounded_and_one_for_every_exact_match_with_words(one: str, other: str) -> None:
+    assert 0.0 <= f1(one, other) == f1(other, one) <= 1.0
+    if exact_match(one, other) and normalise(one).split():
+        assert f1(one, other) == 1.0
+
+
+@given(st.lists(TEXT, min_size=1, max_size=4), st.text())
+def test_several_truths_give_the_best_of_each(truths: list[str], answer: str) -> None:
+    single = [compute_score("nq", answer, truth, metric="f1") for truth in truths]
+    best = {key: max(result[key] for result in single) for key in ("score", "acc", "f1")}
+    for several in (truths, tuple(truths), np.array(truths, dtype=object), {"target": truths}):
+        assert compute_score("nq", answer, several, metric="f1") == best
+
+
+def test_the_last_answer_counts_and_a_list_of_guesses_loses() -> None:
+    assert compute_score("nq", "<answer>Paris</answer> no <answer>Rome</answer>", "Paris")["score"] == 0.0
+    assert compute_score("nq", "<answer>Paris</answer> no <answer>Rome", "Rome")["score"] == 1.0
+    guesses = compute_score("nq", "London Paris Rome Berlin Madrid", "Paris", metric="f1")
+    assert guesses == {"score": pytest.approx(1 / 3), "acc": 0.0, "f1": pytest.approx(1 / 3)}
+
+
+def test_a_truth_of_articles_alone_is_not_matched_by_nothing() -> None:
+    assert compute_score("nq", "", "The The")["score"] == 0.0
+    assert compute_score("nq", "a", "A")["score"] == 1.0
+    assert compute_score("nq", "the", "A")["score"] == 0.0
+
+
+@pytest.mark.parametrize("truth", ["", " ", [], ["Paris", ""], {"target": []}])
+def test_a_ground_truth_without_text_is_an_error(truth: object) -> None:
+    with pytest.raises(RewardError, match="must be the answer, or a list of answers"):
+        compute_score("nq", "Paris", truth)
+
+
+def test_an_unknown_metric_is_an_error() -> None:
+    with pytest.raises(RewardError, match="choose 'exact' or 'f1'"):
+        compute_score("nq", "Paris", "Paris", metric="bleu")  # type: ignore[arg-type]
