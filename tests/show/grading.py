@@ -1,0 +1,192 @@
+"""Grading is bounded, whatever the answers do: 10,000 grades of which 1% hang, 200 pathological maths answers, a burst.
+
+Graded by the pool, from the main thread and from three others at once, each with an event loop of its own. Every grade
+that hangs ends at its deadline and is the only one that fails. An honest burst, whose last answers wait far longer than
+the deadline for their turn, has no timeout. Nothing is left or grows: zombies, open files, memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+from _common import Stopwatch, finish
+from _pathological_maths import CASES
+
+from verl.rewards.outcome import Answer, Failed, Outcome, Scored
+from verl.rewards.pool import ScorePool
+
+FUNCTION = """
+import time
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str == "hang":
+        time.sleep(3600)
+    if data_source == "burst":
+        time.sleep(0.01)
+    return float(solution_str == ground_truth)
+"""
+WORKERS, DEADLINE_S, THREADS = 4, 1.0, 4
+MATHS_DEADLINE_S = 10.0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="1,000 grades, 40 maths answers, a burst of 300")
+    short = parser.parse_args().short
+    grades, maths, burst = (1_000, 40, 300) if short else (10_000, 200, 1_000)
+    with tempfile.TemporaryDirectory(prefix="verl-grading-") as folder:
+        file = Path(folder) / "graded.py"
+        file.write_text(FUNCTION)
+        pool = ScorePool({"path": str(file)}, workers=WORKERS, deadline_s=DEADLINE_S, memory_mb=1024)
+        asyncio.run(pool.start())
+        hangs, before, after = grade(pool, grades)
+        honest = in_threads(pool, [Answer("burst", str(number), str(number)) for number in range(burst)])
+        left_before_close = zombies()
+        pool.close()
+    figures = {
+        **hangs,
+        **before_and_after(before, after),
+        "burst": burst,
+        "burst_seconds": round(honest.seconds, 2),
+        "burst_false_timeouts": sum(outcome != Scored(1.0) for outcome in honest.outcomes),
+    }
+    hard = grade_maths(maths)
+    figures |= hard | {"zombies": left_before_close + zombies(), "processes_left": len(psutil.Process().children(True))}
+    passed = (
+        figures["wrong"] == figures["burst_false_timeouts"] == figures["zombies"] == figures["processes_left"] == 0
+        and figures["slowest_part_s"] <= figures["bound_s"]
+        and figures["memory_growth"] < 0.05
+        and figures["files_growth"] <= 0
+        and hard["maths_scored_1"] == 0
+        and hard["maths_slowest_s"] <= MATHS_DEADLINE_S + 2.0
+    )
+    finish("grading", passed, **figures)
+
+
+class Graded:
+    """The outcomes of answers in their order, and the seconds that all took."""
+
+    def __init__(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+        self.outcomes, self.seconds = outcomes, seconds
+
+
+def in_threads(pool: ScorePool, answers: Sequence[Answer]) -> Graded:
+    """All at once, a quarter of them from each of four threads, one of which is the main thread."""
+    found: dict[int, list[Outcome]] = {}
+
+    def run(part: int) -> None:
+        async def score() -> list[Outcome]:
+            return await asyncio.gather(*(pool.score(*answer) for answer in answers[part::THREADS]))
+
+        found[part] = asyncio.run(score())
+
+    start = time.monotonic()
+    threads = [threading.Thread(target=run, args=(part,)) for part in range(1, THREADS)]
+    for thread in threads:
+        thread.start()
+    run(0)
+    for thread in threads:
+        thread.join()
+    seconds = time.monotonic() - start
+    return Graded([found[place % THREADS][place // THREADS] for place in range(len(answers))], seconds)
+
+
+def grade(pool: ScorePool, count: int) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
+    """Of every hundred grades one hangs. In ten parts: what there is after the first is what may be at the end."""
+    part, watch, wrong, timeouts, slowest = count // 10, Stopwatch(), 0, 0, 0.0
+    before: dict[str, float] = {}
+    for number in range(10):
+        answers = [
+            Answer("show", "hang" if place % 100 == 50 else str(place % 7), str(place % 5)) for place in range(part)
+        ]
+        turn = Stopwatch()
+        graded = in_threads(pool, answers)
+        slowest = max(slowest, turn.own_seconds())
+        for answer, outcome in zip(answers, graded.outcomes, strict=True):
+            hung = isinstance(outcome, Failed) and outcome.kind == "timeout"
+            timeouts += hung
+            good = hung if answer.solution_str == "hang" else outcome == Scored(float(answer[1] == answer[2]))
+            if not good:
+                wrong += 1
+                print(f"{answer}: {outcome}")
+        print(f"{(number + 1) * part:6} grades, {timeouts} hung, {watch.seconds():.1f} s", flush=True)
+        if number == 0:
+            before = inventory()
+    deadlines_in_turn = -(-(part // 100) // WORKERS)  # the hangs of a part, shared by the workers
+    figures = {
+        "grades": count,
+        "hang": timeouts,
+        "wrong": wrong,
+        "deadline_s": DEADLINE_S,
+        "workers": WORKERS,
+        "seconds": round(watch.seconds(), 1),
+        "slowest_part_s": round(slowest, 2),
+        "bound_s": 2 * deadlines_in_turn * DEADLINE_S + 3.0,
+    }
+    return figures, before, inventory()
+
+
+def grade_maths(count: int) -> dict[str, float]:
+    """Answers that make a grader of maths hang, swell or recurse: half from the main thread, half from another."""
+    chosen = CASES[:: max(1, len(CASES) // count)][:count]
+    taken: list[float] = []
+    outcomes: list[Outcome] = []
+
+    async def one_by_one(cases: Sequence[tuple[str, str]]) -> None:
+        for answer, truth in cases:
+            start = time.monotonic()
+            outcomes.append(await pool.score("math", answer, truth))
+            taken.append(time.monotonic() - start)
+
+    watch = Stopwatch()
+    with ScorePool({"path": "verl.rewards.math"}, workers=2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048) as pool:
+        asyncio.run(pool.start())
+        other = threading.Thread(target=lambda: asyncio.run(one_by_one(chosen[1::2])))
+        other.start()
+        asyncio.run(one_by_one(chosen[::2]))
+        other.join()
+    return {
+        "maths": len(outcomes),
+        "maths_seconds": round(watch.seconds(), 1),
+        "maths_slowest_s": round(max(taken), 2),
+        "maths_not_scored": sum(isinstance(outcome, Failed) for outcome in outcomes),
+        "maths_scored_1": sum(isinstance(outcome, Scored) and outcome.score > 0 for outcome in outcomes),
+    }
+
+
+def inventory() -> dict[str, float]:
+    """What must not grow: memory of this process and of the keepers (workers come and go), open files."""
+    gc.collect()
+    own = psutil.Process()
+    keepers = own.children()
+    return {
+        "memory": own.memory_info().rss + sum(keeper.memory_info().rss for keeper in keepers),
+        "files": own.num_fds() + sum(keeper.num_fds() for keeper in keepers),
+    }
+
+
+def before_and_after(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    return {
+        "memory_growth": round(after["memory"] / before["memory"] - 1, 4),
+        "files_growth": int(after["files"] - before["files"]),
+    }
+
+
+def zombies() -> int:
+    mine = [os.getpid(), *(child.pid for child in psutil.Process().children(recursive=True))]
+    return sum(
+        process.info["status"] == psutil.STATUS_ZOMBIE and process.info["ppid"] in mine
+        for process in psutil.process_iter(["status", "ppid"])
+    )
+
+
+if __name__ == "__main__":
+    main()
