@@ -29,8 +29,9 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards.keeper import KILL, READY, START, descendants
 from verl.rewards.outcome import Answer, Failed, FailureKind, Outcome, Scored, failure, late
+from verl.rewards.report import how_it_ended, with_stack
 from verl.rewards.score import named
-from verl.rewards.worker import CHANNEL_LOST, HEADER
+from verl.rewards.worker import HEADER
 
 __all__ = ["ScorePool"]
 
@@ -48,13 +49,13 @@ _BOOT = (
     "from verl.rewards.keeper import main; main(int(control), int(memory))"
 )
 
-
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     answer: Answer
+    pickled: bytes
     future: Future[Outcome]
     submitted: float
     started: float = 0.0
@@ -111,7 +112,7 @@ class ScorePool:
 
     def submit(self, answer: Answer) -> Future[Outcome]:
         """As `score`, for callers without an event loop."""
-        call = _Call(answer, Future(), self._loop.time())
+        call = _Call(answer, pickle.dumps(tuple(answer)), Future(), self._loop.time())
         if self._broken is not None:
             call.future.set_exception(RewardError(self._broken))
             return call.future
@@ -137,7 +138,6 @@ class ScorePool:
     # ---- what follows runs on the pool's own thread
 
     def _run(self, workers: int) -> None:
-        asyncio.set_event_loop(self._loop)
         self._workers = [_Worker(self) for _ in range(workers)]
         minding = [self._loop.create_task(one.mind()) for one in self._workers]
         for task in minding:
@@ -287,7 +287,7 @@ class _Worker:
 
     def _write(self, message: object) -> None:
         assert self._channel is not None
-        payload = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+        payload = pickle.dumps(message)
         self._channel.write(HEADER.pack(len(payload)) + payload)
 
     def _end(self, why: str = "") -> None:
@@ -360,7 +360,7 @@ class _Worker:
             starts_now = self._side_by_side or self._pool._batch_size or (is_idle and place == 0)
             call.started = now if starts_now else math.inf
         self.calls |= calls
-        self._write([(number, tuple(call.answer)) for number, call in calls.items()])
+        self._write([(number, call.pickled) for number, call in calls.items()])
         self._watch()
 
     def _watch(self) -> None:
@@ -437,13 +437,14 @@ class _Worker:
         if not self._is_ready:
             pool._loading_failed += 1
             if pool._loading_failed >= (_LOAD_TRIES if pool._started.done() else 1):
-                pool._refuse(self._refused or f"{pool._where}: {_while_loading(report)}")
+                what = with_stack(f"could not be loaded: {how_it_ended(report)}", report)
+                pool._refuse(self._refused or f"{pool._where}: {what}")
             return
         calls, self.calls = self.calls, {}
         started = {number for number, call in calls.items() if call.started < math.inf}
         guilty = started if not self._side_by_side or len(started) == 1 else set()
         kind: FailureKind = "timeout" if self._is_late else "died"
-        what = _with_stack(late(pool._deadline_s) if self._is_late else _how_it_ended(report), report)
+        what = with_stack(late(pool._deadline_s) if self._is_late else how_it_ended(report), report)
         for number, call in reversed(calls.items()):
             if number in guilty:
                 call.future.set_result(failure(kind, pool._where, what, call.answer))
@@ -479,33 +480,3 @@ class _Messages(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lost()
-
-
-def _how_it_ended(report: Mapping[str, Any]) -> str:
-    if report["why"]:
-        return str(report["why"])
-    status = report["status"]
-    if os.WIFSIGNALED(status):
-        return f"its process died of {signal.Signals(os.WTERMSIG(status)).name}"
-    code = os.WEXITSTATUS(status)
-    if code == CHANNEL_LOST:
-        return "closed file descriptors that are not its own (os.closerange?)"
-    return f"ended its process with exit code {code} (os._exit?)"
-
-
-def _while_loading(report: Mapping[str, Any]) -> str:
-    return _with_stack(f"could not be loaded: {_how_it_ended(report)}", report)
-
-
-def _with_stack(what: str, report: Mapping[str, Any]) -> str:
-    """What happened, where the function was, and the last that it printed."""
-    stack = [line for line in report.get("stack", "").splitlines() if line.lstrip().startswith("File ")]
-    ours = next((place for place, line in enumerate(stack) if _is_ours(line)), len(stack))
-    if stack[:ours]:
-        what += "\nIt was here (innermost first):\n" + "\n".join(stack[:ours][:12])
-    printed = report.get("output", "")
-    return f"{what}\nThe last that it printed:\n{printed[-1000:]}" if printed else what
-
-
-def _is_ours(line: str) -> bool:
-    return "/asyncio/" in line or any(f"verl/rewards/{name}.py" in line for name in ("worker", "score", "compose"))

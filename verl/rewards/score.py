@@ -10,24 +10,21 @@ What is here runs in the process that it is called in; `pool.py` runs it in proc
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import hashlib
 import importlib
 import importlib.util
 import inspect
 import logging
 import sys
-import threading
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards import compose
-from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, late, read, short
+from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, read, short
 
 __all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "ships"]
 
@@ -42,11 +39,6 @@ SHIPPED: dict[str, str] = {
 
 _SETTING = "reward.custom_reward_function"
 _BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
-_THREADS = 32
-
-
-class _LateError(Exception):
-    """Ours, so that a TimeoutError of the user's function stays an error of the user's function."""
 
 
 class RewardFunction:
@@ -60,7 +52,6 @@ class RewardFunction:
         scorer: Scorer | None,
         where: str,
         kwargs: Mapping[str, Any],
-        deadline_s: float = 300.0,
         *,
         batched: bool = False,
     ) -> None:
@@ -69,8 +60,6 @@ class RewardFunction:
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         self._scorer = scorer
         self._kwargs = dict(kwargs)
-        self._deadline_s = deadline_s
-        self._threads = asyncio.Semaphore(_THREADS)
         self._skipped: set[str] = set()
 
     def knows(self, data_source: str) -> bool:
@@ -120,37 +109,22 @@ class RewardFunction:
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, float]]:
-        """The reward of one answer, and the other numbers that came with it. A RewardError after `deadline_s`.
+        """The reward of one answer and the other numbers that came with it, to try a function out: no deadline.
 
-        Plain functions run in threads, so many at a time; waiting for one is not counted against the deadline.
+        A failure is a `RewardError`.
         """
         answer = Answer(data_source, solution_str, ground_truth, extra_info)
         if self._scorer is None:
             _shipped(data_source)  # an unknown source is a mistake in the data, not in a function
         try:
-            if self.is_async:
-                result = await self._in_time(self.call(answer))
-            else:
-                async with self._threads:
-                    result = await self._in_time(_in_thread(self.call, answer))
-        except _LateError:
-            raise RewardError(failure("timeout", self.where, late(self._deadline_s), answer).message) from None
+            result = self.call(answer)
+            result = await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise RewardError(self.raised(error, answer).message) from error
         outcome = self.outcome(result, answer)
         if isinstance(outcome, Failed):
             raise RewardError(outcome.message)
         return outcome.score, outcome.metrics
-
-    async def _in_time(self, work: Coroutine[Any, Any, Any]) -> Any:
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task}, timeout=self._deadline_s)
-            if not task.done():
-                raise _LateError
-            return task.result()
-        finally:
-            task.cancel()
 
 
 def load_reward(
@@ -160,17 +134,16 @@ def load_reward(
     *,
     functions: Sequence[Mapping[str, Any]] = (),
     batched: bool = False,
-    deadline_s: float = 300.0,
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
-    `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call; one that takes longer than
-    `deadline_s` is an error. `functions` are several, weighted and added up (`compose.combine`), instead of one. A
-    `batched` function is called with lists: (data_sources, solution_strs, ground_truths, extra_infos) -> results.
+    `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call. `functions` are several, weighted
+    and added up (`compose.combine`), instead of one. A `batched` function is called with lists: (data_sources,
+    solution_strs, ground_truths, extra_infos) -> results.
     """
     kwargs, where = kwargs or {}, named(path, name, functions)
     if functions:
-        return RewardFunction(compose.combine(functions, _find), where, {}, deadline_s)
+        return RewardFunction(compose.combine(functions, _find), where, {})
     if path is None:
         if kwargs or batched:
             given = f"reward_kwargs={dict(kwargs)!r}" if kwargs else "path=null"
@@ -179,8 +152,8 @@ def load_reward(
                 f"{_SETTING}.{given}: the shipped scorers {takes}; "
                 f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
             )
-        return RewardFunction(None, where, {}, deadline_s)
-    return RewardFunction(_find(path, name, kwargs, batched=batched), where, kwargs, deadline_s, batched=batched)
+        return RewardFunction(None, where, {})
+    return RewardFunction(_find(path, name, kwargs, batched=batched), where, kwargs, batched=batched)
 
 
 def named(path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -219,25 +192,6 @@ def _shipped(data_source: str) -> Scorer:
         )
     scorer: Scorer = importlib.import_module(SHIPPED[data_source]).compute_score
     return scorer
-
-
-async def _in_thread(work: Callable[[Answer], Any], answer: Answer) -> Any:
-    """The result of a plain function in a daemon thread: one that never returns does not keep the process alive."""
-    outcome: Future[tuple[Any, BaseException | None]] = Future()
-    outcome.set_running_or_notify_cancel()
-    context = contextvars.copy_context()
-
-    def run() -> None:
-        try:
-            outcome.set_result((context.run(work, answer), None))
-        except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
-            outcome.set_result((None, error))
-
-    threading.Thread(target=run, name="reward", daemon=True).start()
-    result, error = await asyncio.wrap_future(outcome)
-    if error is not None:
-        raise error
-    return await result if inspect.isawaitable(result) else result
 
 
 def _load_module(path: str) -> ModuleType:

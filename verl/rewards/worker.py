@@ -84,8 +84,8 @@ def serve(sock: socket.socket) -> None:
 def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
     home, process = getcwd(), getpid()
     while True:
-        calls: list[tuple[int, tuple[Any, ...]]] = channel.receive()
-        numbers, answers = [number for number, _ in calls], [Answer(*answer) for _, answer in calls]
+        calls: list[tuple[int, bytes]] = channel.receive()
+        numbers, answers = [number for number, _ in calls], [Answer(*loads(pickled)) for _, pickled in calls]
         if reward.batched:
             outcomes = _score_batch(reward, answers)
         for place, number in enumerate(numbers):
@@ -145,8 +145,8 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
     reward.note = lambda text: send({"note": text})
     while True:
         size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
-        for number, answer in loads(await reader.readexactly(size)):
-            task = asyncio.create_task(answer_one(number, Answer(*answer)))
+        for number, pickled in loads(await reader.readexactly(size)):
+            task = asyncio.create_task(answer_one(number, Answer(*loads(pickled))))
             running.add(task)
             task.add_done_callback(running.discard)
 
