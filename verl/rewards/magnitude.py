@@ -81,21 +81,28 @@ def terms(expression: Any) -> float:
 def plainly_differ(one: Any, other: Any) -> bool:
     """Whether the values of two expressions at one point differ by more than rounding explains.
 
-    A single symbol is left out, since it may be a word, and so is what has no value: sets, relations, matrices.
+    A single symbol is left out, since it may be a word, and so is what has no value: sets and matrices. Relations differ
+    plainly if they are in other symbols, or if one is an equation and the other not.
 
     >>> plainly_differ(sympy.sin(x) ** 2, 1 - sympy.cos(x) ** 2), plainly_differ(x + 1, x + 2)
     (False, True)
     """
+    if getattr(one, "is_Relational", False) and getattr(other, "is_Relational", False):
+        return _names(one) != _names(other) or (one.rel_op == "==") != (other.rel_op == "==")
     if not all(getattr(each, "is_scalar", False) and not each.is_Symbol for each in (one, other)):
         return False
     symbols = one.free_symbols | other.free_symbols
-    names = sorted({symbol.name for symbol in symbols})
+    names = sorted(_names(one) | _names(other))
     point = {symbol: 0.7390851 + 0.1234567 * names.index(symbol.name) for symbol in symbols}
     try:
         here, there = (complex(each.evalf(15, subs=point)) for each in (one, other))
         return abs(here - there) > 1e-3 * max(abs(here), abs(there))
     except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError):  # no number, or beyond all floats
         return False
+
+
+def _names(expression: Any) -> set[str]:
+    return {symbol.name for symbol in expression.free_symbols}
 
 
 def _children(expression: Any) -> tuple[Any, ...]:

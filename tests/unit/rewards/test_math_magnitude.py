@@ -80,3 +80,11 @@ def test_only_numbers_at_a_point_can_plainly_differ() -> None:
     assert not plainly_differ(sympy.oo, sympy.Integer(1))
     assert not plainly_differ(power(10, 1000), sympy.Integer(1))
     assert not plainly_differ(sympy.FiniteSet(1), sympy.FiniteSet(2))
+
+
+def test_relations_plainly_differ_by_their_symbols_and_their_kind() -> None:
+    assert plainly_differ(sympy.Eq(X, 1), sympy.Eq(Y, 1))
+    assert plainly_differ(sympy.Eq(X, 1), sympy.Lt(X, 1))
+    assert not plainly_differ(sympy.Eq(X, 1), sympy.Eq(2 * X, 3))
+    assert not plainly_differ(sympy.Lt(X, 1), sympy.Gt(1, X))
+    assert not plainly_differ(sympy.Eq(X, 1), sympy.Integer(1))
