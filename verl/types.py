@@ -7,12 +7,12 @@ times) and ends as a `Sample`; the sample goes to the object store and the contr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Completion", "Prompt", "Sample", "SampleHandle", "SamplingParams"]
+__all__ = ["Completion", "Failed", "FailureKind", "Prompt", "Sample", "SampleHandle", "SamplingParams", "Scored"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +57,38 @@ class Completion:
     finish_reason: str
 
 
+FailureKind = Literal["error", "timeout", "died", "invalid"]
+"""Of a reward function: it raised; it was late; its process ended; what it returned is no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A finite score, and the other finite numbers that the reward function returned with it.
+
+    >>> Scored(0.5, {"format": 1.0})
+    Scored(score=0.5, metrics={'format': 1.0})
+    """
+
+    score: float
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """No score, through no fault of the answer. `message` names the function, the cause, the answer and the mend."""
+
+    kind: FailureKind
+    message: str
+
+
 @dataclass(frozen=True, slots=True)
 class Sample:
     """A finished episode: flat arrays over its T tokens, prompt included.
 
     `mask[t]` is True where the model generated token t (prompts and tool output are False). `logprobs` and `versions`
     are 0 and -1 where the mask is False. `group` is the place of the prompt in the data stream, shared by the samples
-    of one prompt. `baseline` is the score of the greedy answer to the same prompt, where one was asked for.
+    of one prompt. With a `failure` it has no score, and is left out of training. `baseline` is the score of the
+    greedy answer to the same prompt, where one was asked for.
 
     >>> Sample(group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool),
     ...        logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32), score=1.0)
@@ -78,6 +103,7 @@ class Sample:
     finish_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None
+    failure: Failed | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,4 +123,5 @@ class SampleHandle:
     finish_reason: str = "stop"
     metrics: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None
+    failure: Failed | None = None
     number: int = 0

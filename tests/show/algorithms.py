@@ -57,6 +57,7 @@ def run(name: str, sizes: tuple[str, ...], assets: Path, folder: Path, steps: in
         "data.train_batch_size=64",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=6",  # Adam's first steps are long; not every loss clips them
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(1, steps // 4)}",
@@ -99,7 +100,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(known if options.all else PROMISED)
     if options.short and not options.only:
         names = by_commit(names, 3)
-    steps = options.steps or (12 if options.short else 36)
+    steps = options.steps or (12 if options.short else 24)
     rows = []
     with tempfile.TemporaryDirectory(prefix="verl-algorithms-") as directory:
         folder = Path(directory)

@@ -27,7 +27,7 @@ from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
-from verl.types import Prompt, SampleHandle, SamplingParams
+from verl.types import Prompt, SampleHandle, SamplingParams, Scored
 from verl.workers.episodes import deposit
 
 GROUP = 8
@@ -43,8 +43,8 @@ class SyntheticEpisodes:
         from verl.rollout.fake import FakeRolloutEngine
         from verl.rollout.pool import EnginePool
 
-        async def score(*_: Any) -> tuple[float, dict[str, float]]:
-            return 1.0, {}
+        async def score(*_: Any) -> Scored:
+            return Scored(1.0)
 
         self._engine = FakeRolloutEngine(32_000)
         self._runner = EpisodeRunner(EnginePool([self._engine]).generate, score, lambda tokens: "")

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from verl.agents.episode import Episode, Generate, single_turn
 from verl.rewards.overlong import Overlong
-from verl.types import Prompt, Sample, SamplingParams
+from verl.types import Failed, Prompt, Sample, SamplingParams, Scored
 
 __all__ = ["EpisodeRunner", "Score"]
 
-Score = Callable[[str, str, Any, dict[str, Any]], Awaitable[tuple[float, dict[str, float]]]]
-"""(data_source, solution_str, ground_truth, extra_info) -> (score, further numbers)."""
+Score = Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]
+"""(data_source, solution_str, ground_truth, extra_info) -> what became of it."""
 
 
 class EpisodeRunner:
@@ -50,14 +51,19 @@ class EpisodeRunner:
         samples = await asyncio.gather(*(self._one(prompt, group, draw, overlong) for draw in draws))
         if not greedy_baseline:
             return samples
-        baseline = samples.pop().score
-        return [replace(sample, baseline=baseline) for sample in samples]
+        greedy = samples.pop()
+        if greedy.failure is not None:  # nothing to compare them with
+            return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
+        return [replace(sample, baseline=greedy.score) for sample in samples]
 
     async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams, overlong: Overlong | None) -> Sample:
         transcript = await self._episode(prompt, self._generate, sampling)
         tokens = transcript.answer()
         answer = self._decode(tokens)
-        score, metrics = await self._score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info)
+        outcome = await self._score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info)
+        if isinstance(outcome, Failed):
+            return replace(transcript.sample(group, math.nan, {}), failure=outcome)
+        score, metrics = outcome.score, outcome.metrics
         if overlong is not None:
             penalty = overlong.penalty(len(tokens))
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}

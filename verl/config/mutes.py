@@ -297,6 +297,24 @@ _GENERATION = (
 
 _DATA = (
     Mute(
+        ("reward.num_workers",),
+        lambda c: c.reward.reward_manager.name != "prime",
+        "only reward.reward_manager.name=prime scores in several processes",
+        ("reward.reward_manager.name",),
+    ),
+    Mute(
+        ("reward.batch_size",),
+        lambda c: c.reward.reward_manager.name != "batch",
+        "only reward.reward_manager.name=batch takes several answers at once",
+        ("reward.reward_manager.name",),
+    ),
+    Mute(
+        keys_of("reward.custom_reward_function", "path", "name", "reward_kwargs"),
+        lambda c: bool(c.reward.functions),
+        "reward.functions is given, and holds all of them",
+        ("reward.functions",),
+    ),
+    Mute(
         keys_of("reward.custom_reward_function", "name", "reward_kwargs"),
         lambda c: c.reward.custom_reward_function.path is None,
         "reward.custom_reward_function.path is not given",

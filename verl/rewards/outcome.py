@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
+
+from verl.types import Failed, FailureKind, Scored
 
 __all__ = ["Answer", "Failed", "FailureKind", "Outcome", "Scored", "failure", "late", "number", "read", "short"]
 
 _MOST_METRICS = 256
 _LONGEST_MESSAGE = 6000
-
-FailureKind = Literal["error", "timeout", "died", "invalid"]
-"""It raised; it was late; its process ended; what it returned is no number."""
 
 
 class Answer(NamedTuple):
@@ -24,26 +22,6 @@ class Answer(NamedTuple):
     solution_str: str
     ground_truth: Any
     extra_info: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A finite score, and the other finite numbers that the function returned with it.
-
-    >>> Scored(0.5, {"format": 1.0})
-    Scored(score=0.5, metrics={'format': 1.0})
-    """
-
-    score: float
-    metrics: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """No score, through no fault of the answer. `message` names the function, the cause, the answer and the mend."""
-
-    kind: FailureKind
-    message: str
 
 
 Outcome = Scored | Failed

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 from verl.errors import RewardError
-from verl.rewards.outcome import Failed, FailureKind, Outcome, Scored
+from verl.rewards.outcome import Outcome
+from verl.types import Failed, FailureKind, SampleHandle, Scored
 
 __all__ = ["FailureTally"]
 
@@ -47,6 +49,13 @@ class FailureTally:
                 f"reward.max_failure_rate={self._limit:g} of a step are left out and counted. The first:\n"
                 f"{self._first.message}"
             )
+
+    def scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
+        """Those that have a score; the others are counted."""
+        handles = list(handles)
+        for handle in handles:
+            self.add(handle.failure or Scored(handle.score))
+        return [handle for handle in handles if handle.failure is None]
 
     def end_step(self) -> dict[str, float]:
         """The rates of the step that ends here; the next begins at nought."""

@@ -188,7 +188,7 @@ class EpisodeBuffer:
         if not dropped:
             return
         scores = [sample.score for group in dropped for sample in group.samples]
-        mean = self._metrics["sampling/dropped_score_mean"] = sum(scores) / len(scores)
+        mean = self._metrics["sampling/dropped_score_mean"] = sum(scores) / max(len(scores), 1)
         if len(kept) == count:
             return
         found = (

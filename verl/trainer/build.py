@@ -19,6 +19,7 @@ from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, tr
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
 from verl.rewards.score import load_reward
+from verl.rewards.tally import FailureTally
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
@@ -93,7 +94,8 @@ async def assemble(
         timetable = _timetable(config, data)
         models = train_settings(config, timetable.total_steps, device)
         console.note(_outlook(config, timetable, data))
-        episodes = EpisodePool.place(max(1, ranks // RANKS_PER_EPISODE_WORKER), episode_settings(config, data), engines)
+        count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
+        episodes = EpisodePool.place(count, episode_settings(config, data, count), engines)
         closing.callback(episodes.close)
 
         async def start_policy() -> None:
@@ -109,8 +111,14 @@ async def assemble(
         tracker.log(times, version)
         answer = _answering(config, data, episodes)
         dynamic = config.algorithm.filter_groups
+        answers_a_prompt = config.actor_rollout_ref.rollout.n
+        tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt)
+
+        async def run_group(position: int, row: int) -> list[SampleHandle]:
+            return tally.scored(await answer("train", row, position, answers_a_prompt))
+
         buffer = EpisodeBuffer(
-            lambda position, row: answer("train", row, position, config.actor_rollout_ref.rollout.n),
+            run_group,
             stream,
             timetable.batch,
             max_staleness=config.trainer.max_staleness,
@@ -129,6 +137,7 @@ async def assemble(
             tracker=tracker,
             console=console,
             version=version,
+            tally=tally,
         )
 
 

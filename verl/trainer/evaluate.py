@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
@@ -26,14 +27,21 @@ class Evaluator:
     async def evaluate(self) -> dict[str, float]:
         start = time.perf_counter()
         scores: dict[str, list[float]] = defaultdict(list)
-        count = 1
+        count, failed = 1, 0
         for first in range(0, len(self._sources), self._batch):
             rows = range(first, min(first + self._batch, len(self._sources)))
             for row, samples in zip(rows, await asyncio.gather(*map(self._answer, rows)), strict=True):
-                scores[self._sources[row]].extend(sample.score for sample in samples)
+                scores[self._sources[row]].extend(sample.score for sample in samples if sample.failure is None)
+                failed += sum(sample.failure is not None for sample in samples)
                 count = len(samples)
-        means = {f"val/{source}/mean@{count}": sum(found) / len(found) for source, found in sorted(scores.items())}
+        means = {f"val/{source}/mean@{count}": _mean(found) for source, found in sorted(scores.items())}
         if len(means) > 1:
             everything = [score for found in scores.values() for score in found]
-            means[f"val/all/mean@{count}"] = sum(everything) / len(everything)
+            means[f"val/all/mean@{count}"] = _mean(everything)
+        if failed:  # left out of the means, and said
+            means["val/unscored"] = float(failed)
         return means | {"timing_s/validation": time.perf_counter() - start}
+
+
+def _mean(scores: list[float]) -> float:
+    return sum(scores) / len(scores) if scores else math.nan

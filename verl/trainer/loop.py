@@ -9,6 +9,7 @@ from typing import Protocol
 
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import Plan, Planner
+from verl.rewards.tally import FailureTally
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis
 from verl.tracking.metrics import Metrics, resident_gib, timer
@@ -61,12 +62,13 @@ class Trainer:
         timetable: Timetable,
         tracker: Sink,
         console: Console,
+        tally: FailureTally,
         version: int = 0,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.evaluator, self.checkpoints, self.timetable = evaluator, checkpoints, timetable
         self.tracker, self.console, self.version = tracker, console, version
-        self._diagnosis = Diagnosis()
+        self.tally, self._diagnosis = tally, Diagnosis()
 
     async def step(self, version: int) -> Metrics:
         """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
@@ -89,7 +91,9 @@ class Trainer:
             "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
         }
-        return Metrics.merge(self.buffer.metrics(), plan.metrics, stats, update, sync, times, whole)
+        return Metrics.merge(
+            self.buffer.metrics(), self.tally.end_step(), plan.metrics, stats, update, sync, times, whole
+        )
 
     async def fit(self) -> None:
         """Steps until the timetable is done, from wherever a checkpoint left off."""

@@ -176,13 +176,13 @@ def _critic_sizes(config: Config) -> UpdateSizes:
     return UpdateSizes(cut.mini_batch, cut.micro_batch_samples, cut.micro_batch_tokens, cut.epochs)
 
 
-def episode_settings(config: Config, data: RunData) -> EpisodeSettings:
-    """What an episode worker reads and how it scores."""
+def episode_settings(config: Config, data: RunData, workers: int) -> EpisodeSettings:
+    """What each of so many episode workers reads and how it scores."""
     model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        reward_arguments(config),
+        _scoring(config, workers),
         model.trust_remote_code,
         Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
     )
@@ -190,8 +190,29 @@ def episode_settings(config: Config, data: RunData) -> EpisodeSettings:
 
 def reward_arguments(config: Config) -> dict[str, Any]:
     """The arguments of `load_reward`."""
-    function = config.reward.custom_reward_function
-    return {"path": function.path, "name": function.name, "kwargs": function.reward_kwargs}
+    reward, function = config.reward, config.reward.custom_reward_function
+    return {
+        "path": function.path,
+        "name": function.name,
+        "kwargs": function.reward_kwargs,
+        "functions": [dict(one) for one in reward.functions],
+        "batched": reward.reward_manager.name == "batch",
+    }
+
+
+def _scoring(config: Config, workers: int) -> dict[str, Any]:
+    """The arguments of `ScorePool`, one in each of so many episode workers: they share the processes."""
+    reward = config.reward
+    arguments = reward_arguments(config)
+    batched = arguments.pop("batched")
+    processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
+    return {
+        "reward": arguments,
+        "workers": -(-processes // workers),
+        "deadline_s": reward.deadline_s,
+        "memory_mb": reward.memory_mb,
+        "batch_size": reward.batch_size if batched else None,
+    }
 
 
 def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ class EpisodeSettings:
 
     tokenizer_path: str
     datasets: dict[str, DatasetSettings]
-    reward: dict[str, Any] = field(default_factory=dict)  # arguments of load_reward
+    reward: dict[str, Any] = field(default_factory=dict)  # arguments of ScorePool
     trust_remote_code: bool = False
     overlong: Overlong | None = None  # shapes the scores of training, never those of validation
 
@@ -57,7 +57,7 @@ class EpisodeWorker:
 
         from verl.agents.runner import EpisodeRunner
         from verl.data.dataset import PromptDataset
-        from verl.rewards.score import load_reward
+        from verl.rewards.pool import ScorePool
         from verl.rollout.pool import EnginePool
 
         settings = self._settings
@@ -66,9 +66,11 @@ class EpisodeWorker:
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
+        scores = ScorePool(**settings.reward)
+        await scores.start()
         self._runner = EpisodeRunner(
             generate=EnginePool(self._engines).generate,
-            score=load_reward(**settings.reward).score,
+            score=scores.score,
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
 
@@ -97,7 +99,7 @@ def deposit(sample: Sample, number: int = 0) -> SampleHandle:
     """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
-        ref=ray.put(sample),
+        ref=ray.put(sample) if sample.failure is None else None,
         group=sample.group,
         tokens=len(sample.tokens),
         generated=len(generated),
@@ -107,6 +109,7 @@ def deposit(sample: Sample, number: int = 0) -> SampleHandle:
         metrics=sample.metrics,
         baseline=sample.baseline,
         number=number,
+        failure=sample.failure,
     )
 
 

@@ -1,6 +1,7 @@
 """Episodes end as samples whose arrays line up, each scored on what the model itself wrote."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from verl.agents.episode import Generate, Transcript
 from verl.agents.runner import EpisodeRunner
 from verl.rewards.overlong import Overlong
-from verl.types import Completion, Prompt, SamplingParams
+from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
 
 pytestmark = pytest.mark.unit
 
@@ -26,9 +27,9 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-async def accept(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
+async def accept(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
     assert (source, truth, extra) == ("s", "g", {"k": 1})
-    return float(answer.split()[0]), {"words": float(len(answer.split()))}
+    return Scored(float(answer.split()[0]), {"words": float(len(answer.split()))})
 
 
 async def test_one_sample_per_seed_with_prompt_and_answer_laid_out() -> None:
@@ -66,9 +67,9 @@ async def test_an_episode_is_scored_while_others_still_generate() -> None:
         order.append(f"generated {sampling.seed}")
         return Completion([sampling.seed or 0], [0.0], [0], "stop")
 
-    async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
+    async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
         order.append(f"scored {answer}")
-        return 0.0, {}
+        return Scored(0.0, {})
 
     await EpisodeRunner(generate, score, decode).run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1))
     assert order == ["generated 2", "scored 2", "generated 1", "scored 1"]
@@ -110,3 +111,24 @@ async def test_overlong_shaping_lowers_the_score_by_the_tokens_that_the_model_wr
     assert sample.score == 4.75
     assert sample.metrics == {"words": 2.0, "raw_score": 5.0, "overlong_penalty": -0.25}
     assert sample.baseline == -0.25, "the greedy answer is shaped like the others"
+
+
+async def test_an_answer_that_could_not_be_scored_carries_the_failure_and_no_score() -> None:
+    failure = Failed("timeout", "my_reward.py: gave no score")
+
+    async def judge(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:
+        return failure if answer.startswith("5") else Scored(1.0)
+
+    failed, scored = await EpisodeRunner(echo, judge, decode).run(PROMPT, 0, [5, 6], SamplingParams(max_tokens=4))
+    assert failed.failure == failure
+    assert math.isnan(failed.score)
+    assert scored.failure is None
+
+
+async def test_without_a_greedy_score_there_is_nothing_to_compare_with() -> None:
+    async def judge(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:
+        return Scored(1.0) if answer.startswith("5") else Failed("died", "gone")
+
+    runner = EpisodeRunner(echo, judge, decode)
+    [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True)
+    assert sample.failure == Failed("died", "gone")

@@ -217,7 +217,8 @@ def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
     [
         (
             ["algorithm.gamma=0.9"],
-            "algorithm.gamma=0.9 has no effect: only algorithm.adv_estimator=gae or reinforce_plus_plus uses it",
+            "algorithm.gamma=0.9 has no effect: only algorithm.adv_estimator=gae or reinforce_plus_plus, and PRIME, "
+            "use it",
         ),
         (
             ["algorithm.kl_ctrl.kl_coef=0.01"],

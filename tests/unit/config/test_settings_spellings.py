@@ -155,10 +155,6 @@ def test_the_dapo_snippet_loads() -> None:
             {"reward.reward_model"},
         ),
         (
-            "reward: {num_workers: 8, reward_manager: {name: prime}}",
-            {"reward.num_workers", "reward.reward_manager.name"},
-        ),
-        (
             "actor_rollout_ref: {actor: {strategy: fsdp2, fsdp_config: {offload_policy: True, param_offload: True, "
             "optimizer_offload: True}}, ref: {fsdp_config: {param_offload: True}}}",
             {

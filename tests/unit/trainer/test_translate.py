@@ -221,8 +221,17 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
     data = RunData(datasets={}, train_rows=1, val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
-    assert episode_settings(config_of(*shaped), data).overlong == Overlong(20, 1.0, 100)
-    assert episode_settings(config_of(), data).overlong is None
+    assert episode_settings(config_of(*shaped), data, 1).overlong == Overlong(20, 1.0, 100)
+    assert episode_settings(config_of(), data, 1).overlong is None
+
+
+def test_episode_workers_share_the_scoring_processes() -> None:
+    data = RunData(datasets={}, train_rows=1, val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    prime = config_of("reward.reward_manager.name=prime", "reward.num_workers=8")
+    assert episode_settings(prime, data, 3).reward["workers"] == 3
+    assert episode_settings(config_of("reward.num_workers=8"), data, 1).reward["workers"] == 1
+    batch = config_of("reward.reward_manager.name=batch", "reward.batch_size=32")
+    assert episode_settings(batch, data, 1).reward["batch_size"] == 32
 
 
 def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

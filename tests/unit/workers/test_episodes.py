@@ -9,7 +9,7 @@ import ray
 
 from verl.agents.runner import EpisodeRunner
 from verl.rewards.overlong import Overlong
-from verl.types import Completion, Prompt, Sample, SamplingParams
+from verl.types import Completion, Prompt, Sample, SamplingParams, Scored
 from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker
 
 pytestmark = pytest.mark.unit
@@ -21,8 +21,8 @@ async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Comple
     return Completion([sampling.seed or 0, 9], [-0.5, -0.5], [3, 2], "stop")
 
 
-async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> tuple[float, dict[str, float]]:
-    return float(answer), {}
+async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
+    return Scored(float(answer), {})
 
 
 @pytest.fixture

@@ -18,8 +18,8 @@ class CustomRewardFunction(Section):
 
 
 class RewardManagerConfig(Section):
-    name: Literal["naive", "prime", "dapo"] = setting(
-        "naive", "How the function is called; prime: in parallel processes.", planned=("prime", "dapo")
+    name: Literal["naive", "prime", "dapo", "batch"] = setting(
+        "naive", "How the function is called: in one process, in num_workers of them (prime), with lists (batch)."
     )
 
 
@@ -53,7 +53,20 @@ class PrimeConfig(Section):
 
 class RewardConfig(Section):
     custom_reward_function: CustomRewardFunction = section(CustomRewardFunction, "Your own reward function.")
-    num_workers: int = setting(1, "Processes that score answers in parallel.", unit="processes", ge=1, planned=True)
+    functions: list[dict[str, Any]] = setting(
+        [], "Several functions, added up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
+    )
+    num_workers: int = setting(1, "Processes that score answers in parallel (prime).", unit="processes", ge=1)
+    batch_size: int = setting(64, "Answers in one call of a batched function, at most.", unit="answers", ge=1)
+    deadline_s: float = setting(300.0, "How long scoring one answer may take, from its start.", unit="seconds", gt=0)
+    memory_mb: int | None = setting(None, "Memory that a scoring process may take; null: all.", unit="MB", ge=64)
+    max_failure_rate: float = setting(
+        0.1,
+        "Answers that could not be scored are left out and counted; above this share of a step the run stops.",
+        unit="share",
+        ge=0,
+        lt=1,
+    )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.", planned=True)
     overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).")
