@@ -81,7 +81,7 @@ def terms(expression: Any) -> float:
 def plainly_differ(one: Any, other: Any) -> bool:
     """Whether the values of two expressions at one point differ by more than rounding explains.
 
-    A single symbol is left out, since it may be a word, and so is what has no value: sets and matrices. Relations differ
+    Left out are a single symbol, which may be a word, and what has no value: sets and matrices. Relations differ
     plainly if they are in other symbols, or if one is an equation and the other not.
 
     >>> plainly_differ(sympy.sin(x) ** 2, 1 - sympy.cos(x) ** 2), plainly_differ(x + 1, x + 2)
