@@ -320,6 +320,13 @@ def test_it_serves_any_thread_and_any_loop(pool: Pool) -> None:
     assert ready.submit(Answer("sums", "7", "7")).result(timeout=60) == Scored(7.0)
 
 
+async def test_what_cannot_be_pickled_is_the_callers_error(pool: Pool) -> None:
+    ready = await started(pool("return 1.0"))
+    with pytest.raises((TypeError, AttributeError), match="pickle"):
+        await one(ready, what=lambda: None)
+    assert await one(ready) == Scored(1.0)
+
+
 async def test_a_caller_that_gives_up_leaves_the_others_alone(pool: Pool) -> None:
     ready = await started(pool("time.sleep(0.2)\nreturn float(solution_str)"))
     calls = [asyncio.ensure_future(one(ready, str(number))) for number in range(6)]

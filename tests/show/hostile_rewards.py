@@ -20,7 +20,7 @@ from pathlib import Path
 from _common import Stopwatch, finish
 
 from verl.errors import RewardError
-from verl.rewards import pool as pool_module
+from verl.rewards import seat
 from verl.rewards.outcome import Failed, Scored
 from verl.rewards.pool import ScorePool
 from verl.rewards.tally import FailureTally
@@ -199,7 +199,7 @@ async def misbehaves_always(pool: ScorePool, kind: str, where: str, part: str) -
 
 
 async def try_to_load(body: str, part: str) -> list[str]:
-    pool_module.LOAD_DEADLINE_S = 5.0
+    seat.LOAD_DEADLINE_S = 5.0
     with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
         file = Path(folder) / "my_reward.py"
         file.write_text(
