@@ -30,10 +30,20 @@ __all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "ships"]
 
 Scorer = Callable[..., Any]
 
+_MODULES = {
+    "exact": ["addition"],
+    "gsm8k": ["gsm8k", "openai/gsm8k"],
+    "math": [
+        *("math", "lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval"),
+        *("HuggingFaceH4/MATH-500", "HuggingFaceH4/aime_2024"),
+    ],
+    "choice": ["mmlu", "cais/mmlu", "TIGER-Lab/MMLU-Pro", "allenai/ai2_arc", "Idavidrein/gpqa"],
+    "qa": ["nq", "squad", "rajpurkar/squad", "hotpotqa", "trivia_qa", "searchR1_nq"],
+    "code": ["code", "taco", "apps", "codecontests", "codeforces", "mbpp", "humaneval"],
+    "json_schema": ["json_schema"],
+}
 SHIPPED: dict[str, str] = {
-    "addition": "verl.rewards.exact",
-    "gsm8k": "verl.rewards.gsm8k",
-    "openai/gsm8k": "verl.rewards.gsm8k",
+    source: f"verl.rewards.{module}" for module, sources in _MODULES.items() for source in sources
 }
 """Data source -> module of its `compute_score`, for runs without a function of their own."""
 
