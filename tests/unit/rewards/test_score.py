@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RewardError
 from verl.rewards import gsm8k
-from verl.rewards.score import SHIPPED, RewardFunction, load_reward
+from verl.rewards.score import RewardFunction, load_reward
 
 pytestmark = pytest.mark.unit
 
@@ -165,13 +165,23 @@ def test_kwargs_without_a_function_are_refused() -> None:
         load_reward(None, kwargs={"scale": 1})
 
 
-@pytest.mark.parametrize("source", sorted(SHIPPED))
-async def test_every_shipped_scorer_tells_right_from_wrong(source: str) -> None:
+@pytest.mark.parametrize(
+    ("source", "right", "wrong", "truth"),
+    [
+        ("addition", "46", "47", "46"),
+        ("openai/gsm8k", "#### 46", "#### 47", "46"),
+        ("lighteval/MATH", r"\boxed{46}", r"\boxed{47}", "46"),
+        ("cais/mmlu", "The answer is (B)", "The answer is (C)", "B"),
+        ("squad", "<answer>Paris</answer>", "<answer>Rome</answer>", ["Paris"]),
+        ("mbpp", "def f(x):\n    return x + 1", "def f(x):\n    return x", {"asserts": ["assert f(45) == 46"]}),
+        ("json_schema", "[46]", "46", {"type": "array"}),
+    ],
+)
+async def test_every_shipped_scorer_tells_right_from_wrong(source: str, right: str, wrong: str, truth: object) -> None:
     reward = load_reward(None)
-    mark = "#### " if "gsm8k" in source else ""
-    assert (await reward.score(source, f"{mark}46", "46"))[0] == 1.0
-    assert (await reward.score(source, f"{mark}47", "46"))[0] == 0.0
-    assert (await reward.score(source, "", "46"))[0] == 0.0
+    assert (await reward.score(source, right, truth))[0] == 1.0
+    assert (await reward.score(source, wrong, truth))[0] == 0.0
+    assert (await reward.score(source, "", truth))[0] == 0.0
 
 
 @pytest.mark.parametrize(
