@@ -347,6 +347,18 @@ async def test_a_closed_pool_refuses(pool: Pool) -> None:
         await one(ready)
 
 
+async def test_closing_in_the_middle_leaves_no_call_without_an_end(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    ready = await started(pool("return 1.0", workers=2))
+    calls = [ready.submit(Answer("sums", str(number), "")) for number in range(2000)]
+    await asyncio.wrap_future(calls[50])
+    await asyncio.to_thread(ready.close)
+    assert all(call.done() for call in calls)
+    assert isinstance(calls[-1].exception(), RewardError)
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
 def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals) -> None:
     (tmp_path / "my_reward.py").write_text(

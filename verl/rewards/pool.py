@@ -134,6 +134,8 @@ class ScorePool:
         self._broken = self._broken or message
         calls = [*self._waiting, *(call for seat in self._seats for call in seat.calls.values())]
         self._waiting.clear()
+        for seat in self._seats:
+            seat.calls.clear()
         if not self._started.done():
             self._started.set_exception(RewardError(message))
         for call in calls:
