@@ -22,6 +22,8 @@ from verl.demo.warmup import warm_up
 METRIC = "val/addition/mean@1"
 SECONDS = 300
 ONE_ANSWER = ("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # 512 answers in all
+ONE_UPDATE = ("actor_rollout_ref.actor.ppo_mini_batch_size=64",)
+"""For losses that hold nothing back: their second update of a step would use answers that the first has outdated."""
 PROMISED: dict[str, tuple[str, ...]] = {
     "ppo": (*ONE_ANSWER, "critic.optim.lr=1e-3", "critic.ppo_micro_batch_size_per_gpu=256"),
     "grpo": (),
@@ -32,9 +34,9 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "reinforce_plus_plus_baseline": (),
     "remax": ONE_ANSWER,
     "gspo": (),
-    "cispo": (),
+    "cispo": ONE_UPDATE,
     "opo": (),
-    "gpg": (),
+    "gpg": ONE_UPDATE,
     "online_dpo": (),
 }
 OTHERS: dict[str, tuple[str, ...]] = {
@@ -100,7 +102,7 @@ def main() -> None:
     names = options.only.split(",") if options.only else list(known if options.all else PROMISED)
     if options.short and not options.only:
         names = by_commit(names, 3)
-    steps = options.steps or (12 if options.short else 24)
+    steps = options.steps or (16 if options.short else 24)
     rows = []
     with tempfile.TemporaryDirectory(prefix="verl-algorithms-") as directory:
         folder = Path(directory)
