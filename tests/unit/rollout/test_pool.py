@@ -53,8 +53,8 @@ async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> N
             async with self.turn:
                 return await super().generate(token_ids, sampling)
 
-    pool = EnginePool([OneAtATime(seconds_per_token=0.02)], stall_s=0.1)
-    requests = (pool.generate([1], SamplingParams(max_tokens=2)) for _ in range(8))  # the last waits 0.32 s
+    pool = EnginePool([OneAtATime(seconds_per_token=0.1)], stall_s=1.0)
+    requests = (pool.generate([1], SamplingParams(max_tokens=2)) for _ in range(8))  # the last waits 1.6 s
     assert len(await asyncio.gather(*requests)) == 8
 
 

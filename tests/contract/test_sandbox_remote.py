@@ -16,7 +16,7 @@ from verl.rewards import sandbox_remote
 from verl.rewards.code import compute_score
 from verl.rewards.sandbox import Limits, run
 
-pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
 
 class Service:

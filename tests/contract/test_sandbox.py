@@ -17,7 +17,7 @@ from verl.errors import RewardError
 from verl.rewards import sandbox, sandbox_walls
 from verl.rewards.sandbox import Limits, isolation, run
 
-pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
 
 @pytest.fixture
