@@ -1,4 +1,4 @@
-"""Reward functions that do what they should not, each of them only for answers that begin with "bad"."""
+"""Reward functions that do what they should not, each of them only for some answers."""
 
 import asyncio
 import builtins
@@ -17,19 +17,23 @@ import time
 _kept = []
 
 
-def _reward(misdeed):
-    """A reward function from what it does to a bad answer."""
+def _is_bad(solution_str, extra_info, every):
+    return solution_str.startswith("bad") or (every and extra_info["index"] % every == 0)
 
-    def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-        return misdeed() if solution_str.startswith("bad") else float(solution_str == ground_truth)
+
+def _reward(misdeed):
+    """A reward function from what it does to a bad answer; with `every` 5, to all answers of each fifth prompt."""
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, every=0):
+        return misdeed() if _is_bad(solution_str, extra_info, every) else float(solution_str == ground_truth)
 
     return compute_score
 
 
 def _async_reward(misdeed):
-    async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    async def compute_score(data_source, solution_str, ground_truth, extra_info=None, every=0):
         await asyncio.sleep(0)
-        return await misdeed() if solution_str.startswith("bad") else float(solution_str == ground_truth)
+        return await misdeed() if _is_bad(solution_str, extra_info, every) else float(solution_str == ground_truth)
 
     return compute_score
 

@@ -3,22 +3,27 @@
 Each hostile function goes through 3 steps of scoring twice. Once it misbehaves on one answer of twelve: the steps are
 done, that answer is left out and counted, the others have their scores. Once on every answer: the run is stopped, and
 the message names the function, the cause and the answer; or all are scored, where the misdeed leaves the score whole.
-After each, no process, open file or thread of it is left.
+After each, no process, open file or thread of it is left. With `--train`, three of them do it to real runs of
+`verl train`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import io
 import os
 import tempfile
 import threading
 import time
 import uuid
 from pathlib import Path
+from typing import NoReturn
 
-from _common import Stopwatch, finish
+from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 
+from verl.demo.assets import make_assets
 from verl.errors import RewardError
 from verl.rewards import seat
 from verl.rewards.outcome import Failed, Scored
@@ -102,10 +107,15 @@ AT_IMPORT = {  # body of a module -> what the message at the start says
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="every fourth function")
+    parser.add_argument(
+        "--train", action="store_true", help="real runs: three functions, each sometimes and always bad"
+    )
     parser.add_argument("--only", help="one function")
     parser.add_argument("--deadline", type=float, default=2.0, help="seconds for the calls that hang")
     arguments = parser.parse_args()
     os.environ[MARK] = "1"
+    if arguments.train:
+        train_with_them(arguments.deadline)
     names = [arguments.only] if arguments.only else list(EXPECTED)[:: 4 if arguments.short else 1]
     watch, wrong = Stopwatch(), {}
     for name in names:
@@ -211,6 +221,57 @@ async def try_to_load(body: str, part: str) -> list[str]:
             except RewardError as error:
                 return [] if part in str(error) and str(file) in str(error) else [str(error)]
     return ["it was loaded"]
+
+
+def train_with_them(deadline_s: float) -> NoReturn:
+    """Real runs of 3 steps: with a fifth of the prompts bad they end and count; with all of them bad they say why."""
+    wrong = {}
+    watch = Stopwatch()
+    with tempfile.TemporaryDirectory(prefix="verl-hostile-") as directory:
+        folder = Path(directory)
+        make_assets(folder)
+        for name in ("sleeps", "exits_at_once", "returns_nan"):
+            kind, part = EXPECTED[name]
+            code, shown, metrics = run(folder, name, 5, deadline_s)
+            rate = "reward/timeout_rate" if kind == "timeout" else "reward/error_rate"
+            if code != 0 or len(metrics) != STEPS or not any(line[rate] > 0 for line in metrics):
+                wrong[f"{name}, sometimes"] = f"exit code {code}, {rate}: {[line.get(rate) for line in metrics]}"
+            code, shown, _ = run(folder, name, 1, deadline_s)
+            if code == 0 or part not in shown or f"{FILE}:{name}" not in shown:
+                wrong[f"{name}, always"] = f"exit code {code}, {part!r} shown: {part in shown}"
+            if left := left_behind():
+                wrong[f"{name}, left behind"] = str(left)
+    finish("hostile_rewards", not wrong, runs=6, steps=STEPS, seconds=round(watch.seconds(), 1), wrong=wrong)
+
+
+def run(folder: Path, name: str, every: int, deadline_s: float) -> tuple[int, str, list[dict[str, float]]]:
+    """(exit code, what was shown, the metrics of its steps)."""
+    shown = io.StringIO()
+    output = folder / f"{name}-{every}"
+    with contextlib.redirect_stdout(shown):
+        code, _ = train(
+            *sized_for_addition(folder),
+            f"trainer.default_local_dir={output}",
+            "actor_rollout_ref.rollout.name=hf",
+            "data.train_batch_size=10",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=10",
+            f"reward.custom_reward_function.path={FILE}",
+            f"reward.custom_reward_function.name={name}",
+            f"+reward.custom_reward_function.reward_kwargs.every={every}",
+            "reward.reward_manager.name=prime",
+            "reward.num_workers=4",
+            f"reward.deadline_s={deadline_s if EXPECTED[name][0] == 'timeout' else 60}",
+            "reward.max_failure_rate=0.6",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.save_freq=-1",
+            "trainer.val_before_train=False",
+            "trainer.test_freq=-1",
+            deadline_s=600,
+        )
+    print(shown.getvalue())
+    metrics = [line for line in metrics_of(output) if "reward/mean" in line] if code == 0 else []
+    return code, shown.getvalue(), metrics
 
 
 def left_behind() -> list[str]:
