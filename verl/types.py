@@ -7,10 +7,11 @@ times) and ends as a `Sample`; the sample goes to the object store and the contr
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-import numpy.typing as npt
+if TYPE_CHECKING:  # a process that scores answers reads these records too, and starts sooner without numpy
+    import numpy as np
+    import numpy.typing as npt
 
 __all__ = ["Completion", "Failed", "FailureKind", "Prompt", "Sample", "SampleHandle", "SamplingParams", "Scored"]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from verl.errors import RewardError
 from verl.rewards.outcome import Outcome
@@ -16,7 +16,7 @@ class FailureTally:
     """Counts the failures of a step, and stops the run when they are too many of its samples.
 
     `add` raises as soon as the limit is passed, not at the end of the step: a function that hangs on every answer is
-    found after a few deadlines.
+    found after a few deadlines. The first failure of a step is said at once.
 
     >>> tally = FailureTally(max_failure_rate=0.5, samples=2)
     >>> tally.add(Scored(1.0)), tally.add(Failed("timeout", "my_reward.py: gave no score within 5 s"))
@@ -25,8 +25,8 @@ class FailureTally:
     {'reward/error_rate': 0.0, 'reward/timeout_rate': 0.5}
     """
 
-    def __init__(self, max_failure_rate: float, samples: int) -> None:
-        self._limit, self._samples = max_failure_rate, samples
+    def __init__(self, max_failure_rate: float, samples: int, say: Callable[[str], None] = lambda line: None) -> None:
+        self._limit, self._samples, self._say = max_failure_rate, samples, say
         self._begin()
 
     def _begin(self) -> None:
@@ -49,6 +49,8 @@ class FailureTally:
                 f"reward.max_failure_rate={self._limit:g} of a step are left out and counted. The first:\n"
                 f"{self._first.message}"
             )
+        if failed == 1:
+            self._say(f"an answer could not be scored; it is left out and counted. {outcome.message}")
 
     def scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
         """Those that have a score; the others are counted."""

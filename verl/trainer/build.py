@@ -112,7 +112,7 @@ async def assemble(
         answer = _answering(config, data, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
-        tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt)
+        tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
 
         async def run_group(position: int, row: int) -> list[SampleHandle]:
             return tally.scored(await answer("train", row, position, answers_a_prompt))

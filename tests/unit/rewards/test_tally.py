@@ -52,3 +52,13 @@ def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> Non
     nan, inf = float("nan"), float("inf")
     found = read({"score": 1, "length": True, "judge": None, "ratio": nan, "far": inf, "parsed": "x"})
     assert found == (1.0, {"length": 1.0}, {"far": "inf", "parsed": "'x'"})
+
+
+def test_the_first_failure_of_a_step_is_said_at_once() -> None:
+    said: list[str] = []
+    tally = FailureTally(0.5, samples=8, say=said.append)
+    for number in range(3):
+        tally.add(Failed("error", f"failure {number}"))
+    tally.end_step()
+    tally.add(Failed("died", "failure 3"))
+    assert [line.rsplit(maxsplit=2)[-2:] for line in said] == [["failure", "0"], ["failure", "3"]]

@@ -58,7 +58,7 @@ class RewardConfig(Section):
     )
     num_workers: int = setting(1, "Processes that score answers in parallel (prime).", unit="processes", ge=1)
     batch_size: int = setting(64, "Answers in one call of a batched function, at most.", unit="answers", ge=1)
-    deadline_s: float = setting(300.0, "How long scoring one answer may take, from its start.", unit="seconds", gt=0)
+    deadline_s: float = setting(60.0, "How long scoring one answer may take, from its start.", unit="seconds", gt=0)
     memory_mb: int | None = setting(None, "Memory that a scoring process may take; null: all.", unit="MB", ge=64)
     max_failure_rate: float = setting(
         0.1,
