@@ -17,7 +17,7 @@ import pytest
 from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def command(assets: Assets, folder: Path, *overrides: str) -> list[str]:
 
 
 def run(assets: Assets, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(assets, folder, *overrides), capture_output=True, text=True, timeout=360)
+    return subprocess.run(command(assets, folder, *overrides), capture_output=True, text=True, timeout=420)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
