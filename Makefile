@@ -53,7 +53,6 @@ show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/parity.py --short
 	$(PYTHON) tests/show/dataplane.py --short
 	$(PYTHON) tests/show/algorithms.py --short
-	$(PYTHON) tests/show/dapo.py --short
 	$(PYTHON) tests/show/sandbox.py --short
 	$(PYTHON) tests/show/unearned.py --short
 	$(PYTHON) tests/show/hostile_rewards.py --short
