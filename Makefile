@@ -24,10 +24,10 @@ check: ## style, types, layers, unit tests: a coffee break
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m mypy
 	PYTHONPATH=. $(PYTHON) -c "import sys; from importlinter.cli import lint_imports_command as c; c()"
-	$(PYTEST) -m unit
+	$(PYTEST) -n auto tests/unit
 
 unit: ## unit tests: no processes
-	$(PYTEST) -m unit
+	$(PYTEST) -n auto tests/unit
 
 test: ## contract and distributed tests
 	$(PYTEST) -m "contract or distributed"
@@ -45,7 +45,7 @@ show-%:
 	$(PYTHON) tests/show/$*.py $(ARGS)
 
 show-short: ## the short form of every proof that CI runs
-	$(PYTHON) tests/show/settings.py
+	$(PYTHON) tests/show/settings.py --short
 	$(PYTHON) tests/show/formulas.py --short
 	$(PYTHON) tests/show/gradient.py --short
 	$(PYTHON) tests/show/resume.py

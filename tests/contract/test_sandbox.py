@@ -65,9 +65,9 @@ def test_the_end_of_a_program_is_told(source: str, status: str, code: int | None
 
 
 def test_the_deadline_ends_it_and_what_it_printed_is_kept() -> None:
-    outcome = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", limits=Limits(seconds=0.3))
+    outcome = run("import time\nprint('begun', flush=True)\ntime.sleep(60)", limits=Limits(seconds=3.0))
     assert (outcome.status, outcome.stdout) == ("timeout", "begun\n")
-    assert 0.3 <= outcome.seconds < 10
+    assert 3.0 <= outcome.seconds < 10
 
 
 def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
@@ -77,7 +77,7 @@ def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
     assert time.monotonic() - begun < 20
 
 
-@pytest.mark.parametrize("seconds", [0.3, 30.0])
+@pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_without_namespaces_daemons_are_ended_too(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     user = sandbox_walls.user()
     monkeypatch.setattr(sandbox_walls, "user", lambda: user)
@@ -90,10 +90,10 @@ for name in range(3):
         os.close(1)
         time.sleep(60)
 print(*os.listdir("."), flush=True)
-time.sleep({60 if seconds < 1 else 0})
+time.sleep({60 if seconds < 30 else 0})
 """
     outcome = run(source, kind="limits", files={"my-own-file": ""}, limits=Limits(seconds=seconds))
-    assert (outcome.status, outcome.stdout) == ("timeout" if seconds < 1 else "ok", "my-own-file\n")
+    assert (outcome.status, outcome.stdout) == ("timeout" if seconds < 30 else "ok", "my-own-file\n")
     if user is not None:
         assert user not in {path.stat().st_uid for path in Path("/proc").iterdir() if path.name.isdigit()}
 

@@ -4,8 +4,8 @@
 to two train workers that pull them. Measured in the controller: growth of resident memory (<= 300 MB), time to plan
 (<= 1 s), bytes that it receives and sends per sample (<= 1 KB). The same with four times the tokens must change these
 by less than 20 %; for planning that is held with micro-batches that grow along, since a planner that must cut four
-times as many micro-batches has more to do (`change_plan_same_budget` is that figure). `--short` (CI) takes an eighth of
-the samples.
+times as many micro-batches has more to do (`change_plan_same_budget` is that figure). `--short` (CI, on
+machines that others use too) takes an eighth of the samples and holds memory and bytes, no times.
 """
 
 from __future__ import annotations
@@ -145,9 +145,11 @@ def main() -> None:
         "plan": growth_of_planning(known[4_096], known[16_384], BUDGET, 4 * BUDGET),
         "bytes": large.bytes_per_sample / small.bytes_per_sample - 1,
     }
+    held = changes if not options.short else {name: changes[name] for name in ("memory", "bytes")}
     passed = (
-        all(f.memory_mb <= 300 and f.plan_s <= 1 and f.bytes_per_sample <= 1024 for f in found.values())
-        and all(change < 0.2 for change in changes.values())
+        all(f.memory_mb <= 300 and f.bytes_per_sample <= 1024 for f in found.values())
+        and all(f.plan_s <= 1 or options.short for f in found.values())
+        and all(change < 0.2 for change in held.values())
         and all(f.tokens_pulled == samples * tokens for tokens, f in found.items())
     )
     finish(

@@ -111,7 +111,7 @@ def main() -> None:
         "--train", action="store_true", help="real runs: three functions, each sometimes and always bad"
     )
     parser.add_argument("--only", help="one function")
-    parser.add_argument("--deadline", type=float, default=2.0, help="seconds for the calls that hang")
+    parser.add_argument("--deadline", type=float, default=4.0, help="seconds for the calls that hang")
     arguments = parser.parse_args()
     os.environ[MARK] = "1"
     if arguments.train:

@@ -1,7 +1,8 @@
 """GRPO learns: the settings of the GRPO example, model, paths and sizes replaced, on 2 FSDP2 ranks and 2 vLLM engines.
 
 Held-out greedy accuracy on two-digit addition must go from <= 0.55 to >= 0.90 within 15 minutes on 2 cores, from the
-command to the last validation. `--short` (CI) asks for a rise of 0.15 within 4 minutes.
+command to the last validation. `--short` (CI, on machines that others use too) asks for a rise of 0.15
+in 20 steps and holds no time.
 """
 
 from __future__ import annotations
@@ -46,11 +47,11 @@ def main() -> None:
     accuracy = [line[METRIC] for line in lines if METRIC in line]
     if code != 0 or len(accuracy) < 2:
         finish("learning", False, exit_code=code, validations=accuracy)
-    first, last, limit = accuracy[0], accuracy[-1], 240 if short else 900
+    first, last, limit = accuracy[0], accuracy[-1], 900
     learned = last - first >= 0.15 if short else first <= 0.55 and last >= 0.90
     finish(
         "learning",
-        learned and own_seconds <= limit,
+        learned and (short or own_seconds <= limit),
         short=short,
         steps=steps,
         before=round(first, 4),

@@ -85,7 +85,7 @@ def left_behind(user):
     return found
 
 
-def attack(name, grounds, limits, kind, user):
+def attack(name, grounds, limits, latest, kind, user):
     """(what went wrong, the outcome in a word, seconds over the deadline)"""
     begun = time.monotonic()
     try:
@@ -95,7 +95,7 @@ def attack(name, grounds, limits, kind, user):
     wrong = [line for line in outcome.stdout.splitlines() if line.startswith("HARM")][:3]
     wrong += ["told the secret"] * (TOKEN in outcome.stdout + outcome.stderr)
     over = outcome.seconds - limits.seconds
-    wrong += [f"outlived its deadline by {over:.2f} s"] * (over > LATEST_SECONDS)
+    wrong += [f"outlived its deadline by {over:.2f} s"] * (over > latest)
     wrong += ["printed more than its limit"] * (max(map(len, (outcome.stdout, outcome.stderr))) > limits.output_bytes)
     wrong += [f"left {pid}" for pid in left_behind(user)] + grounds.damage()
     return wrong, outcome.status, over
@@ -141,11 +141,12 @@ def main():
         disk_bytes=16 << 20,
         output_bytes=256 << 10,
     )
+    allowed = 10.0 if arguments.short else LATEST_SECONDS  # CI runs on machines that others use too
     failed, latest, begun = {}, 0.0, time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         grounds = Grounds(Path(name))
         for program in PROGRAMS:
-            wrong, status, over = attack(program, grounds, limits, kind, user)
+            wrong, status, over = attack(program, grounds, limits, allowed, kind, user)
             latest = max(latest, over)
             print(f"{program:45} {status:10} {'; '.join(wrong) or 'no harm'}", flush=True)
             if wrong:
