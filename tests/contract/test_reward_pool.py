@@ -149,7 +149,7 @@ async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, ha
     assert time.monotonic() - start < 30
     assert isinstance(failed, Failed)
     assert failed.kind == "timeout"
-    assert "deadline of 1 s" in failed.message
+    assert "deadline of 3 s" in failed.message
     if "sigmask" not in hang:
         assert "in compute_score" in failed.message
     assert others == [Scored(1.0)] * 20
