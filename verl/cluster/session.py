@@ -14,6 +14,8 @@ from verl.errors import EngineError
 
 __all__ = ["connect", "detect_device", "disconnect", "free_port", "require"]
 
+STARTS = 2
+
 
 def connect(options: Mapping[str, Any]) -> None:
     """Join the cluster that `options` or RAY_ADDRESS name; without either, start one here, for this run alone."""
@@ -25,14 +27,38 @@ def connect(options: Mapping[str, Any]) -> None:
         "log_to_driver": False,
         "logging_level": logging.ERROR,
     }
-    if "address" not in options and "RAY_ADDRESS" not in os.environ:
+    address = options.get("address", os.environ.get("RAY_ADDRESS"))
+    if address is None:
         # Workers inherit this; one OpenMP thread each, for several processes share the cores.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         arguments["_node_ip_address"] = "127.0.0.1"
+        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
     else:
         arguments.pop("include_dashboard")
-    ray.init(**(arguments | dict(options)))
+    try:
+        _init(arguments | dict(options), tries=STARTS if address is None else 1)
+    except Exception as error:  # Ray raises bare exceptions here
+        mend = (
+            "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
+            if address is None
+            else f"is a cluster running at {address} (ray status)? Start one with 'ray start --head', or take the "
+            "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
+        )
+        raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+
+
+def _init(arguments: Mapping[str, Any], tries: int) -> None:
+    """A node must be up within 30 s, a limit of Ray's own that a machine at its limits does not always keep."""
+    while True:
+        try:
+            ray.init(**arguments)
+            return
+        except Exception:
+            tries -= 1
+            ray.shutdown()
+            if not tries:
+                raise
 
 
 def disconnect() -> None:
