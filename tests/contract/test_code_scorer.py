@@ -14,6 +14,8 @@ from verl.errors import RewardError
 from verl.rewards import code
 from verl.rewards.code import compute_score, extract_code, read_tests
 from verl.rewards.code_inside import decode, encode
+from verl.rewards.outcome import Scored
+from verl.rewards.pool import ScorePool
 from verl.rewards.sandbox import Limits
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
@@ -252,3 +254,21 @@ shapes = st.recursive(
 def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(told: Any) -> None:
     assert code._same_reply(json.dumps(told), [], object()) is False
     assert code._same_reply(json.dumps({"value": told}), [], object()) is False
+
+
+async def test_settings_reach_the_scorer_in_its_process() -> None:
+    shipped = {"verl.rewards.code": {"limits": LIMITS, "partial": True}}
+    with ScorePool({"path": None, "shipped": shipped}) as pool:
+        await pool.start()
+        outcome = await pool.score("code", "print(3)", {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
+    assert outcome == Scored(0.5, {"passed": 0.5})
+
+
+async def test_a_run_whose_machine_lacks_the_required_walls_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare is found
+    shipped = {"verl.rewards.code": {"require": "namespaces"}}
+    with (
+        ScorePool({"path": None, "shipped": shipped}) as pool,
+        pytest.raises(RewardError, match="install the package `bubblewrap`"),
+    ):
+        await pool.start()

@@ -9,7 +9,7 @@ from verl.config import algorithm_checks
 from verl.config.findings import ACTOR, ROLLOUT, Finding, changed, keys_of, value_of
 from verl.config.keys import written
 from verl.config.mutes import mute_of, without_effect
-from verl.config.needs import uses_critic
+from verl.config.needs import may_score_code, uses_critic
 from verl.config.schema import MISSING, Config, Setting, settings_of
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import (
@@ -135,6 +135,13 @@ def contradictions(config: Config) -> Iterator[Finding]:
             ("trainer.resume_mode", "trainer.resume_from_path"),
             "trainer.resume_mode: path needs a checkpoint; set "
             f"trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100",
+        )
+    seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
+    if changed(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
+        yield Finding(
+            ("reward.sandbox.seconds", "reward.deadline_s"),
+            f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, which ends the scoring "
+            f"of an answer with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}",
         )
     yield from _endless_warmups(config)
     yield from algorithm_checks.contradictions(config)

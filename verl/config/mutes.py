@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from verl.config.findings import ACTOR, REF, ROLLOUT, Finding, changed, keys_below, keys_of, value_of
 from verl.config.keys import written
-from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
+from verl.config.needs import is_own_function, may_score_code, uses_critic, uses_preferences, uses_reference
 from verl.config.schema import Config
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import critic_cut
@@ -319,6 +319,18 @@ _DATA = (
         lambda c: c.reward.custom_reward_function.path is None,
         "reward.custom_reward_function.path is not given",
         ("reward.custom_reward_function.path",),
+    ),
+    Mute(
+        (*keys_below("reward.sandbox"), *keys_below("reward.code")),
+        lambda c: not may_score_code(c),
+        "only verl.rewards.code runs programs, and your function scores the answers",
+        ("reward.custom_reward_function.path", "reward.functions"),
+    ),
+    Mute(
+        keys_of("reward.sandbox", "processes", "require"),
+        lambda c: c.reward.sandbox.url is not None,
+        "reward.sandbox.url is given: how programs are walled in there is the service's affair",
+        ("reward.sandbox.url",),
     ),
     Mute(
         keys_of("data", "val_batch_size", "val_max_samples"),

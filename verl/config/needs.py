@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from verl.config.schema import Config
 
-__all__ = ["is_own_function", "uses_critic", "uses_preferences", "uses_reference"]
+__all__ = ["is_own_function", "may_score_code", "uses_critic", "uses_preferences", "uses_reference"]
 
 
 def is_own_function(name: str) -> bool:
     """Whether an estimator or a loss is the user's own, written as package.module:function."""
     return ":" in name
+
+
+def may_score_code(config: Config) -> bool:
+    """Whether the shipped scorer of code may be called: chosen by the data source of a row, or by its name."""
+    functions = config.reward.functions
+    paths = [one.get("path") for one in functions] if functions else [config.reward.custom_reward_function.path]
+    return None in paths or "verl.rewards.code" in paths
 
 
 def uses_preferences(config: Config) -> bool:

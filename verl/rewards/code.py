@@ -32,7 +32,7 @@ from verl.rewards import sandbox, sandbox_remote
 from verl.rewards.code_inside import decode, request
 from verl.rewards.sandbox import Limits, Outcome
 
-__all__ = ["Tests", "compute_score", "extract_code", "read_tests"]
+__all__ = ["Tests", "compute_score", "extract_code", "prepare", "read_tests"]
 
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
@@ -60,24 +60,28 @@ def compute_score(
     *,
     limits: Limits | None = None,
     sandbox_url: str | None = None,
+    require: str = "limits",
     partial: bool = False,
 ) -> dict[str, float]:
     """`score` 1.0 when every test passes, else 0.0 (with `partial` the share that passes); `passed` is that share.
 
     `limits` holds for each input of a program, and for all calls of a function together. After a first timeout the
-    rest is not tried. `sandbox_url` runs programs in a remote sandbox (SandboxFusion) instead of this machine's.
+    rest is not tried. `sandbox_url` runs programs in a remote sandbox (SandboxFusion) instead of this machine's, whose
+    walls must be at least those that `require` names.
     """
     tests = read_tests(ground_truth, data_source)
     code = extract_code(solution_str)
     limits = limits or Limits()
     run: Run = functools.partial(sandbox_remote.run, url=sandbox_url) if sandbox_url else sandbox.run
+    prepare(sandbox_url=sandbox_url, require=require)
     if not code.strip():
         passed = 0
     elif tests.asserts:
         if sandbox_url:
             raise RewardError(
-                f"data_source {data_source!r}: tests by assertion need two sandboxes that talk, which a remote one at "
-                f"{sandbox_url} cannot; run them here (no sandbox url), or give inputs and outputs with fn_name"
+                f"data_source {data_source!r}: tests by assertion need two sandboxes that talk, which a remote one "
+                f"at {sandbox_url} cannot; run them here (reward.sandbox.url=null), or give inputs and outputs with "
+                "fn_name"
             )
         passed = _passed_asserts(code, tests, limits, data_source)
     elif tests.name:
@@ -86,6 +90,12 @@ def compute_score(
         passed = _passed_programs(code, tests, limits, run)
     share = passed / (len(tests.asserts) or len(tests.inputs))
     return {"score": share if partial else float(share == 1.0), "passed": share}
+
+
+def prepare(*, sandbox_url: str | None = None, require: str = "limits", **_: Any) -> None:
+    """A RewardError when this machine must run programs and has not the walls for it: known before the first answer."""
+    if sandbox_url is None and require != "limits":
+        sandbox.require(require)
 
 
 def extract_code(answer: str) -> str:

@@ -30,7 +30,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards import sandbox_walls as walls
 
-__all__ = ["Limits", "Outcome", "isolation", "run"]
+__all__ = ["Limits", "Outcome", "isolation", "require", "run"]
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
@@ -153,6 +153,16 @@ def isolation() -> str:
         "sandbox: no program can be run safely on this machine; install the package `bubblewrap`, or, as root, a "
         "Python that other users can read, or use a remote sandbox by URL\n  " + "\n  ".join(reasons)
     )
+
+
+def require(kind: str) -> None:
+    """A RewardError unless these walls, or better ones, work on this machine."""
+    best = isolation()
+    if walls.KINDS.index(best) > walls.KINDS.index(kind):
+        raise RewardError(
+            f"reward.sandbox.require={kind}: {walls.MISSING[best]}; "
+            f"or, if {best} are walls enough for these programs, set reward.sandbox.require={best}"
+        )
 
 
 class _Watch:

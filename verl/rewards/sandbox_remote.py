@@ -76,4 +76,4 @@ def _post(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
             why = f"gave no answer: {error}"
         if attempt < _TRIES:
             time.sleep(attempt)
-    raise RewardError(f"sandbox at {url}: {why}; check the URL of the sandbox, and that the service runs")
+    raise RewardError(f"sandbox at {url}: {why}; check reward.sandbox.url, and that the service runs")

@@ -18,8 +18,9 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 from verl.errors import RewardError
@@ -29,6 +30,8 @@ from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, read,
 __all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "ships"]
 
 Scorer = Callable[..., Any]
+Arguments = Mapping[str, Mapping[str, Any]]
+"""Module of a shipped scorer -> further arguments of its `compute_score`."""
 
 _MODULES = {
     "exact": ["addition"],
@@ -64,12 +67,13 @@ class RewardFunction:
         kwargs: Mapping[str, Any],
         *,
         batched: bool = False,
+        shipped: Arguments = MappingProxyType({}),
     ) -> None:
         self.where, self.batched = where, batched
         self.is_async = scorer is not None and compose.is_async(scorer)
         self.note: Callable[[str], None] = logging.getLogger(__name__).warning
         self._scorer = scorer
-        self._kwargs = dict(kwargs)
+        self._kwargs, self._shipped = dict(kwargs), shipped
         self._skipped: set[str] = set()
 
     def knows(self, data_source: str) -> bool:
@@ -78,7 +82,7 @@ class RewardFunction:
 
     def call(self, answer: Answer) -> Any:
         """What the function returns, as it is; of an async one, the coroutine."""
-        scorer = self._scorer or _shipped(answer.data_source)
+        scorer = self._scorer or _shipped(answer.data_source, self._shipped)
         return scorer(**answer._asdict(), **self._kwargs)
 
     def call_batch(self, answers: Sequence[Answer]) -> Any:
@@ -125,7 +129,7 @@ class RewardFunction:
         """
         answer = Answer(data_source, solution_str, ground_truth, extra_info)
         if self._scorer is None:
-            _shipped(data_source)  # an unknown source is a mistake in the data, not in a function
+            _shipped(data_source, self._shipped)  # an unknown source is a mistake in the data, not in a function
         try:
             result = self.call(answer)
             result = await result if inspect.isawaitable(result) else result
@@ -144,16 +148,22 @@ def load_reward(
     *,
     functions: Sequence[Mapping[str, Any]] = (),
     batched: bool = False,
+    shipped: Arguments = MappingProxyType({}),
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
     `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call. `functions` are several, weighted
     and added up (`compose.combine`), instead of one. A `batched` function is called with lists: (data_sources,
-    solution_strs, ground_truths, extra_infos) -> results.
+    solution_strs, ground_truths, extra_infos) -> results. `shipped` holds further arguments of shipped scorers, by
+    module; what they ask of this machine is asked now.
     """
     kwargs, where = kwargs or {}, named(path, name, functions)
+    paths = {one.get("path") for one in functions} if functions else {path}
+    for module in shipped:
+        if paths & {None, module}:
+            importlib.import_module(module).prepare(**shipped[module])
     if functions:
-        return RewardFunction(compose.combine(functions, _find), where, {})
+        return RewardFunction(compose.combine(functions, partial(_find, shipped=shipped)), where, {})
     if path is None:
         if kwargs or batched:
             given = f"reward_kwargs={dict(kwargs)!r}" if kwargs else "path=null"
@@ -162,8 +172,9 @@ def load_reward(
                 f"{_SETTING}.{given}: the shipped scorers {takes}; "
                 f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
             )
-        return RewardFunction(None, where, {})
-    return RewardFunction(_find(path, name, kwargs, batched=batched), where, kwargs, batched=batched)
+        return RewardFunction(None, where, {}, shipped=shipped)
+    scorer = _find(path, name, kwargs, batched=batched, shipped=shipped)
+    return RewardFunction(scorer, where, kwargs, batched=batched)
 
 
 def named(path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -178,10 +189,12 @@ def ships(data_source: str) -> bool:
     return data_source in SHIPPED
 
 
-def _find(path: str | None, name: str, kwargs: Mapping[str, Any], *, batched: bool = False) -> Scorer:
+def _find(
+    path: str | None, name: str, kwargs: Mapping[str, Any], *, batched: bool = False, shipped: Arguments
+) -> Scorer:
     """The function, found and held to its signature."""
     if path is None:
-        return lambda **answer: _shipped(answer["data_source"])(**answer)
+        return lambda **answer: _shipped(answer["data_source"], shipped)(**answer)
     module, where = _load_module(path), named(path, name)
     scorer = getattr(module, name, None)
     if scorer is None:
@@ -191,17 +204,17 @@ def _find(path: str | None, name: str, kwargs: Mapping[str, Any], *, batched: bo
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
     _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
-    return scorer
+    return partial(scorer, **shipped[path]) if path in shipped else scorer
 
 
-def _shipped(data_source: str) -> Scorer:
+def _shipped(data_source: str, arguments: Arguments) -> Scorer:
     if not ships(data_source):
         raise RewardError(
             f"data_source {data_source!r}: no shipped scorer knows it (shipped: {', '.join(sorted(SHIPPED))}); "
             f"give your own with {_SETTING}.path=my_reward.py, or correct the data_source column"
         )
-    scorer: Scorer = importlib.import_module(SHIPPED[data_source]).compute_score
-    return scorer
+    module = SHIPPED[data_source]
+    return partial(importlib.import_module(module).compute_score, **arguments.get(module, {}))
 
 
 def _load_module(path: str) -> ModuleType:

@@ -8,6 +8,7 @@ from typing import Any
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
 from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
 from verl.config.schema.actor import OptimConfig
+from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.config.sizes import (
     actor_cut,
@@ -20,6 +21,7 @@ from verl.config.sizes import (
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
+from verl.rewards.sandbox import Limits
 from verl.trainer.data import RunData
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
@@ -197,7 +199,23 @@ def reward_arguments(config: Config) -> dict[str, Any]:
         "kwargs": function.reward_kwargs,
         "functions": [dict(one) for one in reward.functions],
         "batched": reward.reward_manager.name == "batch",
+        "shipped": _shipped_arguments(reward),
     }
+
+
+def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
+    """What shipped scorers are called with beside the answer; nothing where all is as they have it themselves."""
+    sandbox, code = reward.sandbox, reward.code
+    if (sandbox, code) == (type(sandbox)(), type(code)()):
+        return {}
+    limits = Limits(
+        seconds=sandbox.seconds,
+        memory_bytes=sandbox.memory_mb << 20,
+        processes=sandbox.processes,
+        output_bytes=sandbox.output_mb << 20,
+    )
+    arguments = {"limits": limits, "sandbox_url": sandbox.url, "require": sandbox.require, "partial": code.partial}
+    return {"verl.rewards.code": arguments}
 
 
 def _scoring(config: Config, workers: int) -> dict[str, Any]:

@@ -36,6 +36,23 @@ class RewardModelConfig(Section):
     rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine that runs it.")
 
 
+class SandboxConfig(Section):
+    url: str | None = setting(None, "A remote sandbox (SandboxFusion) that runs the programs; null: this machine's.")
+    seconds: float = setting(
+        10.0, "Time for one input of a program, or for all calls of a function.", unit="seconds", gt=0
+    )
+    memory_mb: int = setting(1024, "Memory for one program and what it starts.", unit="MB", ge=64)
+    processes: int = setting(32, "Processes and threads that one program may have.", unit="processes", ge=1)
+    output_mb: int = setting(8, "What one program may print.", unit="MB", ge=1)
+    require: Literal["bubblewrap", "namespaces", "limits"] = setting(
+        "limits", "The weakest walls to run programs in: a run on a machine with less does not start."
+    )
+
+
+class CodeConfig(Section):
+    partial: bool = setting(False, "Score a program by the share of its tests that pass, instead of all or nothing.")
+
+
 class OverlongBuffer(Section):
     enable: bool = setting(False, "Punish answers that come close to max_response_length.")
     len: int = setting(0, "The last so many tokens, over which the penalty grows linearly.", unit="tokens", ge=0)
@@ -69,5 +86,7 @@ class RewardConfig(Section):
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.", planned=True)
+    sandbox: SandboxConfig = section(SandboxConfig, "Where and how the programs of answers run (code with tests).")
+    code: CodeConfig = section(CodeConfig, "The shipped scorer of code.")
     overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).")
     prime: PrimeConfig = section(PrimeConfig, "An implicit process reward model, trained along (PRIME).")

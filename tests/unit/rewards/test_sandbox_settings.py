@@ -1,0 +1,148 @@
+"""The settings of the sandbox and of the scorer of code: each reaches what it is for, or is named as without effect."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from verl.config.findings import keys_below
+from verl.config.load import load
+from verl.config.mutes import mute_of
+from verl.config.schema import Config
+from verl.errors import ConfigError, RewardError
+from verl.rewards import code, sandbox, sandbox_remote
+from verl.rewards.sandbox import Limits, Outcome
+from verl.rewards.score import load_reward
+from verl.trainer.translate import reward_arguments
+
+pytestmark = pytest.mark.unit
+
+TWO_TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
+DEFAULT = {"limits": Limits(), "sandbox_url": None, "require": "limits", "partial": False}
+TOLD: dict[str, tuple[Any, dict[str, Any]]] = {
+    "reward.sandbox.url": ("http://sandbox:8080", {"sandbox_url": "http://sandbox:8080"}),
+    "reward.sandbox.seconds": (3, {"limits": Limits(seconds=3)}),
+    "reward.sandbox.memory_mb": (256, {"limits": Limits(memory_bytes=256 << 20)}),
+    "reward.sandbox.processes": (4, {"limits": Limits(processes=4)}),
+    "reward.sandbox.output_mb": (1, {"limits": Limits(output_bytes=1 << 20)}),
+    "reward.sandbox.require": ("bubblewrap", {"require": "bubblewrap"}),
+    "reward.code.partial": ("true", {"partial": True}),
+}
+"""Setting -> a value, and what the scorer is told then beside what it is told anyhow."""
+
+
+def config(*overrides: str) -> Config:
+    return load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)[0].config
+
+
+def test_every_setting_of_these_sections_is_in_the_table() -> None:
+    assert set(TOLD) == {*keys_below("reward.sandbox"), *keys_below("reward.code")}
+
+
+@pytest.mark.parametrize("key", TOLD)
+def test_a_setting_reaches_the_scorer(key: str) -> None:
+    value, told = TOLD[key]
+    assert reward_arguments(config())["shipped"] == {}
+    assert reward_arguments(config(f"{key}={value}"))["shipped"] == {"verl.rewards.code": DEFAULT | told}
+
+
+@pytest.mark.parametrize("path", [None, "verl.rewards.code"])
+@pytest.mark.parametrize("way", ["alone", "among several"])
+async def test_the_scorer_is_called_with_them_however_it_was_chosen(
+    path: str | None, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Limits | None] = []
+
+    def run(source: str, *, stdin: str, limits: Limits) -> Outcome:
+        seen.append(limits)
+        return Outcome("ok", 0, "1", "", 0.0)
+
+    monkeypatch.setattr(sandbox, "run", run)
+    shipped = {"verl.rewards.code": {"limits": Limits(seconds=3), "partial": True}}
+    functions = [{"path": path}] if way == "among several" else []
+    reward = load_reward(None if functions else path, functions=functions, shipped=shipped)
+    score, _ = await reward.score("code", "print(1)", TWO_TESTS)
+    assert (score, seen) == (0.5, [Limits(seconds=3)] * 2)
+
+
+async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: Outcome("ok", 0, "1", "", 0.0))
+    shipped = {"verl.rewards.code": {"partial": False}}
+    reward = load_reward("verl.rewards.code", kwargs={"partial": True}, shipped=shipped)
+    assert (await reward.score("mine", "print(1)", TWO_TESTS))[0] == 0.5
+
+
+async def test_programs_run_at_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    urls: list[str] = []
+
+    def run(source: str, *, url: str, stdin: str, limits: Limits) -> Outcome:
+        urls.append(url)
+        return Outcome("ok", 0, stdin, "", 0.0)
+
+    monkeypatch.setattr(sandbox_remote, "run", run)
+    reward = load_reward(None, shipped=reward_arguments(config("reward.sandbox.url=http://sandbox"))["shipped"])
+    assert (await reward.score("code", "print(input())", TWO_TESTS))[0] == 1.0
+    assert urls == ["http://sandbox"] * 2
+
+
+@pytest.mark.parametrize(
+    ("here", "require", "refused"),
+    [
+        ("bubblewrap", "bubblewrap", False),
+        ("bubblewrap", "limits", False),
+        ("namespaces", "bubblewrap", True),
+        ("namespaces", "namespaces", False),
+        ("limits", "namespaces", True),
+        ("limits", "limits", False),
+    ],
+)
+def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
+    here: str, require: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: here)
+    shipped = {"verl.rewards.code": {"require": require}}
+    if not refused:
+        load_reward(None, shipped=shipped)
+        return
+    with pytest.raises(RewardError) as caught:
+        load_reward(None, shipped=shipped)
+    assert f"reward.sandbox.require={require}" in str(caught.value)
+    assert "install the package `bubblewrap`" in str(caught.value)
+    assert f"set reward.sandbox.require={here}" in str(caught.value)
+    with pytest.raises(RewardError):  # and so does the scorer itself, wherever it is called from
+        code.compute_score("code", "print(1)", TWO_TESTS, require=require)
+
+
+def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
+    load_reward(None, shipped={"verl.rewards.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
+    load_reward("verl.rewards.exact", shipped={"verl.rewards.code": {"require": "bubblewrap"}})
+
+
+@pytest.mark.parametrize("key", TOLD)
+def test_a_setting_is_mute_where_a_function_of_ones_own_scores(key: str) -> None:
+    own = "reward.custom_reward_function.path"
+    assert mute_of(config(), key) is None
+    assert mute_of(config(f"{own}=verl.rewards.code"), key) is None
+    assert mute_of(config("reward.functions=[{path: a.py}, {weight: 2}]"), key) is None
+    assert mute_of(config("reward.functions=[{path: a.py}]"), key) is not None
+    assert mute_of(config(f"{own}=my_reward.py"), key) is not None
+
+
+def test_what_a_remote_sandbox_does_not_heed_is_named() -> None:
+    url = "reward.sandbox.url=http://sandbox"
+    mute = {key for key in TOLD if mute_of(config(url), key) is not None}
+    assert mute == {"reward.sandbox.processes", "reward.sandbox.require"}
+    [loaded] = load(["actor_rollout_ref.rollout.n=8", url, "reward.sandbox.processes=4"], complete=False)
+    assert any("reward.sandbox.processes=4 has no effect: reward.sandbox.url is given" in hint for hint in loaded.hints)
+
+
+def test_a_program_must_be_done_before_the_scoring_of_its_answer_is() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.seconds: 90 must be below .*=60.*set reward.deadline_s=360"):
+        config("reward.sandbox.seconds=90")
+    config("reward.sandbox.seconds=90", "reward.deadline_s=360")
+    config("reward.sandbox.seconds=90", "reward.custom_reward_function.path=my_reward.py")
+    config("reward.deadline_s=5")
