@@ -18,7 +18,8 @@ __all__ = ["Completion", "Failed", "FailureKind", "Prompt", "Sample", "SampleHan
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, as token ids, with all that a reward function is told about it.
+    """One question, as token ids, with all that a reward function is told about it. `raw` is the prompt as the data has
+    it, messages or text, where it was asked for.
 
     >>> Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
     """
@@ -28,6 +29,7 @@ class Prompt:
     data_source: str = ""
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
+    raw: Any = None
 
 
 @dataclass(frozen=True, slots=True)

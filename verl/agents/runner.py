@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from verl.agents.episode import Episode, Generate, single_turn
+from verl.agents.scoring import Score
 from verl.rewards.overlong import Overlong
-from verl.types import Failed, Prompt, Sample, SamplingParams, Scored
+from verl.types import Failed, Prompt, Sample, SamplingParams
 
-__all__ = ["EpisodeRunner", "Score"]
-
-Score = Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]
-"""(data_source, solution_str, ground_truth, extra_info) -> what became of it."""
+__all__ = ["EpisodeRunner"]
 
 
 class EpisodeRunner:
@@ -59,8 +56,7 @@ class EpisodeRunner:
     async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams, overlong: Overlong | None) -> Sample:
         transcript = await self._episode(prompt, self._generate, sampling)
         tokens = transcript.answer()
-        answer = self._decode(tokens)
-        outcome = await self._score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info)
+        outcome = await self._score(prompt, transcript, self._decode(tokens))
         if isinstance(outcome, Failed):
             return replace(transcript.sample(group, math.nan, {}), failure=outcome)
         score, metrics = outcome.score, outcome.metrics

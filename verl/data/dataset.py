@@ -57,7 +57,8 @@ class PromptDataset:
     numbers that another process found (its `dataset.kept`), spares it.
 
     What a reward function is told comes from the columns `data_source`, `extra_info`, and `reward_model`
-    (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`.
+    (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`. With
+    `keep_raw` a prompt also holds what stands in its own column.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class PromptDataset:
         truncation: str = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_samples: int = -1,
+        keep_raw: bool = False,
         kept: npt.NDArray[np.int64] | None = None,
     ) -> None:
         if truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation is {truncation!r}, it must be one of {', '.join(TRUNCATIONS)}")
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
+        self._keep_raw = keep_raw
         paths = find_files(files)
         self._files = [open_rows(path) for path in paths]
         for file in self._files:
@@ -117,12 +120,13 @@ class PromptDataset:
         row = int(self.kept[index])
         file, local = self._locate(row)
         fields = file.row(local)
-        [token_ids] = self._encode(file, local, [fields.pop(self._prompt_key, None)])
+        raw = fields.pop(self._prompt_key, None)
+        [token_ids] = self._encode(file, local, [raw])
         if len(token_ids) > self._limit:
             if self._truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._truncation)
-        return Prompt(row, token_ids, **_told_to_rewards(fields))
+        return Prompt(row, token_ids, **_told_to_rewards(fields), raw=raw if self._keep_raw else None)
 
     def _measure(self, rows: int, filter_overlong: bool) -> tuple[npt.NDArray[np.int64], int]:
         """The rows that stay, and how many of them will be truncated."""

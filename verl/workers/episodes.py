@@ -56,6 +56,7 @@ class EpisodeWorker:
         from transformers import AutoTokenizer
 
         from verl.agents.runner import EpisodeRunner
+        from verl.agents.scoring import by_function
         from verl.data.dataset import PromptDataset
         from verl.rewards.pool import ScorePool
         from verl.rollout.pool import EnginePool
@@ -70,7 +71,7 @@ class EpisodeWorker:
         await scores.start()
         self._runner = EpisodeRunner(
             generate=EnginePool(self._engines).generate,
-            score=scores.score,
+            score=by_function(scores.score),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
 

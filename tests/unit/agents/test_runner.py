@@ -3,7 +3,6 @@
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,8 +26,9 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-async def accept(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
-    assert (source, truth, extra) == ("s", "g", {"k": 1})
+async def accept(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
+    assert prompt is PROMPT
+    assert decode(transcript.answer()) == answer
     return Scored(float(answer.split()[0]), {"words": float(len(answer.split()))})
 
 
@@ -67,7 +67,7 @@ async def test_an_episode_is_scored_while_others_still_generate() -> None:
         order.append(f"generated {sampling.seed}")
         return Completion([sampling.seed or 0], [0.0], [0], "stop")
 
-    async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
+    async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
         order.append(f"scored {answer}")
         return Scored(0.0, {})
 
@@ -116,7 +116,7 @@ async def test_overlong_shaping_lowers_the_score_by_the_tokens_that_the_model_wr
 async def test_an_answer_that_could_not_be_scored_carries_the_failure_and_no_score() -> None:
     failure = Failed("timeout", "my_reward.py: gave no score")
 
-    async def judge(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:
+    async def judge(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
         return failure if answer.startswith("5") else Scored(1.0)
 
     failed, scored = await EpisodeRunner(echo, judge, decode).run(PROMPT, 0, [5, 6], SamplingParams(max_tokens=4))
@@ -126,7 +126,7 @@ async def test_an_answer_that_could_not_be_scored_carries_the_failure_and_no_sco
 
 
 async def test_without_a_greedy_score_there_is_nothing_to_compare_with() -> None:
-    async def judge(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:
+    async def judge(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
         return Scored(1.0) if answer.startswith("5") else Failed("died", "gone")
 
     runner = EpisodeRunner(echo, judge, decode)

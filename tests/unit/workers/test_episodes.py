@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import ray
 
+from verl.agents.episode import Transcript
 from verl.agents.runner import EpisodeRunner
 from verl.rewards.overlong import Overlong
 from verl.types import Completion, Prompt, Sample, SamplingParams, Scored
@@ -21,7 +22,7 @@ async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Comple
     return Completion([sampling.seed or 0, 9], [-0.5, -0.5], [3, 2], "stop")
 
 
-async def score(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
+async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
     return Scored(float(answer), {})
 
 

@@ -1,0 +1,61 @@
+"""Who scores an episode: a function, a reward model, or both added up. A failure is never a 0."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from verl.agents.episode import Transcript
+from verl.rewards.model import SETTING, Unscored
+from verl.rewards.model_input import Read
+from verl.rewards.outcome import Answer, failure
+from verl.types import Failed, Prompt, Scored
+
+__all__ = ["Score", "added", "by_function", "by_model"]
+
+Score = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
+"""(prompt, what was said, text of the answer) -> what became of it."""
+
+
+def by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> Score:
+    """A reward function, told what it is promised; a prompt that was kept is `raw_prompt` in its `extra_info`."""
+
+    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
+        extra = prompt.extra_info if prompt.raw is None else {**prompt.extra_info, "raw_prompt": prompt.raw}
+        return await score(prompt.data_source, answer, prompt.ground_truth, extra)
+
+    return scored
+
+
+def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | Unscored]]) -> Score:
+    """A reward model that reads the whole conversation."""
+
+    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
+        about = Answer(prompt.data_source, answer, prompt.ground_truth)
+        try:
+            tokens = read(prompt, transcript.tokens, answer)
+        except Exception as error:  # noqa: BLE001 - a chat template is a program of the model's author
+            what = f"its chat template refuses the conversation: {error}"
+            return failure("error", SETTING, what, about, "mend the template, or the prompts that it does not take")
+        found = await score(tokens)
+        if isinstance(found, Unscored):
+            return failure(found.kind, SETTING, found.what, about, found.mend)
+        return Scored(found)
+
+    return scored
+
+
+def added(function: Score, model: Score, weight: float) -> Score:
+    """Function + weight * model, asked at the same time; both are metrics."""
+
+    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
+        first, second = await asyncio.gather(function(prompt, transcript, answer), model(prompt, transcript, answer))
+        if isinstance(first, Failed):
+            return first
+        if isinstance(second, Failed):
+            return second
+        metrics = {**first.metrics, "function_score": first.score, "model_score": second.score}
+        return Scored(first.score + weight * second.score, metrics)
+
+    return scored
