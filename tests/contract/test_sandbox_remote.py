@@ -128,7 +128,7 @@ def test_what_the_service_cannot_do_is_no_outcome(service: Service, answers: lis
 
 def test_a_service_that_is_away_is_an_error_that_names_it(service: Service) -> None:
     service.server.server_close()
-    with pytest.raises(RewardError, match="check reward.sandbox.url"):
+    with pytest.raises(RewardError, match=r"check reward.sandbox.url"):
         sandbox_remote.run("x", url="http://127.0.0.1:9")
 
 

@@ -10,6 +10,7 @@ What is here runs in the process that it is called in; `pool.py` runs it in proc
 from __future__ import annotations
 
 import asyncio
+import difflib
 import hashlib
 import importlib
 import importlib.util
@@ -27,7 +28,7 @@ from verl.errors import RewardError
 from verl.rewards import compose
 from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, read, short
 
-__all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "ships"]
+__all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "no_scorer", "scorer_of", "ships"]
 
 Scorer = Callable[..., Any]
 Arguments = Mapping[str, Mapping[str, Any]]
@@ -75,10 +76,6 @@ class RewardFunction:
         self._scorer = scorer
         self._kwargs, self._shipped = dict(kwargs), shipped
         self._skipped: set[str] = set()
-
-    def knows(self, data_source: str) -> bool:
-        """Whether rows of this data source can be scored: asked before a run starts, for every source in the data."""
-        return self._scorer is not None or ships(data_source)
 
     def call(self, answer: Answer) -> Any:
         """What the function returns, as it is; of an async one, the coroutine."""
@@ -184,6 +181,36 @@ def named(path: str | None, name: str = "compute_score", functions: Sequence[Map
     return "the shipped scorer" if path is None else f"{path}:{name}"
 
 
+def scorer_of(
+    data_source: str,
+    path: str | None,
+    name: str = "compute_score",
+    functions: Sequence[Mapping[str, Any]] = (),
+) -> str | None:
+    """What scores the rows of this data source, as messages call it; None when nothing does. Loads nothing.
+
+    >>> scorer_of("gsm8k", None), scorer_of("gsm8k", "my_reward.py"), scorer_of("mine", None)
+    ('verl.rewards.gsm8k', 'my_reward.py:compute_score', None)
+    """
+    paths = [one.get("path") for one in functions] if functions else [path]
+    if None in paths and not ships(data_source):
+        return None
+    return SHIPPED[data_source] if paths == [None] else named(path, name, functions)
+
+
+def no_scorer(data_source: str) -> str:
+    """What to do about a data source that no shipped scorer knows."""
+    if not data_source:
+        what = "data_source: rows have none, so that no shipped scorer can be chosen; add the column"
+    else:
+        near = difflib.get_close_matches(data_source, SHIPPED, n=1)
+        meant = f"; did you mean {near[0]!r}? Correct the column" if near else "; correct the column"
+        what = f"data_source {data_source!r}: no shipped scorer knows it{meant}"
+    return (
+        f"{what}, or give your own function with {_SETTING}.path=my_reward.py (shipped: {', '.join(sorted(SHIPPED))})"
+    )
+
+
 def ships(data_source: str) -> bool:
     """Whether a shipped scorer knows this data source."""
     return data_source in SHIPPED
@@ -200,7 +227,8 @@ def _find(
     if scorer is None:
         functions = [key for key, value in vars(module).items() if _defined_here(value, module)]
         has = f"it has: {', '.join(functions)}" if functions else "it defines no function"
-        raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name=...")
+        choice = functions[0] if len(functions) == 1 else "..."
+        raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
     _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
@@ -209,10 +237,7 @@ def _find(
 
 def _shipped(data_source: str, arguments: Arguments) -> Scorer:
     if not ships(data_source):
-        raise RewardError(
-            f"data_source {data_source!r}: no shipped scorer knows it (shipped: {', '.join(sorted(SHIPPED))}); "
-            f"give your own with {_SETTING}.path=my_reward.py, or correct the data_source column"
-        )
+        raise RewardError(no_scorer(data_source))
     module = SHIPPED[data_source]
     return partial(importlib.import_module(module).compute_score, **arguments.get(module, {}))
 

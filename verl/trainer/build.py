@@ -18,7 +18,7 @@ from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
-from verl.rewards.score import load_reward
+from verl.rewards.pool import ScorePool
 from verl.rewards.tally import FailureTally
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
@@ -33,8 +33,8 @@ from verl.trainer.translate import (
     episode_settings,
     method,
     planner,
-    reward_arguments,
     rollout_dtype,
+    scoring,
     train_settings,
     transport_name,
 )
@@ -72,7 +72,8 @@ async def assemble(
 
     config = _absolute(config)
     check_files(config)  # what can be seen to be wrong at once is said before anything is started
-    reward = load_reward(**reward_arguments(config))
+    with timer(times, "start_reward_check"):
+        await _check_reward(config)
     async with AsyncExitStack() as closing:
         closing.callback(disconnect)
         with timer(times, "start_ray"):
@@ -88,7 +89,7 @@ async def assemble(
         policy = PolicyGroup.place(pool, ranks, share=0.5)
         closing.callback(policy.close)
 
-        data = await timed("data", asyncio.to_thread(read_data, config, reward))
+        data = await timed("data", asyncio.to_thread(read_data, config))
         for report in data.reports:
             console.note(report)
         timetable = _timetable(config, data)
@@ -139,6 +140,12 @@ async def assemble(
             version=version,
             tally=tally,
         )
+
+
+async def _check_reward(config: Config) -> None:
+    """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
+    with ScorePool(**scoring(config, workers=1) | {"workers": 1}) as pool:
+        await pool.start()
 
 
 async def _all(parts: Iterable[Awaitable[Any]]) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from verl.config.schema.root import Config
 from verl.data.dataset import PromptDataset, require_prompts
 from verl.errors import ConfigError, RewardError
-from verl.rewards.score import RewardFunction
+from verl.rewards.score import no_scorer, scorer_of
 from verl.workers.episodes import DatasetSettings
 
 __all__ = ["RunData", "check_files", "read_data"]
@@ -41,7 +41,7 @@ def check_files(config: Config) -> None:
             require_prompts(files, config.data.prompt_key)
 
 
-def read_data(config: Config, reward: RewardFunction) -> RunData:
+def read_data(config: Config) -> RunData:
     """Tokenise every prompt once, to know which are too long; `DataError` says what is wrong with a file."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -74,12 +74,10 @@ def read_data(config: Config, reward: RewardFunction) -> RunData:
         sources = dataset.sources()
         if split == "val":
             val_sources = sources
-        unknown = sorted({source for source in sources if not reward.knows(source)})
+        unknown = sorted(source for source in set(sources) if not _is_scored(config, source))
         if unknown:
-            raise RewardError(
-                f"{dataset.report.name}: no scorer ships for data_source {', '.join(map(repr, unknown[:5]))}; "
-                "give your own with reward.custom_reward_function.path=my_reward.py"
-            )
+            others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
+            raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
     try:
         ends = GenerationConfig.from_pretrained(model.path).eos_token_id
     except OSError:  # the model brings none: the tokenizer's end token is all there is
@@ -88,3 +86,8 @@ def read_data(config: Config, reward: RewardFunction) -> RunData:
     vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).get_text_config().vocab_size
     train_rows = len(datasets["train"].kept)
     return RunData(datasets, train_rows, val_sources, reports, tuple(sorted(stops)), vocabulary)
+
+
+def _is_scored(config: Config, source: str) -> bool:
+    function = config.reward.custom_reward_function
+    return scorer_of(source, function.path, function.name, config.reward.functions) is not None

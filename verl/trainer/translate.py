@@ -36,6 +36,7 @@ __all__ = [
     "planner",
     "reward_arguments",
     "rollout_dtype",
+    "scoring",
     "train_settings",
     "transport_name",
 ]
@@ -184,7 +185,7 @@ def episode_settings(config: Config, data: RunData, workers: int) -> EpisodeSett
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        _scoring(config, workers),
+        scoring(config, workers),
         model.trust_remote_code,
         Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
     )
@@ -218,7 +219,7 @@ def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     return {"verl.rewards.code": arguments}
 
 
-def _scoring(config: Config, workers: int) -> dict[str, Any]:
+def scoring(config: Config, workers: int) -> dict[str, Any]:
     """The arguments of `ScorePool`, one in each of so many episode workers: they share the processes."""
     reward = config.reward
     arguments = reward_arguments(config)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RewardError
 from verl.rewards import gsm8k
-from verl.rewards.score import RewardFunction, load_reward
+from verl.rewards.score import RewardFunction, load_reward, scorer_of
 
 pytestmark = pytest.mark.unit
 
@@ -32,7 +32,6 @@ async def test_a_plain_function_from_a_file_scores(tmp_path: Path) -> None:
     reward = returning(tmp_path, "float(solution_str == ground_truth)")
     assert await reward.score("mine", "046", "046") == (1.0, {})
     assert await reward.score("mine", "047", "046") == (0.0, {})
-    assert reward.knows("anything")
 
 
 async def test_an_async_function_and_an_async_object_score(tmp_path: Path) -> None:
@@ -154,7 +153,7 @@ def test_a_missing_file_or_module_is_named(path: str, part: str) -> None:
 
 async def test_an_unknown_data_source_names_the_mend() -> None:
     reward = load_reward(None)
-    assert not reward.knows("my/data")
+    assert scorer_of("my/data", None) is None
     with pytest.raises(RewardError, match=r"reward\.custom_reward_function\.path=") as caught:
         await reward.score("my/data", "1", "1")
     assert "openai/gsm8k" in str(caught.value)
