@@ -15,7 +15,7 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TRUNCATIONS", "encode", "render", "truncate"]
+__all__ = ["TRUNCATIONS", "encode", "read_prompt", "render", "truncate"]
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
@@ -33,9 +33,37 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
     >>> render(tokenizer, [{"role": "user", "content": "12+34=?"}], {})
     '<|im_start|>user\\n12+34=?<|im_end|>\\n<|im_start|>assistant\\n'
     """
+    read = read_prompt(prompt)
+    if isinstance(read, str):
+        return read
+    if tokenizer.chat_template is None:
+        raise DataError(
+            f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat "
+            "template; use a model that has one, or write the prompts as finished strings"
+        )
+    from jinja2 import TemplateError
+
+    kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
+    try:
+        return str(tokenizer.apply_chat_template(read, **kwargs))
+    except (TemplateError, TypeError) as error:
+        roles = ", ".join(str(message["role"]) for message in read[:8])
+        raise DataError(
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not take these messages (roles: "
+            f"{roles}): {error}; mend the messages, or use a model whose template takes them"
+        ) from error
+
+
+def read_prompt(prompt: Any) -> str | list[dict[str, Any]]:
+    """The prompt as people write it: a finished string, or chat messages; a `DataError` for what is neither."""
     if isinstance(prompt, str):
         if not prompt:
             raise DataError("the prompt is an empty string; remove the row or fill it")
+        if prompt.startswith(("[{'role'", '[{"role"', "[{'content'", '[{"content"')):
+            raise DataError(
+                f"the prompt is text that holds chat messages, {prompt[:40]!r}; it must be the list itself: write the "
+                "file again without json.dumps or str around it"
+            )
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
         raise DataError(
@@ -50,13 +78,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
                 f"message {place} of the prompt has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
-    if tokenizer.chat_template is None:
-        raise DataError(
-            f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat "
-            "template; use a model that has one, or write the prompts as finished strings"
-        )
-    kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
-    return str(tokenizer.apply_chat_template(messages, **kwargs))
+    return messages
 
 
 def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import TRUNCATIONS, encode, render, truncate
+from verl.data.columns import source_of, told_to_rewards
 from verl.data.files import Rows, find_files, open_rows
 from verl.errors import DataError
 from verl.types import Prompt
@@ -107,13 +108,15 @@ class PromptDataset:
         return (self[index] for index in range(len(self)))
 
     def sources(self) -> list[str]:
-        """The `data_source` of every prompt; "" where the files have no such column."""
+        """The `data_source` of every prompt; "" where a row has none."""
         found: list[str] = []
         for file in self._files:
-            if "data_source" not in file.columns:
-                found += [""] * len(file)
+            if "data_source" in file.columns:
+                found += [source_of(value, None) for chunk in file.values("data_source") for value in chunk]
+            elif "reward_model" in file.columns:
+                found += [source_of(None, value) for chunk in file.values("reward_model") for value in chunk]
             else:
-                found += [str(value or "") for chunk in file.values("data_source") for value in chunk]
+                found += [""] * len(file)
         return [found[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt:
@@ -126,7 +129,11 @@ class PromptDataset:
             if self._truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._truncation)
-        return Prompt(row, token_ids, **_told_to_rewards(fields), raw=raw if self._keep_raw else None)
+        try:
+            told = told_to_rewards(fields)
+        except DataError as error:
+            raise DataError(f"{file.place(local)}: {error}") from None
+        return Prompt(row, token_ids, **told, raw=raw if self._keep_raw else None)
 
     def _measure(self, rows: int, filter_overlong: bool) -> tuple[npt.NDArray[np.int64], int]:
         """The rows that stay, and how many of them will be truncated."""
@@ -177,27 +184,6 @@ class PromptDataset:
             + (f", and so have {count - 1} others" if count > 1 else "")
             + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
         )
-
-
-def _told_to_rewards(fields: dict[str, Any]) -> dict[str, Any]:
-    """`data_source`, `ground_truth` and `extra_info` from all columns of a row but the prompt."""
-    extra, model = fields.pop("extra_info", None), fields.pop("reward_model", None)
-    source, truth = fields.pop("data_source", None), None
-    if isinstance(model, Mapping):
-        model = dict(model)
-        truth = model.pop("ground_truth", None)
-        source = model.pop("data_source", None) if source is None else source
-        fields |= {**(model.pop("extra_info", None) or {}), **model}
-    elif model is not None:
-        fields["reward_model"] = model
-    for column in ("ground_truth", "answer"):
-        if truth is None:
-            truth = fields.pop(column, None)
-    if isinstance(extra, Mapping):
-        fields |= extra
-    elif extra is not None:
-        fields["extra_info"] = extra
-    return {"data_source": "" if source is None else str(source), "ground_truth": truth, "extra_info": fields}
 
 
 def require_prompts(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], prompt_key: str) -> None:

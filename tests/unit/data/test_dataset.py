@@ -253,6 +253,8 @@ def test_prompts_that_are_all_too_long_say_what_would_do(tmp_path: Path, tokeniz
         (None, "the prompt is missing"),
         ("", "the prompt is an empty string"),
         ([], "the prompt is an empty list"),
+        (json.dumps(user("1")), "the prompt is text that holds chat messages"),
+        (str(user("1")), "the prompt is text that holds chat messages"),
         (["hello"], "the prompt is a list that holds str"),
         ([{"role": "user"}], "message 0 of the prompt has no content, only role"),
         ([{"role": "user", "content": "x"}, {"from": "y"}], "message 1 of the prompt has no content and no role, only"),
@@ -270,6 +272,31 @@ def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="?")
     path = write(tmp_path / "a.parquet", [{"prompt": user("1")}])
     assert "has no chat template; use a model that has one" in refusal(path, bare)
+
+
+def test_messages_that_the_template_does_not_take_are_named_with_their_roles(tmp_path: Path, tokenizer: Any) -> None:
+    strict = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer.backend_tokenizer,
+        unk_token="?",
+        chat_template="{{ raise_exception('System role not supported') }}",
+    )
+    path = write(tmp_path / "a.parquet", [{"prompt": [{"role": "system", "content": "x"}, *user("1")]}])
+    message = refusal(path, strict)
+    assert "does not take these messages (roles: system, user): System role not supported; mend the messages" in message
+
+
+def test_the_data_source_may_be_a_column_or_a_field_of_reward_model(tmp_path: Path, tokenizer: Any) -> None:
+    first = write(tmp_path / "a.jsonl", [{"prompt": "1", "data_source": "sums"}])
+    second = write(tmp_path / "b.parquet", [{"prompt": "1", "reward_model": {"data_source": "gsm8k"}}])
+    third = write(tmp_path / "c.jsonl", [{"prompt": "1"}])
+    dataset = PromptDataset([first, second, third], tokenizer, max_prompt_length=9)
+    assert dataset.sources() == [prompt.data_source for prompt in dataset] == ["sums", "gsm8k", ""]
+
+
+def test_a_reward_model_column_written_as_text_is_refused_with_its_place(tmp_path: Path, tokenizer: Any) -> None:
+    path = write(tmp_path / "a.parquet", [{"prompt": "1", "reward_model": '{"ground_truth": "4"}'}])
+    with pytest.raises(DataError, match=r"row 0: column 'reward_model' holds text.*without json.dumps"):
+        PromptDataset(path, tokenizer, max_prompt_length=9)[0]
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, tokenizer: Any) -> None:
