@@ -557,6 +557,18 @@ def kl(lp: float, ref: float, name: str) -> Slope:
     return (found[0], -x) if name.endswith("+") else found
 
 
+def exact_kl(own: list[float], other: list[float]) -> tuple[float, list[float]]:
+    """sum_v p(v) * (log p(v) - log q(v)) of two rows of logits, and its derivative by each logit of p."""
+    logs = []
+    for row in (own, other):
+        largest = max(row)
+        total = math.fsum(math.exp(x - largest) for x in row)
+        logs.append([x - largest - math.log(total) for x in row])
+    gaps = [a - b for a, b in zip(*logs, strict=True)]
+    kl = math.fsum(math.exp(a) * gap for a, gap in zip(logs[0], gaps, strict=True))
+    return kl, [math.exp(a) * (gap - kl) for a, gap in zip(logs[0], gaps, strict=True)]
+
+
 def next_beta(beta: float, kl: float, target: float, horizon: float, n_steps: int) -> float:
     return beta * (1 + clip(kl / target - 1, -0.2, 0.2) * n_steps / horizon)
 

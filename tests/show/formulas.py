@@ -32,6 +32,7 @@ from verl.algorithms.objective import OutcomeObjective, PolicyObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.values import ValueObjective
 from verl.rewards.overlong import overlong_penalty
+from verl.training.logprobs import LastLayer, vocabulary_kl
 
 LIMIT = 1e-6
 CASES = 1000
@@ -394,6 +395,21 @@ def kl_form(form):
     return case
 
 
+def exact_kl(draw: random.Random) -> float:
+    """The KL over the vocabulary, whose logits are hidden states times a weight: here the unit matrix."""
+    size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0, 100.0])
+    rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
+    found = [ref.exact_kl(*pair) for pair in zip(rows, others, strict=True)]
+    unit = torch.eye(size, dtype=torch.float64)
+    own = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit)
+    ours = vocabulary_kl(own, LastLayer(torch.tensor(others, dtype=torch.float64), unit), chunk=draw.randint(1, 5))
+    (gradient,) = torch.autograd.grad(ours.sum(), own.hidden)
+    return max(
+        difference(ours.tolist(), [value for value, _ in found]),
+        difference(gradient.flatten().tolist(), [slope for _, slopes in found for slope in slopes]),
+    )
+
+
 def aggregation(mode):
     def case(draw: random.Random) -> float:
         batch, scale = random_batch(draw), draw.uniform(1, 50)
@@ -553,6 +569,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "loss of a process reward model": outcome,
     "objective and its report": objective,
     **{f"kl {form}": kl_form(form) for form in KL_FORMS},
+    "kl full": exact_kl,
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)

@@ -59,6 +59,7 @@ TERMS = {
         for kind in ("k1", "abs", "k2", "k3")
         for form in (kind, kind + "+")
     },
+    "kl full": PolicyObjective(kl_coef=1.0, kl_type="full"),
     "value": ValueObjective(clip=0.2),
     "process": OutcomeObjective(beta=0.5),
 }
@@ -72,6 +73,23 @@ class Recorder(FsdpEngine):
         self.gradient = torch.cat(pieces).clone()
         self.optimizer.zero_grad(set_to_none=True)
         return float(self.gradient.norm()), False
+
+
+class Engines:
+    """An actor, a critic and a frozen reference that is not where the actor is."""
+
+    def __init__(self, directory):
+        self.actor = Recorder(FsdpSettings(str(directory / "model")))
+        self.critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic"))
+        self.reference = FsdpEngine(FsdpSettings(str(directory / "reference"), trainable=False))
+
+    def of(self, term):
+        return self.critic if term == "value" else self.actor
+
+    def gradient(self, term, micro_batches, objective):
+        engine = self.of(term)
+        engine.update(micro_batches, objective, reference=self.reference if term == "kl full" else None)
+        return engine.gradient
 
 
 def objectives():
@@ -177,18 +195,17 @@ def distances(engines, mini_batch, references, cuts, stride, first_seed):
         pieces = random_cut(mini_batch.batch.lengths.tolist(), dist.get_world_size(), seed)[dist.get_rank()]
         for place, (key, (term, objective)) in enumerate(objectives().items()):
             if place % stride == seed % stride:
-                engine = engines[term == "value"]
-                engine.update(micro_batches(engine, mini_batch, pieces, term), objective)
-                found.setdefault(key, []).append(distance(engine.gradient, references[key]))
+                gradient = engines.gradient(term, micro_batches(engines.of(term), mini_batch, pieces, term), objective)
+                found.setdefault(key, []).append(distance(gradient, references[key]))
     return found
 
 
 def padded_gradients(directory, surveyed, size):
     """The same losses on transformers' own batches of `size`, padded at the right, with plain log-softmax."""
-    kinds = AutoModelForCausalLM, AutoModelForTokenClassification
-    actor, critic = (
+    kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM
+    actor, critic, reference = (
         kind.from_pretrained(directory / name, dtype=torch.float32, attn_implementation="sdpa")
-        for kind, name in zip(kinds, ("model", "critic"), strict=True)
+        for kind, name in zip(kinds, ("model", "critic", "reference"), strict=True)
     )
     gradients = {}
     for key, (term, objective) in objectives().items():
@@ -197,12 +214,12 @@ def padded_gradients(directory, surveyed, size):
         model.zero_grad()
         for start in range(0, len(batch), size):
             part = batch.select(range(start, min(start + size, len(batch))))
-            objective(padded_output(model, part, term), part, totals)[0].backward()
+            objective(padded_output(model, reference, part, term), part, totals)[0].backward()
         gradients[key] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     return gradients
 
 
-def padded_output(model, part, term):
+def padded_output(model, reference, part, term):
     rows = torch.nn.utils.rnn.pad_sequence(part.tokens.split(part.lengths.tolist()), batch_first=True)
     real = torch.arange(rows.shape[1]) < part.lengths[:, None]
 
@@ -214,25 +231,25 @@ def padded_output(model, part, term):
     if term == "value":
         return ValueOutput(flat(logits.squeeze(-1)))
     log_p = logits.log_softmax(-1)
+    with torch.no_grad():
+        log_q = reference(input_ids=rows, attention_mask=real.long()).logits[:, :-1].log_softmax(-1)
     chosen = log_p.gather(-1, rows[:, 1:, None]).squeeze(-1)
-    return ModelOutput(flat(chosen), flat(-(log_p.exp() * log_p).sum(-1)))
+    entropy, kl = -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1)
+    return ModelOutput(flat(chosen), flat(entropy), flat(kl))
 
 
 def rank_main(rank, world, port, directory, cuts, stride):
     torch.set_num_threads(1)
     init_process_group(rank, world, "127.0.0.1", port)
-    actor = Recorder(FsdpSettings(str(directory / "model")))
-    critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic"))
+    engines = Engines(directory)
     if world == 1:
-        mini_batch, surveyed, references = random_mini_batch(actor, critic), {}, {}
+        mini_batch, surveyed, references = random_mini_batch(engines.actor, engines.critic), {}, {}
         for key, (term, objective) in objectives().items():
-            engine = critic if term == "value" else actor
-            (surveyed[key],) = micro_batches(engine, mini_batch, [range(SEQUENCES)], term)
-            engine.update([surveyed[key]], objective)
-            references[key] = engine.gradient
+            (surveyed[key],) = micro_batches(engines.of(term), mini_batch, [range(SEQUENCES)], term)
+            references[key] = engines.gradient(term, [surveyed[key]], objective)
         torch.save((mini_batch, surveyed, references), directory / "reference.pt")
     mini_batch, _, references = torch.load(directory / "reference.pt", weights_only=False)
-    found = distances((actor, critic), mini_batch, references, cuts, stride, first_seed=world * 10_000)
+    found = distances(engines, mini_batch, references, cuts, stride, first_seed=world * 10_000)
     if rank == 0:
         (directory / f"found-{world}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
@@ -260,6 +277,7 @@ def main():
         directory = Path(name)
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
         Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
+        Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
         one, two = run(1, directory, cuts, stride), run(2, directory, cuts, stride)
         _, surveyed, references = torch.load(directory / "reference.pt", weights_only=False)
         padded = {key: [] for key in references}

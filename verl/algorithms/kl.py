@@ -1,10 +1,16 @@
-"""Estimates of the KL divergence from a reference, per token, out of the log-probs of the tokens that were drawn."""
+"""Estimates of the KL divergence from a reference, per token, out of the log-probs of the tokens that were drawn.
+
+The exact one needs both models at once and comes from the engine: see `verl.training.logprobs.vocabulary_kl`.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["KINDS", "kl_penalty"]
+__all__ = ["EXACT", "KINDS", "kl_penalty"]
+
+EXACT = "full"
+"""The name of the KL that is no estimate: the sum over the whole vocabulary."""
 
 KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """Every accepted name of an estimator, and which one it means."""

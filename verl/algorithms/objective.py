@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
-from verl.algorithms.kl import kl_penalty
+from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.load import load_function
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions, PolicyLoss, Tokens
 
@@ -21,12 +21,14 @@ __all__ = ["OutcomeObjective", "PolicyObjective", "sft", "tokens_of"]
 
 
 class Output(Protocol):
-    """Of the model: both [T]."""
+    """Of the model, each [T]; the exact KL where a reference was given."""
 
     @property
     def logprobs(self) -> Tensor: ...
     @property
     def entropy(self) -> Tensor: ...
+    @property
+    def kl(self) -> Tensor | None: ...
 
 
 class Batch(Protocol):
@@ -91,10 +93,15 @@ class PolicyObjective:
         if self.entropy_coeff:
             loss = loss - self.entropy_coeff * share(output.entropy)
         if self.kl_coef is not None:
-            kl = share(kl_penalty(output.logprobs, _known(batch.ref_logprobs, "ref_logprobs"), self.kl_type))
+            kl = share(self._kl(output, batch))
             loss = loss + self.kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
+
+    def _kl(self, output: Output, batch: Batch) -> Tensor:
+        if self.kl_type == EXACT:
+            return _known(output.kl, "kl")
+        return kl_penalty(output.logprobs, _known(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
 
     def _policy_loss(self, tokens: Tokens) -> PolicyLoss:
         found = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(tokens, self.options)

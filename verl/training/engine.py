@@ -19,10 +19,12 @@ class ModelOutput(NamedTuple):
 
     `logprobs [T]`: log-prob of token t given the tokens before it in its own sequence, 0 where the mask is False.
     `entropy [T]`: entropy of the distribution that token t was drawn from, 0 where the mask is False.
+    `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
     """
 
     logprobs: Tensor
     entropy: Tensor
+    kl: Tensor | None = None
 
 
 class ValueOutput(NamedTuple):
@@ -53,16 +55,26 @@ class TrainEngine(Protocol[Output]):
     rank: int
     world_size: int
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Output]:
+    def forward(
+        self,
+        micro_batches: Sequence[FlatBatch],
+        *,
+        temperature: float | None = None,
+        reference: TrainEngine[Output] | None = None,
+    ) -> list[Output]:
         """What the model says of each micro-batch, without gradients, on the CPU.
 
-        At the temperature of training unless another is given; values have none.
+        At the temperature of training unless another is given; values have none. With a reference of the same kind and
+        vocabulary, log-probs come with the KL to it.
         """
         ...
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Output]) -> dict[str, float]:
+    def update(
+        self, micro_batches: Sequence[FlatBatch], loss: Loss[Output], *, reference: TrainEngine[Output] | None = None
+    ) -> dict[str, float]:
         """One optimiser step on the mini-batch that the micro-batches of all ranks form together.
 
+        With a `reference` the loss sees the KL to it, which has a gradient.
         Returns the metrics of the loss, summed over micro-batches and ranks, and the engine's own `grad_norm`, `lr` and
         `skipped_steps` behind its role: `actor/grad_norm`, `critic/grad_norm`.
         """

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.algorithms.aggregate import Totals, totals_of
 from verl.data.batch import FlatBatch
 from verl.training.engine import Loss, ModelOutput, ValueOutput
-from verl.training.logprobs import token_logprobs
+from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.schedule import Schedule
 from verl.training.settings import Head
 
@@ -48,12 +48,14 @@ class FakeTrainEngine:
         self.table = torch.nn.Parameter(torch.zeros(size) if critic else torch.randn(size, size, generator=generator))
         self.optimizer = torch.optim.AdamW([self.table], lr=self.settings.lr, weight_decay=0.0)
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Any]:
+    def forward(
+        self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
+    ) -> list[Any]:
         """What the table says, without gradients."""
         with torch.no_grad():
-            return [self._run(batch, temperature) for batch in micro_batches]
+            return [self._run(batch, temperature, reference) for batch in micro_batches]
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any]) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
         """One optimiser step."""
         mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in mine), sum(t.sequences for t in mine))
@@ -61,7 +63,7 @@ class FakeTrainEngine:
         self.optimizer.zero_grad(set_to_none=False)
         for batch in micro_batches:
             if len(batch):
-                share, shares = loss(self._run(batch), batch, totals)
+                share, shares = loss(self._run(batch, reference=reference), batch, totals)
                 share.backward()
                 metrics |= {name: metrics.get(name, 0.0) + float(value) for name, value in shares.items()}
         norm = 0.0 if self.table.grad is None else float(self.table.grad.norm())
@@ -108,16 +110,18 @@ class FakeTrainEngine:
         self.step = int(state["schedule"]["step"])
         torch.set_rng_state(state["rng"]["0"]["cpu"])
 
-    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput | ValueOutput:
+    def _run(
+        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None
+    ) -> ModelOutput | ValueOutput:
         targets = batch.mask.nonzero().squeeze(-1)
         zeros = torch.zeros(batch.num_tokens)
         if self.settings.head == "value":
             return ValueOutput(zeros.index_copy(0, targets, self.table[batch.tokens[targets - 1]]))
-        eye = torch.eye(len(self.table))
-        logprobs, entropy = token_logprobs(
-            eye[batch.tokens[targets - 1]],
-            self.table.T,
-            batch.tokens[targets],
-            temperature=self.settings.temperature if temperature is None else temperature,
-        )
-        return ModelOutput(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropy))
+        temperature = self.settings.temperature if temperature is None else temperature
+        before = torch.eye(len(self.table))[batch.tokens[targets - 1]]
+        layer = LastLayer(before, self.table.T)
+        numbers = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
+        if reference is not None:
+            other = LastLayer(before, reference.table.detach().T)
+            numbers.append(vocabulary_kl(layer, other, temperature=temperature))
+        return ModelOutput(*(zeros.index_copy(0, targets, each) for each in numbers))

@@ -24,6 +24,7 @@ from verl.algorithms.aggregate import Totals, totals_of
 from verl.data.batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
+from verl.training.logprobs import LastLayer
 from verl.training.model import load_model
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
@@ -74,20 +75,28 @@ class FsdpEngine:
             fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         fully_shard(self.model, mesh=mesh, mp_policy=precision)
 
-    def forward(self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None) -> list[Any]:
+    def forward(
+        self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
+    ) -> list[Any]:
         """What the model says, without gradients, on the CPU; at the settings' temperature unless told another."""
         self.model.eval()
         outputs = []
         with torch.no_grad():
             for batch in micro_batches:
-                output = self._run(batch, temperature)
+                output = self._run(batch, temperature, reference)
                 size = batch.num_tokens
-                outputs.append(type(output)(*(numbers[:size].cpu() for numbers in output)))
-        # Without a backward pass the root would keep its parameters whole, and later changes would not reach them.
-        cast(FSDPModule, self.model).reshard()
+                outputs.append(type(output)(*(numbers[:size].cpu() for numbers in output if numbers is not None)))
+        self.reshard()
+        if reference is not None:
+            reference.reshard()
         return outputs
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any]) -> dict[str, float]:
+    def reshard(self) -> None:
+        """After forward passes without a backward: the root would keep its parameters whole, and later changes would
+        not reach them."""
+        cast(FSDPModule, self.model).reshard()
+
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
         """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: update of a model that was built with trainable=False")
@@ -95,8 +104,10 @@ class FsdpEngine:
         self.model.train()
         shares: dict[str, Tensor] = {}
         for batch in micro_batches:
-            for name, value in self._backward(batch, loss, totals).items():
+            for name, value in self._backward(batch, loss, totals, reference).items():
                 shares[name] = shares.get(name, 0.0) + value.detach()
+        if reference is not None:
+            reference.reshard()
         lr = self.schedule.at(self.step)
         norm, stepped = self._step(lr, worth=totals.tokens > 0)
         role = self.settings.role
@@ -165,25 +176,35 @@ class FsdpEngine:
         if mine := state.get("rng", {}).get(str(self.rank)):
             _set_random_state(mine, self.device)
 
-    def _run(self, batch: FlatBatch, temperature: float | None = None) -> ModelOutput | ValueOutput:
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
+        """What another model's distributions are compared with. Its weight is whole until `reshard`."""
+        self.model.eval()
+        with torch.no_grad():
+            return cast(LastLayer, self._call(batch, 1.0, bare=True))
+
+    def _run(
+        self, batch: FlatBatch, temperature: float | None = None, reference: FsdpEngine | None = None
+    ) -> ModelOutput | ValueOutput:
+        temperature = self.settings.temperature if temperature is None else temperature
+        compare = {} if reference is None else {"reference": reference.last_layer(batch)}
+        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **compare))
+
+    def _call(self, batch: FlatBatch, temperature: float, **more: Any) -> ModelOutput | ValueOutput | LastLayer:
         """One pass through the model. An empty batch runs a dummy token, so that every rank takes part in it."""
         _check_mask(batch)
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         batch = batch.to(self.device)
-        return self.model(
-            batch.tokens,
-            batch.positions,
-            batch.mask,
-            lengths,
-            self.settings.temperature if temperature is None else temperature,
-        )
+        return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **more)
 
-    def _backward(self, batch: FlatBatch, loss: Loss[Any], totals: Totals) -> dict[str, Tensor]:
-        output = self._run(batch)
+    def _backward(
+        self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: FsdpEngine | None
+    ) -> dict[str, Tensor]:
+        output = self._run(batch, reference=reference)
         if batch.num_tokens == 0:
-            torch.cat(output).sum().backward()  # of nothing: zero gradients, same collectives
+            # Of nothing: zero gradients, same collectives.
+            torch.cat([numbers for numbers in output if numbers is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
         (share * self.world_size).backward()  # FSDP averages over ranks; shares are to be summed

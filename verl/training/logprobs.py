@@ -1,4 +1,4 @@
-"""Log-probs and entropies from hidden states, a chunk of positions at a time.
+"""Log-probs, entropies and exact KLs from hidden states, a chunk of positions at a time.
 
 With a vocabulary of 152k the logits of 4,096 tokens are 2.5 GB in float32, and a plain log-softmax with entropy keeps
 several copies of them for the backward pass. Here a chunk of logits lives only while it is used: the forward pass keeps
@@ -7,36 +7,49 @@ one number per position (the log of the normaliser) and the backward pass comput
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["token_logprobs"]
+__all__ = ["LastLayer", "token_logprobs", "vocabulary_kl"]
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once when the caller does not say how many positions: 64 MiB in float32."""
 
 
-def token_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    *,
-    bias: Tensor | None = None,
-    scale: float = 1.0,
-    softcap: float | None = None,
-    temperature: float = 1.0,
-    chunk: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets [N]` and entropies, both [N] float32, from hidden [N, H], weight [V, H] and bias [V].
+class LastLayer(NamedTuple):
+    """What the logits [N, V] of N positions are made of: hidden [N, H], weight [V, H], bias [V].
 
-    The logits are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`. `chunk` is the number
-    of positions whose logits exist at once.
+    They are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`.
     """
-    chunk = chunk or max(1, CHUNK_ELEMENTS // weight.shape[0])
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logprobs(self, rows: slice, temperature: float) -> Tensor:
+        """Of the whole vocabulary at some of the positions, [C, V]."""
+        hidden, weight, bias, scale, softcap = self
+        return _logits(hidden[rows], weight, bias, scale, softcap, temperature).log_softmax(-1)
+
+
+def token_logprobs(
+    layer: LastLayer, targets: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Log-probs of `targets [N]` and entropies, both [N] float32. `chunk` positions have their logits at once."""
+    chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
+    hidden, weight, bias, scale, softcap = layer
     logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, scale, softcap, temperature, chunk)
     return logprobs, entropy
+
+
+def vocabulary_kl(own: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """KL(own || other) at each of N positions, exact over the vocabulary, [N] float32. Only `own` gets gradients."""
+    chunk = chunk or max(1, CHUNK_ELEMENTS // len(own.weight))
+    return _VocabularyKl.apply(own.hidden, own.weight, own.bias, own, other, temperature, chunk)
 
 
 def _logits(
@@ -86,11 +99,7 @@ class _TokenLogprobs(torch.autograd.Function):
         scale, softcap, temperature, chunk = ctx.settings
         if d_logprobs is None and d_entropy is None:
             return (None,) * 8
-        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        # The sum over chunks is kept in float32 whatever the weights are: thousands of small terms.
-        d_hidden = torch.empty_like(hidden) if need_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if need_weight else None
-        d_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if need_bias and bias is not None else None
+        gradients = _Gradients(ctx, hidden, weight, bias, normaliser.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
             logits = _logits(hidden[rows], weight, bias, scale, softcap, temperature)
@@ -111,14 +120,74 @@ class _TokenLogprobs(torch.autograd.Function):
             grad.mul_(scale / temperature)
             if slope is not None:
                 grad.mul_(slope)
-            if d_bias is not None:
-                d_bias += grad.sum(0)
-            grad = grad.to(hidden.dtype)
-            if d_hidden is not None:
-                d_hidden[rows] = grad @ weight
-            if d_weight is not None:
-                _accumulate(d_weight, grad, hidden[rows])
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+            gradients.add(rows, grad)
+        return *gradients.found(), None, None, None, None, None
+
+
+class _VocabularyKl(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        own: LastLayer,
+        other: LastLayer,
+        temperature: float,
+        chunk: int,
+    ) -> Tensor:
+        kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            log_p = own.logprobs(rows, temperature)
+            kl[rows] = (log_p.exp() * log_p.sub_(other.logprobs(rows, temperature))).sum(-1)
+        ctx.save_for_backward(hidden, weight, bias, other.hidden, other.weight, other.bias, kl)
+        ctx.settings = own.scale, own.softcap, other.scale, other.softcap, temperature, chunk
+        return kl
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, other_hidden, other_weight, other_bias, kl = ctx.saved_tensors
+        scale, softcap, other_scale, other_softcap, temperature, chunk = ctx.settings
+        other = LastLayer(other_hidden, other_weight, other_bias, other_scale, other_softcap)
+        gradients = _Gradients(ctx, hidden, weight, bias, kl.dtype)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = _logits(hidden[rows], weight, bias, scale, softcap, temperature)
+            grad = logits.softmax(-1)  # d kl / d logits = p * (log p - log q - kl)
+            factor = logits.log_softmax(-1).sub_(other.logprobs(rows, temperature)).sub_(kl[rows, None])
+            grad.mul_(factor).mul_(grads[0][rows, None] * (scale / temperature))
+            if softcap is not None:
+                grad.mul_(logits.mul_(temperature / softcap).square_().neg_().add_(1.0))
+            gradients.add(rows, grad)
+        return *gradients.found(), None, None, None, None
+
+
+class _Gradients:
+    """Of hidden states, weight and bias, where they are asked for, summed up from the gradients of chunks of logits.
+
+    The sum over chunks is kept in float32 whatever the weights are: thousands of small terms.
+    """
+
+    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        self._hidden, self._weight = hidden, weight
+        self._d_hidden = torch.empty_like(hidden) if need_hidden else None
+        self._d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
+        self._d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
+
+    def add(self, rows: slice, grad: Tensor) -> None:
+        """The gradient [C, V] of the product of hidden states and weight at `rows`."""
+        if self._d_bias is not None:
+            self._d_bias += grad.sum(0)
+        grad = grad.to(self._hidden.dtype)
+        if self._d_hidden is not None:
+            self._d_hidden[rows] = grad @ self._weight
+        if self._d_weight is not None:
+            _accumulate(self._d_weight, grad, self._hidden[rows])
+
+    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        return self._d_hidden, self._d_weight, self._d_bias
 
 
 def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:

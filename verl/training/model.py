@@ -21,7 +21,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
-from verl.training.logprobs import token_logprobs
+from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.settings import Head
 
 __all__ = ["PackedCausalLM", "PackedValueModel", "load_model"]
@@ -92,24 +92,32 @@ class PackedCausalLM(PackedModel):
         )
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, lengths: Sequence[int], temperature: float
-    ) -> ModelOutput:
-        """Log-probs and entropies [T] of tokens [T] where mask [T], 0 elsewhere; positions [T] restart per sequence."""
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        temperature: float,
+        *,
+        reference: LastLayer | None = None,
+        bare: bool = False,
+    ) -> ModelOutput | LastLayer:
+        """Log-probs and entropies [T] of tokens [T] where mask [T], 0 elsewhere; positions [T] restart per sequence.
+
+        With the last layer of a `reference` the KL to it as well. `bare`: the last layer itself, to be a reference.
+        """
         states = self.states(tokens, positions, lengths)
         targets = mask.nonzero().squeeze(-1)
         head = self.hf.get_output_embeddings()
-        logprobs, entropy = token_logprobs(
-            states[targets - 1],  # a token is predicted from the one before it, which is in its own sequence
-            head.weight,
-            tokens[targets],
-            bias=getattr(head, "bias", None),
-            scale=self.scale,
-            softcap=self.softcap,
-            temperature=temperature,
-            chunk=self.chunk,
-        )
-        zeros = logprobs.new_zeros(len(tokens))
-        return ModelOutput(zeros.index_copy(0, targets, logprobs), zeros.index_copy(0, targets, entropy))
+        before = states[targets - 1]  # a token is predicted from the one before it, which is in its own sequence
+        layer = LastLayer(before, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
+        if bare:
+            return layer
+        numbers = [*token_logprobs(layer, tokens[targets], temperature=temperature, chunk=self.chunk)]
+        if reference is not None:
+            numbers.append(vocabulary_kl(layer, reference, temperature=temperature, chunk=self.chunk))
+        zeros = numbers[0].new_zeros(len(tokens))
+        return ModelOutput(*(zeros.index_copy(0, targets, each) for each in numbers))
 
     def alone(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Log-probs [T] by the model's own head, 0 at the first token; the largest |logit|."""

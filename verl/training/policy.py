@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from torch import Tensor
 from verl.algorithms.advantages import ESTIMATORS, Episodes, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
-from verl.algorithms.kl import kl_penalty
+from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.load import load_function
 from verl.algorithms.losses import LOSSES, LossFunction
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
@@ -66,13 +67,20 @@ class Policy:
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """All that the update needs of this rank's samples: log-probs, values, rewards, advantages. They wait here."""
         batch = FlatBatch.from_samples(samples)
-        batch = batch.with_(old_logprobs=logprobs_of(self.actor, batch, plan.forward))
+        exact = self.reference if self._reward_kl is not None and self.method.reward_kl_type == EXACT else None
+        outputs = self.actor.forward(batch.split(plan.forward), reference=exact)
+        batch = batch.with_(old_logprobs=_in_order(batch, plan.forward, [output.logprobs for output in outputs]))
         if self.reference is not None:
             batch = batch.with_(ref_logprobs=logprobs_of(self.reference, batch, plan.forward))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(plan.forward))]
             batch = batch.with_(values=_in_order(batch, plan.forward, values))
-        self._episodes, metrics = self._rewarded(batch, plan)
+        kl = (
+            None
+            if exact is None
+            else _in_order(batch, plan.forward, [output.kl for output in outputs if output.kl is not None])
+        )
+        self._episodes, metrics = self._rewarded(batch, plan, kl)
         if self.process is not None:
             process = self.process.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
             self._episodes = replace(self._episodes, process=process)
@@ -134,16 +142,18 @@ class Policy:
         if self.reference is not None and "reference" in states:
             self.reference.load_state(states["reference"])
 
-    def _rewarded(self, batch: FlatBatch, plan: RankPlan) -> tuple[Episodes, dict[str, float]]:
+    def _rewarded(self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None) -> tuple[Episodes, dict[str, float]]:
         """The score of each sample on its last generated token, less the KL to the reference on all of them."""
         scores, rewards = torch.from_numpy(plan.scores), torch.zeros(batch.num_tokens, dtype=torch.float64)
         places, sequences = _last_generated(batch)
         rewards[places] = scores[sequences]
         penalty = torch.zeros_like(rewards)
         if self._reward_kl is not None:
-            assert batch.old_logprobs is not None
-            assert batch.ref_logprobs is not None
-            kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.method.reward_kl_type).double() * batch.mask
+            if kl is None:
+                assert batch.old_logprobs is not None
+                assert batch.ref_logprobs is not None
+                kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.method.reward_kl_type)
+            kl = kl.double() * batch.mask
             penalty = self._reward_kl.beta * kl
         episodes = Episodes(
             scores=scores - segment_sum(penalty, batch.offsets),
@@ -157,7 +167,7 @@ class Policy:
             rank=self.actor.rank,
             gather=self.actor.gather,
         )
-        if self._reward_kl is None:
+        if self._reward_kl is None or kl is None:
             return episodes, {}
         total, tokens, samples = episodes.total(kl, batch.mask, torch.ones_like(scores))
         metrics = {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
@@ -192,12 +202,14 @@ class Policy:
 
     def _policy_steps(self, plan: RankPlan) -> Iterator[dict[str, float]]:
         survey = SURVEYS.get(self.method.loss_mode)
+        exact = self.method.loss_kl_coef is not None and self.method.loss_kl_type == EXACT
+        update = partial(self.actor.update, loss=self._objective, reference=self.reference if exact else None)
         for step, parts in enumerate(plan.policy):
             if survey is None:
-                yield self.actor.update(self._batch.split(parts), self._objective)
+                yield update(self._batch.split(parts))
             else:
                 micro_batches, found = self._surveyed(survey, parts, plan, updated=step > 0)
-                yield self.actor.update(micro_batches, self._objective) | found
+                yield update(micro_batches) | found
 
     def _surveyed(
         self, survey: Survey, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool

@@ -172,7 +172,6 @@ def test_the_dapo_snippet_loads() -> None:
         ("reward_model: {enable: True, model: {path: rm}, micro_batch_size_per_gpu: 4}", {"reward.reward_model"}),
         ("data: {return_raw_input_ids: True}", {"data.return_raw_input_ids"}),
         ("trainer: {max_staleness: 1}", {"trainer.max_staleness"}),
-        ("algorithm: {kl_penalty: full}", {"algorithm.kl_penalty"}),
         ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
 )

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl.training.logprobs import token_logprobs
+from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 
 pytestmark = pytest.mark.unit
 
@@ -36,16 +36,50 @@ def gradients(outputs, leaves, use):
 def test_chunks_give_the_values_and_gradients_of_the_plain_way(chunk, use, options, bias):
     (hidden, weight, *rest), targets = inputs(bias=bias)
     named = {"bias": rest[0]} if rest else {}
-    ours = token_logprobs(hidden, weight, targets, chunk=chunk, **named, **options)
+    how = {"temperature": options.get("temperature", 1.0), "chunk": chunk}
+    shape = {key: value for key, value in options.items() if key != "temperature"}
+    ours = token_logprobs(LastLayer(hidden, weight, **named, **shape), targets, **how)
     theirs = plain(hidden, weight, targets, **named, **options)
     torch.testing.assert_close(ours, theirs)
     leaves = [hidden, weight, *rest]
     torch.testing.assert_close(gradients(ours, leaves, use), gradients(theirs, leaves, use))
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "scale": 0.5}], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_kl_over_the_vocabulary_has_the_value_and_gradient_of_its_sum(chunk, options, temperature, bias):
+    (hidden, weight, *rest), _ = inputs(bias=bias)
+    torch.manual_seed(2)
+    other = LastLayer(torch.randn(13, 7, dtype=torch.float64), torch.randn(17, 7, dtype=torch.float64), scale=0.3)
+    ours = vocabulary_kl(LastLayer(hidden, weight, *rest, **options), other, temperature=temperature, chunk=chunk)
+
+    def log_p(hidden, weight, bias=None, scale=1.0, softcap=None):
+        every = torch.arange(len(weight))
+        return torch.stack(
+            [plain(hidden, weight, every[k].expand(len(hidden)), bias, scale, softcap, temperature)[0] for k in every],
+            -1,
+        )
+
+    own = log_p(hidden, weight, *rest, **options)
+    theirs = (own.exp() * (own - log_p(other.hidden, other.weight, scale=0.3))).sum(-1)
+    torch.testing.assert_close(ours, theirs)
+    leaves = [hidden, weight, *rest]
+    torch.testing.assert_close(gradients([ours], leaves, [1]), gradients([theirs], leaves, [1]))
+
+
+def test_a_model_has_no_kl_to_itself_and_no_reason_to_move():
+    (hidden, weight), _ = inputs()
+    layer = LastLayer(hidden, weight)
+    kl = vocabulary_kl(layer, LastLayer(hidden.detach(), weight.detach()))
+    assert float(kl.abs().max()) < 1e-12
+    assert all(float(each.abs().max()) < 1e-12 for each in torch.autograd.grad(kl.sum(), [hidden, weight]))
+
+
 def test_no_positions_give_no_log_probs_and_zero_gradients():
     (hidden, weight), targets = inputs(n=0)
-    logprobs, entropy = token_logprobs(hidden, weight, targets)
+    logprobs, entropy = token_logprobs(LastLayer(hidden, weight), targets)
     assert logprobs.shape == entropy.shape == (0,)
     d_hidden, d_weight = torch.autograd.grad(logprobs.sum() + entropy.sum(), [hidden, weight])
     assert d_hidden.shape == hidden.shape
@@ -55,14 +89,14 @@ def test_no_positions_give_no_log_probs_and_zero_gradients():
 def test_a_frozen_head_gets_no_gradient():
     (hidden, weight), targets = inputs()
     weight.requires_grad_(False)
-    token_logprobs(hidden, weight, targets)[0].sum().backward()
+    token_logprobs(LastLayer(hidden, weight), targets)[0].sum().backward()
     assert hidden.grad is not None
     assert weight.grad is None
 
 
 def test_low_precision_inputs_give_float32_log_probs_and_gradients_of_their_own_type():
     (hidden, weight), targets = inputs(dtype=torch.bfloat16)
-    logprobs, entropy = token_logprobs(hidden, weight, targets, chunk=4)
+    logprobs, entropy = token_logprobs(LastLayer(hidden, weight), targets, chunk=4)
     assert logprobs.dtype == entropy.dtype == torch.float32
     expected, _ = plain(hidden.float(), weight.float(), targets)
     torch.testing.assert_close(logprobs, expected, atol=0.05, rtol=0.02)

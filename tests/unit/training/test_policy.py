@@ -40,10 +40,10 @@ class Table(FakeTrainEngine):
         self.seen: list[FlatBatch] = []
         self.before: list[Tensor] = []
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Any) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Any, *, reference: Any = None) -> dict[str, float]:
         self.seen.append(FlatBatch.concat(micro_batches))
         self.before.append(self.table.detach().clone())
-        return super().update(micro_batches, loss)
+        return super().update(micro_batches, loss, reference=reference)
 
     def says(self, batch: FlatBatch, table: Tensor | None = None) -> Tensor:
         """Log-probs [T] of generated tokens, straight from the table."""
@@ -187,6 +187,33 @@ def test_kl_in_the_reward_is_taken_off_every_generated_token(
     torch.testing.assert_close(segment_sum(with_kl.rewards, batch.offsets)[batch.lengths > 0][:1], with_kl.scores[:1])
     assert metrics["actor/reward_kl"] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
     assert metrics["actor/reward_kl_coef"] == 0.5
+
+
+def exact_kl(actor: Table, reference: Table, batch: FlatBatch) -> Tensor:
+    """Of the state that each generated token was drawn from, by hand."""
+    own, other = (engine.table.detach().log_softmax(-1) for engine in (actor, reference))
+    places = batch.mask.nonzero().squeeze(-1)
+    rows = (own.exp() * (own - other)).sum(-1)
+    return torch.zeros(batch.num_tokens).index_copy(0, places, rows[batch.tokens[places - 1]])
+
+
+def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[Episodes]) -> None:
+    actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES, micro=2)
+    method = Method("seen", reward_kl=KlController(0.5), reward_kl_type="full")
+    metrics = Policy(actor, method, reference=reference).prepare(step.samples, step.plan)
+    kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
+    assert metrics["actor/reward_kl"] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
+    Policy(actor, Method("seen")).prepare(step.samples, step.plan)
+    torch.testing.assert_close(episodes[0].rewards, episodes[1].rewards - 0.5 * kl.double(), atol=1e-6, rtol=1e-5)
+
+
+def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
+    actor, reference, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
+    policy = Policy(actor, Method(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
+    kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
+    found = [step.run(policy)["actor/kl_loss"] for _ in range(6)]
+    assert found[0] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
+    assert found[-1] < found[0] / 2
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: Any) -> None:

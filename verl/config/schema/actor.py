@@ -156,7 +156,9 @@ class ActorConfig(Section):
     entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
     use_kl_loss: bool = setting(False, "Hold the policy to the reference by a KL term in the loss.")
     kl_loss_coef: float = setting(0.001, "Weight of that term.", ge=0)
-    kl_loss_type: KlKind = setting("low_var_kl", "Its estimator; a trailing + takes k2's gradient.", planned=("full",))
+    kl_loss_type: KlKind = setting(
+        "low_var_kl", "Its estimator; a trailing + takes k2's gradient; full: exact over the vocabulary."
+    )
     grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
     use_torch_compile: bool = setting(True, "Compile the fused kernels. Nothing is compiled yet: without effect.")
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")

@@ -54,7 +54,7 @@ class AlgorithmConfig(Section):
     lam: float = setting(1.0, "Lambda of gae.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation; false: Dr.GRPO.")
     use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference from the reward.")
-    kl_penalty: KlKind = setting("kl", "Estimator of that KL.", planned=("full",))
+    kl_penalty: KlKind = setting("kl", "Estimator of that KL; full: exact over the vocabulary.")
     kl_ctrl: KlControlConfig = section(KlControlConfig, "Weight of the KL in the reward.")
     filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling (DAPO).")
     rollout_correction: RolloutCorrectionConfig = section(
