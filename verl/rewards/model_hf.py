@@ -20,9 +20,9 @@ __all__ = ["HfRewardModel", "read_config"]
 class HfRewardModel:
     """Scores on a thread of its own, one batch after the other.
 
-    What a sequence gets is what transformers gives to it alone. Batches are padded on the right, and the models find
-    the last token that is not padding by the id that pads: it is the model's own or, where the model has none, one that
-    the batch does not hold.
+    What a sequence gets is what transformers gives to it alone. Batches are padded on the right, and causal models read
+    their score at the last token that has not the id that pads: that id is the model's own or, where it has none, one
+    that ends no sequence of the batch.
     """
 
     def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
@@ -71,8 +71,7 @@ class HfRewardModel:
     def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         padding = self._padding
         if padding is None:
-            held = {token for tokens in batch for token in tokens}
-            padding = next(token for token in range(self._vocabulary) if token not in held)
+            padding = min(set(range(len(batch) + 1)) - {tokens[-1] for tokens in batch})
             self._model.config.get_text_config().pad_token_id = padding
         longest = max(map(len, batch))
         ids = torch.tensor([[*tokens, *[padding] * (longest - len(tokens))] for tokens in batch], device=self._device)
