@@ -27,6 +27,7 @@ def contradictions(config: Config) -> Iterator[Finding]:
     """Settings of the algorithm that cannot work together."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
     yield from _lonely_answers(config)
+    yield from _critic_without_use(config)
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield Finding(
             (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub", f"{_LOSS}.loss_mode"),
@@ -68,6 +69,19 @@ def _lonely_answers(config: Config) -> Iterator[Finding]:
             f"{ROLLOUT}.n: {n} must be at least 2 with {why}: answers to the same prompt are compared; "
             f"set {ROLLOUT}.n=8",
         )
+
+
+def _critic_without_use(config: Config) -> Iterator[Finding]:
+    """A critic is for those that return what it is trained on: gae, which needs it, and functions of the user."""
+    wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
+    if wanted is None or is_own_function(estimator) or uses_preferences(config) or wanted == (estimator == "gae"):
+        return
+    why = "gives no returns to train it on" if wanted else "needs its values"
+    yield Finding(
+        ("critic.enable", "algorithm.adv_estimator"),
+        f"critic.enable: {str(wanted).lower()}, but algorithm.adv_estimator={estimator} {why}; leave critic.enable out, "
+        f"or set algorithm.adv_estimator={'gae' if wanted else 'grpo'}",
+    )
 
 
 def _process_rewards_unused(config: Config) -> Iterator[Finding]:

@@ -85,10 +85,10 @@ _ALGORITHM = (
     _only(_ESTIMATOR, "gae", use=("algorithm.lam",)),
     _only(_ESTIMATOR, "grpo", "grpo_vectorized", "grpo_passk", use=("algorithm.norm_adv_by_std_in_grpo",)),
     Mute(
-        ("trainer.critic_warmup", *keys_below("critic")),
+        ("trainer.critic_warmup", *(key for key in keys_below("critic") if key != "critic.enable")),
         lambda c: not uses_critic(c),
-        f"only {_ESTIMATOR}=gae trains a critic",
-        (_ESTIMATOR,),
+        f"only {_ESTIMATOR}=gae trains a critic, or one of your own with critic.enable=true",
+        (_ESTIMATOR, "critic.enable"),
     ),
     Mute(
         ("algorithm.kl_penalty", *keys_below("algorithm.kl_ctrl")),

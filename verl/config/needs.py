@@ -26,7 +26,8 @@ def uses_preferences(config: Config) -> bool:
 
 def uses_critic(config: Config) -> bool:
     """Whether a value model is trained beside the policy."""
-    return config.algorithm.adv_estimator == "gae" and not uses_preferences(config)
+    wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
+    return (estimator == "gae" if wanted is None else wanted) and not uses_preferences(config)
 
 
 def uses_reference(config: Config) -> bool:

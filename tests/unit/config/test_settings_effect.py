@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from verl.config.algorithm_checks import contradictions
 from verl.config.keys import graft
 from verl.config.load import load
 from verl.config.mutes import mute_of
@@ -94,6 +95,7 @@ EFFECTS: dict[str, Effect] = {
     f"{LOSS}.ppo_kl_coef": only("kl_cov"),
     f"{LOSS}.dpo_beta": only("dpo"),
     f"{LOSS}.sppo_eta": only("sppo"),
+    "critic.enable": Effect(losses=ADVANTAGES),
     "critic.strategy": CRITIC,
     "critic.model.path": CRITIC,
     "critic.model.enable_gradient_checkpointing": CRITIC,
@@ -183,7 +185,7 @@ def test_a_setting_is_mute_while_one_of_its_switches_is_off(key: str) -> None:
 def test_a_function_of_ones_own_may_use_every_setting_but_those_of_models_that_are_not_there(key: str) -> None:
     of_own_estimator = mute_of(algorithm(OWN, "vanilla", *EFFECTS[key].switches), key)
     of_own_loss = mute_of(algorithm("gae", OWN, *EFFECTS[key].switches), key)
-    critics = key.startswith("critic.") or key == "trainer.critic_warmup"
+    critics = EFFECTS[key].estimators == ["gae"]  # a critic is trained only where critic.enable says so
     assert (of_own_estimator is None) == ("vanilla" in EFFECTS[key].losses and not critics)
     assert (of_own_loss is None) == ("gae" in EFFECTS[key].estimators)
 
@@ -210,6 +212,19 @@ def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
     for estimator, loss in product((*ESTIMATORS, OWN), (*LOSSES, OWN)):
         assert uses_preferences(algorithm(estimator, loss)) == (loss in ("dpo", "sppo"))
         assert uses_critic(algorithm(estimator, loss)) == (estimator == "gae" and loss not in ("dpo", "sppo"))
+    for wanted in (True, False):
+        own = algorithm(OWN, "vanilla", ("critic.enable", wanted))
+        assert uses_critic(own) == wanted
+        assert not [*contradictions(own)]
+        assert (mute_of(own, "critic.optim.lr") is None) == wanted
+
+
+@pytest.mark.parametrize(("estimator", "wanted"), [("grpo", True), ("rloo", True), ("gae", False)])
+def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimator: str, wanted: bool) -> None:
+    (found,) = contradictions(algorithm(estimator, "vanilla", ("critic.enable", wanted)))
+    assert "critic.enable" in found.keys
+    assert f"algorithm.adv_estimator={estimator}" in found.text
+    assert not [*contradictions(algorithm(estimator, "vanilla", ("critic.enable", not wanted)))]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +242,8 @@ def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
         ),
         (
             ["critic.optim.lr=1e-4"],
-            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic",
+            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic, or one of your own with "
+            "critic.enable=true",
         ),
         (
             ["algorithm.adv_estimator=rloo", f"{LOSS}.loss_mode=dpo"],

@@ -20,6 +20,9 @@ class CriticOptimConfig(OptimConfig):
 
 
 class CriticConfig(Section):
+    enable: bool | None = setting(
+        None, "Train a critic; null: with gae alone. For an estimator of your own that returns (advantages, returns)."
+    )
     strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimiser and its schedule.")
