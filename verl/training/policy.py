@@ -177,6 +177,9 @@ class Policy:
     def _estimated(self, batch: FlatBatch, episodes: Episodes) -> tuple[FlatBatch, dict[str, float]]:
         estimate = self._estimator(episodes)
         advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
+        if self.critic is not None and returns is None:
+            wrong = f"algorithm.adv_estimator={self.method.estimator} returned advantages and no returns"
+            raise ConfigError([f"critic.enable: {wrong} to train it on; return both, or set critic.enable=false"])
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
         if returns is None or episodes.values is None:
             return batch, {}

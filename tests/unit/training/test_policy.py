@@ -662,6 +662,13 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
 
 
 @pytest.mark.usefixtures("mine")
+def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_the_mend() -> None:
+    step = step_of(SAMPLES, **CRITIC_SIZES)
+    with pytest.raises(ConfigError, match=r"doubled returned advantages and no returns .* critic.enable=false"):
+        step.run(Policy(Table(), Method("mine_of_this_test:doubled"), critic=critic()))
+
+
+@pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name: str) -> None:
     own, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
