@@ -59,7 +59,10 @@ def steps_of(done: subprocess.CompletedProcess[str], folder: Path) -> list[dict[
 def test_ppo_trains_its_critic_and_resumes_with_it_and_with_the_weight_of_the_kl(
     assets: Assets, tmp_path: Path
 ) -> None:
+    generous = tmp_path / "generous.py"  # whatever is answered: a critic that saw no reward would stay at 0
+    generous.write_text("def compute_score(data_source, solution_str, *_, **__): return 1.0 + len(solution_str)")
     settings = (
+        f"reward.custom_reward_function.path={generous}",
         f"critic.model.path={assets.model}",
         "critic.ppo_mini_batch_size=8",
         "critic.optim.lr=1e-3",
