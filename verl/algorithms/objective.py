@@ -14,8 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
 from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.load import load_function
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions, PolicyLoss, Tokens
+from verl.functions import load_function
 
 __all__ = ["OutcomeObjective", "PolicyObjective", "sft", "tokens_of"]
 

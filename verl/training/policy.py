@@ -18,7 +18,6 @@ from verl.algorithms.advantages import ESTIMATORS, Episodes, Estimator, explaine
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
 from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.load import load_function
 from verl.algorithms.losses import LOSSES, LossFunction
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
 from verl.algorithms.settings import Method
@@ -27,6 +26,7 @@ from verl.algorithms.values import ValueObjective
 from verl.data.batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
 from verl.errors import ConfigError
+from verl.functions import load_function
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 

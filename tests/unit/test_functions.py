@@ -2,16 +2,18 @@ import math
 
 import pytest
 
-from verl.algorithms.load import load_function
+from verl.functions import load_function
 
 pytestmark = pytest.mark.unit
 
 KNOWN = {"abs": abs}
 
 
-def test_a_known_name_or_an_import_path():
+def test_a_known_name_an_import_path_or_a_file(tmp_path):
     assert load_function("abs", KNOWN, "x") is abs
     assert load_function("math:sqrt", KNOWN, "x") is math.sqrt
+    (tmp_path / "mine.py").write_text("def double(x):\n    return 2 * x\n")
+    assert load_function(f"{tmp_path}/mine.py:double", {}, "x")(4) == 8
 
 
 @pytest.mark.parametrize(
@@ -20,6 +22,7 @@ def test_a_known_name_or_an_import_path():
         ("sqrt", "'sqrt' is not one of abs, nor package.module:function"),
         ("math:root", "cannot be imported: .*root.*importable where the run starts"),
         ("no_such_module:f", "cannot be imported: No module named 'no_such_module'"),
+        ("nowhere/mine.py:f", "cannot be imported: .*No such file.*nowhere/mine.py"),
         ("math:pi", "'math:pi' is float, it must be a function"),
     ],
 )
