@@ -30,6 +30,8 @@ _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of trainer.logge
 _UNBUILT = {  # what there is instead of a planned setting, where its default does not say it
     f"{ROLLOUT}.tensor_model_parallel_size": f"an engine has one device, and {ROLLOUT}.num_engines says how many "
     "engines",
+    "reward.reward_model.rollout.tensor_model_parallel_size": "a reward model has one device, and "
+    "reward.reward_model.replicas says how many hold it",
 }
 
 
@@ -142,6 +144,11 @@ def contradictions(config: Config) -> Iterator[Finding]:
             ("reward.sandbox.seconds", "reward.deadline_s"),
             f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, which ends the scoring "
             f"of an answer with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}",
+        )
+    if config.reward.reward_model.enable and config.reward.reward_model.model_path is None:
+        yield Finding(
+            ("reward.reward_model.enable", "reward.reward_model.model_path"),
+            "reward.reward_model.enable: true needs a model; set reward.reward_model.model_path=my-org/reward-model",
         )
     yield from _endless_warmups(config)
     yield from algorithm_checks.contradictions(config)

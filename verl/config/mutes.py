@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 from verl.config.findings import ACTOR, REF, ROLLOUT, Finding, changed, keys_below, keys_of, value_of
 from verl.config.keys import written
-from verl.config.needs import is_own_function, may_score_code, uses_critic, uses_preferences, uses_reference
+from verl.config.needs import (
+    is_own_function,
+    may_score_code,
+    uses_critic,
+    uses_preferences,
+    uses_reference,
+    uses_reward_function,
+)
 from verl.config.schema import Config
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import critic_cut
@@ -295,7 +302,33 @@ _GENERATION = (
     ),
 )
 
+_MODEL = "reward.reward_model"
+
 _DATA = (
+    Mute(
+        tuple(key for key in keys_below(_MODEL) if key != f"{_MODEL}.enable"),
+        lambda c: not c.reward.reward_model.enable,
+        f"{_MODEL}.enable=false",
+        (f"{_MODEL}.enable",),
+    ),
+    Mute(
+        (f"{_MODEL}.weight",),
+        lambda c: not uses_reward_function(c),
+        "the reward model alone is the reward",
+        ("reward.custom_reward_function.path", "reward.functions"),
+    ),
+    Mute(
+        (f"{_MODEL}.rollout.gpu_memory_utilization",),
+        lambda c: c.reward.reward_model.rollout.name == "hf",
+        f"{_MODEL}.rollout.name=hf takes what it needs",
+        (f"{_MODEL}.rollout.name",),
+    ),
+    Mute(
+        ("reward.memory_mb", "reward.num_workers", "reward.batch_size", "reward.reward_manager.name"),
+        lambda c: not uses_reward_function(c),
+        f"{_MODEL} alone scores, and no function",
+        (f"{_MODEL}.enable", "reward.custom_reward_function.path", "reward.functions"),
+    ),
     Mute(
         ("reward.num_workers",),
         lambda c: c.reward.reward_manager.name != "prime",

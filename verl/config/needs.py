@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from verl.config.schema import Config
 
-__all__ = ["is_own_function", "may_score_code", "uses_critic", "uses_preferences", "uses_reference"]
+__all__ = [
+    "is_own_function",
+    "may_score_code",
+    "uses_critic",
+    "uses_preferences",
+    "uses_reference",
+    "uses_reward_function",
+]
 
 
 def is_own_function(name: str) -> bool:
@@ -12,11 +19,17 @@ def is_own_function(name: str) -> bool:
     return ":" in name
 
 
+def uses_reward_function(config: Config) -> bool:
+    """Whether a function scores answers, shipped or the user's own. A reward model alone needs none."""
+    reward = config.reward
+    return not reward.reward_model.enable or bool(reward.functions) or reward.custom_reward_function.path is not None
+
+
 def may_score_code(config: Config) -> bool:
     """Whether the shipped scorer of code may be called: chosen by the data source of a row, or by its name."""
     functions = config.reward.functions
     paths = [one.get("path") for one in functions] if functions else [config.reward.custom_reward_function.path]
-    return None in paths or "verl.rewards.code" in paths
+    return uses_reward_function(config) and (None in paths or "verl.rewards.code" in paths)
 
 
 def uses_preferences(config: Config) -> bool:

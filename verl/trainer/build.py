@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
+from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
@@ -33,6 +34,7 @@ from verl.trainer.translate import (
     episode_settings,
     method,
     planner,
+    reward_model_settings,
     rollout_dtype,
     scoring,
     train_settings,
@@ -42,6 +44,7 @@ from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
 from verl.workers.episodes import EpisodePool
+from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
@@ -86,6 +89,10 @@ async def assemble(
         closing.push_async_callback(_close_all, engines)
         engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
         closing.callback(engines_up.cancel)
+        reward_models = _place_reward_models(config, pool, device)
+        closing.push_async_callback(_close_all, reward_models)
+        models_up = asyncio.create_task(timed("reward_models", _all(model.start() for model in reward_models)))
+        closing.callback(models_up.cancel)
         policy = PolicyGroup.place(pool, ranks, share=0.5)
         closing.callback(policy.close)
 
@@ -96,7 +103,7 @@ async def assemble(
         models = train_settings(config, timetable.total_steps, device)
         console.note(_outlook(config, timetable, data))
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
-        episodes = EpisodePool.place(count, episode_settings(config, data, count), engines)
+        episodes = EpisodePool.place(count, episode_settings(config, data, count), engines, reward_models)
         closing.callback(episodes.close)
 
         async def start_policy() -> None:
@@ -104,7 +111,7 @@ async def assemble(
                 await timed("model", model_ready())
             await timed("train_workers", policy.start(models))
 
-        await asyncio.gather(engines_up, start_policy(), timed("episode_workers", episodes.start()))
+        await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = _stream(config, data)
         version = await _resume(config, policy, stream, console)
         tracker = _open_tracker(config, console, timetable, version)
@@ -144,6 +151,8 @@ async def assemble(
 
 async def _check_reward(config: Config) -> None:
     """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
+    if not uses_reward_function(config):
+        return
     with ScorePool(**scoring(config, workers=1) | {"workers": 1}) as pool:
         await pool.start()
 
@@ -152,7 +161,7 @@ async def _all(parts: Iterable[Awaitable[Any]]) -> None:
     await asyncio.gather(*parts)
 
 
-async def _close_all(engines: list[RemoteEngine]) -> None:
+async def _close_all(engines: Sequence[RemoteEngine | RemoteRewardModel]) -> None:
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
 
 
@@ -192,6 +201,7 @@ def _absolute(config: Config) -> Config:
             "reward": {
                 "custom_reward_function": {"path": all_full(reward.custom_reward_function.path)},
                 "prime": {"model_path": all_full(reward.prime.model_path)},
+                "reward_model": {"model_path": all_full(reward.reward_model.model_path)},
             },
             "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
         },
@@ -226,12 +236,32 @@ def _place_engines(config: Config, pool: DevicePool, device: str) -> list[Remote
             pool,
             number,
             device=number * width % pool.count,
-            share=0.5 / -(-count * width // pool.count),
+            share=_engines_share(config) / -(-count * width // pool.count),
             name=rollout.name,
             settings=engine_settings(config, device, number),
         )
         for number in range(count)
     ]
+
+
+def _place_reward_models(config: Config, pool: DevicePool, device: str) -> list[RemoteRewardModel]:
+    """Beside engines and train workers, from the last device down."""
+    model = config.reward.reward_model
+    if not model.enable:
+        return []
+    share = (0.5 - _engines_share(config)) / -(-model.replicas // pool.count)
+    settings = reward_model_settings(config, device)
+    return [
+        RemoteRewardModel.place(
+            pool, number, device=pool.count - 1 - number % pool.count, share=share, settings=settings
+        )
+        for number in range(model.replicas)
+    ]
+
+
+def _engines_share(config: Config) -> float:
+    """Of a device, as Ray counts it; half of it is the train worker's."""
+    return 0.25 if config.reward.reward_model.enable else 0.5
 
 
 def _timetable(config: Config, data: RunData) -> Timetable:

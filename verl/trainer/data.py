@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.needs import uses_reward_function
 from verl.config.schema.root import Config
 from verl.data.dataset import PromptDataset, require_prompts
 from verl.errors import ConfigError, RewardError
@@ -33,9 +34,12 @@ class RunData:
 
 def check_files(config: Config) -> None:
     """In a blink: model and data are there, and the data can be read and has the prompt's column."""
-    model = config.actor_rollout_ref.model.path
-    if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-        raise ConfigError([f"actor_rollout_ref.model.path={model}: there is no such directory"])
+    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
+    if config.reward.reward_model.enable:
+        models["reward.reward_model.model_path"] = config.reward.reward_model.model_path or ""
+    for key, model in models.items():
+        if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
+            raise ConfigError([f"{key}={model}: there is no such directory"])
     for files in (config.data.train_files, config.data.val_files):
         if files:
             require_prompts(files, config.data.prompt_key)
@@ -66,6 +70,7 @@ def read_data(config: Config) -> RunData:
             "truncation": config.data.truncation,
             "chat_template_kwargs": config.data.apply_chat_template_kwargs,
             "max_samples": limit,
+            "keep_raw": config.data.return_raw_input_ids,
         }
         names = [files] if isinstance(files, str) else list(files)
         dataset = PromptDataset(names, tokenizer, **arguments)
@@ -89,5 +94,7 @@ def read_data(config: Config) -> RunData:
 
 
 def _is_scored(config: Config, source: str) -> bool:
+    if not uses_reward_function(config):
+        return True
     function = config.reward.custom_reward_function
     return scorer_of(source, function.path, function.name, config.reward.functions) is not None

@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
-from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
+from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference, uses_reward_function
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
@@ -25,7 +25,8 @@ from verl.rewards.sandbox import Limits
 from verl.trainer.data import RunData
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
-from verl.workers.episodes import EpisodeSettings
+from verl.workers.episodes import EpisodeSettings, ModelReward
+from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "method",
     "planner",
     "reward_arguments",
+    "reward_model_settings",
     "rollout_dtype",
     "scoring",
     "train_settings",
@@ -185,9 +187,29 @@ def episode_settings(config: Config, data: RunData, workers: int) -> EpisodeSett
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        scoring(config, workers),
+        scoring(config, workers) if uses_reward_function(config) else None,
+        _model_reward(config),
         model.trust_remote_code,
         Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
+    )
+
+
+def _model_reward(config: Config) -> ModelReward | None:
+    model = config.reward.reward_model
+    if not model.enable:
+        return None
+    assert model.model_path is not None
+    return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)
+
+
+def reward_model_settings(config: Config, device: str) -> RewardModelSettings:
+    """What each process builds itself from that holds the reward model."""
+    model, trust = config.reward.reward_model, config.actor_rollout_ref.model.trust_remote_code
+    return RewardModelSettings(
+        model.rollout.name,
+        {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device, "trust": trust},
+        model.micro_batch_size_per_gpu,
+        config.reward.deadline_s,
     )
 
 

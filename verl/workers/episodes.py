@@ -9,18 +9,25 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
 from verl.cluster.group import call
+from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
 from verl.types import Sample, SampleHandle, SamplingParams
+from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
 
-__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "deposit"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from verl.agents.scoring import Score
+
+__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "ModelReward", "deposit"]
 
 START_DEADLINE_S = 600.0
 
@@ -35,12 +42,22 @@ class DatasetSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelReward:
+    """A reward model's part in the reward; with `again`, prompts are written again by its own chat template."""
+
+    path: str
+    again: bool
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class EpisodeSettings:
     """What an episode worker builds itself from."""
 
     tokenizer_path: str
     datasets: dict[str, DatasetSettings]
-    reward: dict[str, Any] = field(default_factory=dict)  # arguments of ScorePool
+    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of ScorePool; None: no function scores
+    model_reward: ModelReward | None = None
     trust_remote_code: bool = False
     overlong: Overlong | None = None  # shapes the scores of training, never those of validation
 
@@ -48,17 +65,20 @@ class EpisodeSettings:
 class EpisodeWorker:
     """Runs many episodes at once on one event loop."""
 
-    def __init__(self, settings: EpisodeSettings, engines: Sequence[RemoteEngine]) -> None:
-        self._settings, self._engines = settings, engines
+    def __init__(
+        self,
+        settings: EpisodeSettings,
+        engines: Sequence[RemoteEngine],
+        reward_models: Sequence[RemoteRewardModel] = (),
+    ) -> None:
+        self._settings, self._engines, self._reward_models = settings, engines, reward_models
 
     async def start(self) -> None:
         """Read what the settings name; not done in the constructor, whose errors Ray would hide behind a dead actor."""
         from transformers import AutoTokenizer
 
         from verl.agents.runner import EpisodeRunner
-        from verl.agents.scoring import by_function
         from verl.data.dataset import PromptDataset
-        from verl.rewards.pool import ScorePool
         from verl.rollout.pool import EnginePool
 
         settings = self._settings
@@ -67,13 +87,38 @@ class EpisodeWorker:
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
-        scores = ScorePool(**settings.reward)
-        await scores.start()
         self._runner = EpisodeRunner(
             generate=EnginePool(self._engines).generate,
-            score=by_function(scores.score),
+            score=await self._scoring(tokenizer),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
+
+    async def _scoring(self, tokenizer: PreTrainedTokenizerBase) -> Score:
+        """Who scores: a function in a pool of processes, the reward model, or both."""
+        from transformers import AutoTokenizer
+
+        from verl.agents.scoring import added, by_function, by_model
+        from verl.rewards.model_input import reader
+        from verl.rewards.pool import ScorePool
+
+        settings, model = self._settings, self._settings.model_reward
+        if settings.reward is not None:
+            functions = ScorePool(**settings.reward)
+            await functions.start()
+            if model is None:
+                return by_function(functions.score)
+        assert model is not None
+        try:
+            own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=settings.trust_remote_code)
+        except (OSError, ValueError) as error:
+            place = f"reward.reward_model.model_path={model.path}"
+            raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error
+        example = next(iter(self._datasets.values()))[0]
+        read = reader(tokenizer, own, example, model_path=model.path, again=model.again)
+        by_reward_model = by_model(read, RewardModelPool(self._reward_models).score)
+        if settings.reward is None:
+            return by_reward_model
+        return added(by_function(functions.score), by_reward_model, model.weight)
 
     async def run(
         self,
@@ -122,9 +167,15 @@ class EpisodePool:
         self._turn = itertools.cycle(self._actors)
 
     @classmethod
-    def place(cls, count: int, settings: EpisodeSettings, engines: Sequence[RemoteEngine]) -> EpisodePool:
+    def place(
+        cls,
+        count: int,
+        settings: EpisodeSettings,
+        engines: Sequence[RemoteEngine],
+        reward_models: Sequence[RemoteRewardModel] = (),
+    ) -> EpisodePool:
         worker = ray.remote(EpisodeWorker).options(num_cpus=0, max_concurrency=100_000)
-        return cls([worker.remote(settings, engines) for _ in range(count)])
+        return cls([worker.remote(settings, engines, reward_models) for _ in range(count)])
 
     async def start(self) -> None:
         for number, actor in enumerate(self._actors):

@@ -32,6 +32,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{A}.policy_loss.loss_mode"
 GAE = "algorithm.adv_estimator=gae"
 COSINE = f"{A}.optim.lr_scheduler_type=cosine"
+MODEL = ["reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]
 
 
 def hints(*overrides: str) -> list[str]:
@@ -90,6 +91,7 @@ def problem(*overrides: str) -> str:
             ["reward.prime.enable=true", "algorithm.adv_estimator=rloo", f"{LOSS}=dpo"],
             f"set {A}.policy_loss.loss_mode=vanilla",
         ),
+        (["reward.reward_model.enable=true"], "set reward.reward_model.model_path=my-org/reward-model"),
         (["trainer.test_freq=5"], "set data.val_files=test.parquet"),
         (
             ["trainer.resume_mode=path"],
@@ -148,6 +150,9 @@ def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> 
         (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=true"]),
         (f"{A}.optim.min_lr_ratio=0.1", [f"{A}.optim.lr_scheduler_type=cosine"]),
         ("reward.custom_reward_function.name=f", ["reward.custom_reward_function.path=r.py"]),
+        ("reward.reward_model.model_path=rm", ["reward.reward_model.enable=true"]),
+        ("reward.reward_model.weight=0.5", [*MODEL, "reward.custom_reward_function.path=r.py"]),
+        ("reward.reward_model.weight=0.5", [*MODEL, "reward.functions=[{path: r.py}]"]),
         ("data.val_max_samples=10", ["data.val_files=v.parquet"]),
         ("trainer.max_ckpts_to_keep=2", ["trainer.save_freq=10"]),
         ("trainer.resume_from_path=x/global_step_5", ["trainer.resume_mode=path"]),
@@ -176,6 +181,8 @@ def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wak
         (f"{R}.val_kwargs.top_p=0.9", [f"{R}.val_kwargs.do_sample=false"]),
         ("data.truncation=left", ["data.filter_overlong_prompts=true"]),
         ("data.seed=4", ["data.shuffle=false"]),
+        ("reward.memory_mb=2000", MODEL),
+        ("reward.reward_manager.name=prime", MODEL),
         ("trainer.total_epochs=3", ["trainer.total_training_steps=10"]),
     ],
 )
@@ -207,6 +214,8 @@ def test_a_warm_up_that_ends_within_the_run_is_fine(overrides: list[str]) -> Non
         [f"{R}.n=1", GAE],
         [f"{R}.n=1", "algorithm.adv_estimator=remax"],
         [f"{R}.n=2", f"{LOSS}=dpo"],
+        [*MODEL, "data.return_raw_input_ids=true", "reward.reward_model.replicas=2"],
+        [*MODEL, "reward.custom_reward_function.path=r.py", "reward.memory_mb=2000"],
         ["reward.prime.enable=true", "algorithm.adv_estimator=rloo"],
         ["reward.prime.enable=true", "algorithm.adv_estimator=my.module:estimator"],
         ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=512"],

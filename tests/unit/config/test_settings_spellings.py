@@ -152,7 +152,7 @@ def test_the_dapo_snippet_loads() -> None:
         (
             "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: vllm, "
             "tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}}}",
-            {"reward.reward_model"},
+            {f"reward.reward_model.rollout.{name}" for name in ("name", "tensor_model_parallel_size")},
         ),
         (
             "actor_rollout_ref: {actor: {strategy: fsdp2, fsdp_config: {offload_policy: True, param_offload: True, "
@@ -169,8 +169,6 @@ def test_the_dapo_snippet_loads() -> None:
             "pipeline_model_parallel_size: 2}}}",
             {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"},
         ),
-        ("reward_model: {enable: True, model: {path: rm}, micro_batch_size_per_gpu: 4}", {"reward.reward_model"}),
-        ("data: {return_raw_input_ids: True}", {"data.return_raw_input_ids"}),
         ("trainer: {max_staleness: 1}", {"trainer.max_staleness"}),
         ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
@@ -184,6 +182,7 @@ def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str
     [
         ("reward_model.reward_fn.path=/path/my_reward.py", "reward.custom_reward_function.path", "/path/my_reward.py"),
         ("reward_model.reward_fn.name=compute_reward", "reward.custom_reward_function.name", "compute_reward"),
+        ("reward_model.enable=True reward_model.model.path=rm", "reward.reward_model.model_path", "rm"),
         ("custom_reward_function.path=r.py", "reward.custom_reward_function.path", "r.py"),
         ("ray_init.num_cpus=4", "ray_kwargs.ray_init.num_cpus", 4),
         ("trainer.nnode=4", "trainer.nnodes", 4),

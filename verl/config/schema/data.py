@@ -31,7 +31,7 @@ class DataConfig(Section):
     val_max_samples: int = setting(-1, "Use only the first so many validation rows; -1: all.", unit="rows", ge=-1)
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed to the tokenizer's chat template as they are.")
     return_raw_input_ids: bool = setting(
-        False, "Keep prompts for a reward model with another chat template.", planned=True
+        False, "Keep prompts as they are: for a reward model's own chat template, and as extra_info['raw_prompt']."
     )
     response_key: str | None = setting(None, "Column of the answer, for supervised training.", planned=True)
     micro_batch_size_per_gpu: int | None = setting(

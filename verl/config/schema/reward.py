@@ -24,15 +24,19 @@ class RewardManagerConfig(Section):
 
 
 class RewardRolloutConfig(Section):
-    name: Literal["vllm", "sglang"] = setting("vllm", "Engine that runs the reward model.")
-    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1)
+    name: Literal["hf", "vllm", "sglang"] = setting(
+        "hf", "Engine that runs the reward model; hf is transformers.", planned=("vllm", "sglang")
+    )
+    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1, planned=True)
     gpu_memory_utilization: float = setting(0.5, "Share of an accelerator's memory.", unit="share", gt=0, le=1)
 
 
 class RewardModelConfig(Section):
     enable: bool = setting(False, "Score answers by a trained reward model.")
-    model_path: str | None = setting(None, "Hugging Face name or directory of the reward model.")
-    micro_batch_size_per_gpu: int | None = setting(None, "Answers it scores at once.", unit="samples", ge=1)
+    model_path: str | None = setting(None, "Hugging Face name or directory of the reward model, which has one label.")
+    weight: float = setting(1.0, "Beside a reward function: reward = function + weight * model.")
+    replicas: int = setting(1, "Processes that each hold the reward model.", unit="processes", ge=1)
+    micro_batch_size_per_gpu: int = setting(16, "Answers that one of them scores at once.", unit="samples", ge=1)
     rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine that runs it.")
 
 
@@ -85,7 +89,7 @@ class RewardConfig(Section):
         lt=1,
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.", planned=True)
+    reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.")
     sandbox: SandboxConfig = section(SandboxConfig, "Where and how the programs of answers run (code with tests).")
     code: CodeConfig = section(CodeConfig, "The shipped scorer of code.")
     overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).")
