@@ -25,6 +25,7 @@ from _common import finish
 from verl.cluster.group import ActorGroup
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan
+from verl.data.order import Shuffled
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
@@ -112,7 +113,7 @@ async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle
         return handles
 
     groups = samples // GROUP
-    buffer = EpisodeBuffer(run_group, PromptStream(groups, shuffle=True, seed=0), groups)
+    buffer = EpisodeBuffer(run_group, PromptStream(Shuffled(groups, seed=0)), groups)
     buffer.advance(0)
     handles = await buffer.take(groups)
     planning = time.perf_counter()

@@ -150,8 +150,42 @@ def contradictions(config: Config) -> Iterator[Finding]:
             ("reward.reward_model.enable", "reward.reward_model.model_path"),
             "reward.reward_model.enable: true needs a model; set reward.reward_model.model_path=my-org/reward-model",
         )
+    yield from _orders(config)
     yield from _endless_warmups(config)
     yield from algorithm_checks.contradictions(config)
+
+
+def _orders(config: Config) -> Iterator[Finding]:
+    """Orders of the training prompts that cannot be had together, and weights that fit no file."""
+    data = config.data
+    entries = 1 if isinstance(data.train_files, str) else len(data.train_files)
+    if data.train_weights is not None and len(data.train_weights) != entries:
+        yield Finding(
+            ("data.train_weights", "data.train_files"),
+            f"data.train_weights: {len(data.train_weights)} weights for {entries} entries of data.train_files; there "
+            f"must be one for each; set data.train_weights=[{','.join(['1'] * entries)}]",
+        )
+    elif data.train_weights is not None and min(data.train_weights) <= 0:
+        yield Finding(
+            ("data.train_weights",),
+            f"data.train_weights: {min(data.train_weights):g} must be above 0; take the file out of data.train_files "
+            f"and set data.train_weights=[{','.join(f'{weight:g}' for weight in data.train_weights if weight > 0)}]",
+        )
+    if data.sampler is not None:
+        for key in ("train_weights", "curriculum_key"):
+            if getattr(data, key) is not None:
+                yield Finding(
+                    (f"data.{key}", "data.sampler"),
+                    f"data.{key}: data.sampler={data.sampler} has the last word on the order; set data.{key}=null, or "
+                    "data.sampler=null",
+                )
+    for key in ("sampler", "curriculum_key"):
+        if data.streaming is True and getattr(data, key) is not None:
+            yield Finding(
+                (f"data.{key}", "data.streaming"),
+                f"data.{key}: {getattr(data, key)} looks at all rows before the first is drawn, which "
+                f"data.streaming=true does not; set data.streaming=false",
+            )
 
 
 def _endless_warmups(config: Config) -> Iterator[Finding]:
@@ -204,6 +238,12 @@ def hints(config: Config) -> Iterator[Finding]:
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample"),
             f"{ROLLOUT}.val_kwargs.n: {rollout.val_kwargs.n} greedy answers are all the same; set "
             f"{ROLLOUT}.val_kwargs.temperature=1.0 or {ROLLOUT}.val_kwargs.n=1",
+        )
+    if config.data.streaming and not config.data.filter_overlong_prompts and config.data.truncation == "error":
+        yield Finding(
+            ("data.streaming", "data.filter_overlong_prompts", "data.truncation"),
+            "data.streaming: a prompt longer than data.max_prompt_length stops the run when its turn comes; set "
+            "data.filter_overlong_prompts=true to leave such prompts out",
         )
     yield from _uneven_pieces(config, ACTOR, actor_cut(config))
     if uses_critic(config):

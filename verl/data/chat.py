@@ -15,9 +15,33 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TRUNCATIONS", "encode", "read_prompt", "render", "truncate"]
+__all__ = ["TRUNCATIONS", "PromptError", "encode", "encode_prompts", "read_prompt", "render", "truncate"]
 
 TRUNCATIONS = ("error", "left", "right", "middle")
+
+
+class PromptError(DataError):
+    """The prompt at `index` of a list cannot be rendered; whoever knows where the list comes from says so."""
+
+    def __init__(self, index: int, why: str) -> None:
+        super().__init__(index, why)
+        self.index, self.why = index, why
+
+    def __str__(self) -> str:
+        return self.why
+
+
+def encode_prompts(
+    tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], template_kwargs: Mapping[str, Any]
+) -> list[list[int]]:
+    """Token ids of prompts as the data has them: the one path for measuring and for use."""
+    texts: list[str] = []
+    for prompt in prompts:
+        try:
+            texts.append(render(tokenizer, prompt, template_kwargs))
+        except DataError as error:
+            raise PromptError(len(texts), str(error)) from None
+    return encode(tokenizer, texts)
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

@@ -1,28 +1,36 @@
-"""Prompts from files: found, checked and measured once at start, tokenised one by one when asked for."""
+"""Prompts from files, tokenised one by one when asked for.
+
+Which of them are too long is found out at start, in a pass over all (`measure`); of streamed files, when they are read.
+"""
 
 from __future__ import annotations
 
-import difflib
-import os
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.chat import TRUNCATIONS, encode, render, truncate
+from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
+from verl.data.check import PathLike, entries_of, missing_column
 from verl.data.columns import source_of, told_to_rewards
-from verl.data.files import Rows, find_files, open_rows
+from verl.data.files import BlockCache, Rows, find_files, open_rows
+from verl.data.measure import Ruler, measure
 from verl.errors import DataError
 from verl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset", "require_prompts"]
+__all__ = ["DataReport", "PromptDataset", "is_large", "require_prompts"]
 
-LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
+STREAMED_ROWS = 1_000_000
+STREAMED_BYTES = 2**30
+SAMPLE = 64  # rows of a streamed data set that are looked at before a run
+SAMPLED_FILES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +47,18 @@ class DataReport:
     truncated: int
     kept: int
     limit: int
+    from_cache: bool = False
+    streamed: bool = False
 
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.rows:,} rows"]
+        if self.streamed:
+            return f"{parts[0]}, streamed: each is read and measured when its turn comes"
         if self.overlong:
             parts.append(f"{self.overlong:,} dropped for being longer than {self.limit:,} tokens")
         if self.truncated:
             parts.append(f"{self.truncated:,} truncated to {self.limit:,} tokens")
-        return ", ".join([*parts, f"{self.kept:,} kept"])
+        return ", ".join([*parts, f"{self.kept:,} kept"]) + " (lengths from the cache)" * self.from_cache
 
 
 class PromptDataset:
@@ -54,8 +66,10 @@ class PromptDataset:
     files before any is dropped.
 
     Prompts longer than `max_prompt_length` tokens are dropped (`filter_overlong`), or else cut on the side that
-    `truncation` names, or else ("error") refused at once. Finding them needs a pass over all prompts; `kept`, the row
-    numbers that another process found (its `dataset.kept`), spares it.
+    `truncation` names, or else ("error") refused at once. Finding them needs a pass over all prompts, in `num_workers`
+    processes if they are many, its result kept in `cache_dir`; `kept`, the row numbers that another process found (its
+    `dataset.kept`), spares it. With `streaming` there is no such pass, and memory does not grow with the files: what
+    is too long is dropped, cut or refused when it is asked for. `dataset[i]` is None where a prompt is dropped then.
 
     What a reward function is told comes from the columns `data_source`, `extra_info`, and `reward_model`
     (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`. With
@@ -64,7 +78,7 @@ class PromptDataset:
 
     def __init__(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        files: PathLike | Sequence[PathLike],
         tokenizer: PreTrainedTokenizerBase,
         *,
         prompt_key: str = "prompt",
@@ -74,18 +88,25 @@ class PromptDataset:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_samples: int = -1,
         keep_raw: bool = False,
-        kept: npt.NDArray[np.int64] | None = None,
+        streaming: bool = False,
+        num_workers: int | None = 0,
+        cache_dir: Path | None = None,
+        kept: npt.NDArray[np.int64] | range | None = None,
     ) -> None:
         if truncation not in TRUNCATIONS:
             raise DataError(f"data.truncation is {truncation!r}, it must be one of {', '.join(TRUNCATIONS)}")
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
-        self._keep_raw = keep_raw
-        paths = find_files(files)
-        self._files = [open_rows(path) for path in paths]
+        self._keep_raw, self._filter, self._streaming = keep_raw, filter_overlong, streaming
+        entries = [find_files(entry) for entry in entries_of(files)] or [find_files([])]
+        paths = [path for entry in entries for path in entry]
+        cache = BlockCache()
+        self._files = [open_rows(path, cache, streamed=streaming) for path in paths]
         for file in self._files:
-            _require_column(file, prompt_key)
+            if wrong := missing_column(file, prompt_key, "prompt_key"):
+                raise DataError(wrong)
         self._ends = np.cumsum([len(file) for file in self._files])
+        self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
         self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
         rows = int(self._ends[-1])
         rows = min(rows, max_samples) if max_samples >= 0 else rows
@@ -93,19 +114,77 @@ class PromptDataset:
             names = ", ".join(map(str, paths))
             raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
 
-        self.kept: npt.NDArray[np.int64]
-        if kept is None:
-            self.kept, truncated = self._measure(rows, filter_overlong)
+        self.kept: npt.NDArray[np.int64] | range
+        truncated, from_cache = 0, False
+        if streaming:
+            self.kept = range(rows)
+        elif kept is not None:
+            self.kept = kept
         else:
-            self.kept, truncated = np.asarray(kept, np.int64), 0
+            ruler = Ruler(tokenizer, self._template_kwargs)
+            lengths, from_cache = measure(self._files, rows, prompt_key, ruler, processes=num_workers, folder=cache_dir)
+            self.kept, truncated = self._fitting(lengths)
         count = len(self.kept)
-        self.report = DataReport(self._name, rows, rows - count, truncated, count, max_prompt_length)
+        self.report = DataReport(
+            self._name, rows, rows - count, truncated, count, max_prompt_length, from_cache, streaming
+        )
 
     def __len__(self) -> int:
         return len(self.kept)
 
     def __iter__(self) -> Iterator[Prompt]:
-        return (self[index] for index in range(len(self)))
+        return (prompt for prompt in map(self.__getitem__, range(len(self))) if prompt is not None)
+
+    @property
+    def entry_ends(self) -> list[int]:
+        """For each entry of `files` (a pattern is one), the end of its prompts among all."""
+        return np.searchsorted(self.kept, self._entry_ends).tolist()
+
+    @property
+    def bytes_a_row(self) -> float:
+        """What a row takes in memory, about."""
+        return sum(file.bytes for file in self._files) / int(self._ends[-1])
+
+    def block_ends(self) -> npt.NDArray[np.int64]:
+        """The ends of the blocks that a streamed data set is read in; a block lies within one file."""
+        firsts = [0, *self._ends[:-1].tolist()]
+        ends = np.concatenate([first + file.block_ends for first, file in zip(firsts, self._files, strict=True)])
+        return np.unique(np.minimum(ends, len(self.kept)))
+
+    def column(self, name: str) -> list[Any]:
+        """The value of a column for every prompt, in their order; None where a file has no such column."""
+        found: list[Any] = []
+        for file in self._files:
+            has = name in file.columns
+            found += [value for part in file.values(name) for value in part] if has else [None] * len(file)
+        return [found[row] for row in self.kept]
+
+    def numbers(self, name: str) -> npt.NDArray[np.float64]:
+        """A column of numbers, such as the difficulty of every prompt."""
+        values = self.column(name)
+        for row, value in zip(self.kept, values, strict=True):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                file, local = self._locate(int(row))
+                raise DataError(
+                    f"{file.place(local)}, column '{name}': {value!r} is no finite number, and data.curriculum_key "
+                    "orders by it; mend the row, or name another column"
+                )
+        return np.array(values, np.float64)
+
+    def sample(self) -> list[Prompt | None]:
+        """Some prompts from the beginning of the files: what can be seen of a streamed data set in a moment."""
+        firsts = [0, *self._ends[:-1].tolist()]
+        spread = [first for first, file in zip(firsts, self._files, strict=True) if first < len(self) and len(file)]
+        spread = spread[:: -(-len(spread) // SAMPLED_FILES)]
+        each = SAMPLE // len(spread)
+        rows = [row for first in spread for row in range(first, min(first + each, len(self)))]
+        found = [self[row] for row in rows]
+        if not any(found):
+            raise DataError(
+                f"{self._name}: all {len(found)} prompts that were looked at are longer than "
+                f"data.max_prompt_length={self._limit}. Raise it"
+            )
+        return found
 
     def sources(self) -> list[str]:
         """The `data_source` of every prompt; "" where a row has none."""
@@ -119,13 +198,15 @@ class PromptDataset:
                 found += [""] * len(file)
         return [found[row] for row in self.kept]
 
-    def __getitem__(self, index: int) -> Prompt:
+    def __getitem__(self, index: int) -> Prompt | None:
         row = int(self.kept[index])
         file, local = self._locate(row)
         fields = file.row(local)
         raw = fields.pop(self._prompt_key, None)
-        [token_ids] = self._encode(file, local, [raw])
+        token_ids = self._encode(file, local, raw)
         if len(token_ids) > self._limit:
+            if self._filter and self._streaming:
+                return None
             if self._truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._truncation)
@@ -135,11 +216,11 @@ class PromptDataset:
             raise DataError(f"{file.place(local)}: {error}") from None
         return Prompt(row, token_ids, **told, raw=raw if self._keep_raw else None)
 
-    def _measure(self, rows: int, filter_overlong: bool) -> tuple[npt.NDArray[np.int64], int]:
+    def _fitting(self, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], int]:
         """The rows that stay, and how many of them will be truncated."""
-        lengths = np.concatenate(list(self._lengths(rows)))
+        rows = len(lengths)
         long = np.flatnonzero(lengths > self._limit)
-        if not filter_overlong:
+        if not self._filter:
             if len(long) and self._truncation == "error":
                 raise DataError(self._too_long(int(long[0]), int(lengths[long[0]]), len(long)))
             return np.arange(rows), len(long)
@@ -151,26 +232,12 @@ class PromptDataset:
             )
         return np.delete(np.arange(rows), long), 0
 
-    def _lengths(self, rows: int) -> Iterator[npt.NDArray[np.int64]]:
-        """Tokens of the prompts of the first `rows` rows, in pieces."""
-        for file, end in zip(self._files, self._ends, strict=True):
-            first, start = int(end) - len(file), 0
-            for values in file.values(self._prompt_key):
-                values = values[: rows - first - start]
-                yield np.array([len(ids) for ids in self._encode(file, start, values)], np.int64)
-                start += len(values)
-                if first + start >= rows:
-                    return
-
-    def _encode(self, file: Rows, start: int, prompts: Sequence[Any]) -> list[list[int]]:
-        """Token ids of consecutive rows of a file; the one path for measuring and for use."""
-        texts: list[str] = []
-        for prompt in prompts:
-            try:
-                texts.append(render(self._tokenizer, prompt, self._template_kwargs))
-            except DataError as error:
-                raise DataError(f"{file.place(start + len(texts))}, column '{self._prompt_key}': {error}") from None
-        return encode(self._tokenizer, texts)
+    def _encode(self, file: Rows, local: int, prompt: Any) -> list[int]:
+        try:
+            [token_ids] = encode_prompts(self._tokenizer, [prompt], self._template_kwargs)
+        except PromptError as error:
+            raise DataError(f"{file.place(local)}, column '{self._prompt_key}': {error}") from None
+        return token_ids
 
     def _locate(self, row: int) -> tuple[Rows, int]:
         which = int(np.searchsorted(self._ends, row, side="right"))
@@ -186,16 +253,15 @@ class PromptDataset:
         )
 
 
-def require_prompts(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], prompt_key: str) -> None:
+def is_large(files: PathLike | Sequence[PathLike]) -> bool:
+    """Whether files are streamed unless something else is asked for: a million rows, or a GiB in memory."""
+    opened = [open_rows(path) for entry in entries_of(files) for path in find_files(entry)]
+    return sum(map(len, opened)) >= STREAMED_ROWS or sum(file.bytes for file in opened) >= STREAMED_BYTES
+
+
+def require_prompts(files: PathLike | Sequence[PathLike], prompt_key: str) -> None:
     """Raise `DataError` unless every file can be read and has the column of prompts. Reads no rows."""
-    for path in find_files(files):
-        _require_column(open_rows(path), prompt_key)
-
-
-def _require_column(file: Rows, name: str) -> None:
-    if name in file.columns or not len(file):
-        return
-    likely = [column for column in LIKELY_PROMPTS if column in file.columns]
-    likely += difflib.get_close_matches(name, file.columns, n=1, cutoff=0.5)
-    mend = f"Set data.prompt_key={likely[0]}" if likely else "Set data.prompt_key to the one that holds the prompts"
-    raise DataError(f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {mend}")
+    for entry in entries_of(files):
+        for path in find_files(entry):
+            if wrong := missing_column(open_rows(path), prompt_key, "prompt_key"):
+                raise DataError(wrong)

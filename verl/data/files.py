@@ -1,7 +1,7 @@
-"""Data files as numbered rows, read when asked for: Parquet by row group, JSONL by line.
+"""Data files as numbered rows, read when asked for: Parquet by block, JSONL by line.
 
-Neither puts the file into Python objects: of a Parquet file some decoded row groups are kept (Arrow memory, bounded),
-of a JSONL file the places of its lines.
+Neither puts the file into Python objects: of Parquet files some decoded blocks are kept (Arrow memory, bounded over
+all files of a data set), of a JSONL file the places of its lines.
 """
 
 from __future__ import annotations
@@ -10,28 +10,45 @@ import difflib
 import glob
 import json
 import os
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError
 
-__all__ = ["JsonlRows", "ParquetRows", "Rows", "find_files", "open_rows"]
+__all__ = ["BlockCache", "JsonlRows", "ParquetRows", "Piece", "Rows", "find_files", "open_rows", "plain"]
 
 READ_AT_ONCE = 1024  # rows turned into Python objects at a time by a pass over a whole column
-CACHED_BYTES = 256 * 2**20  # decoded row groups kept per Parquet file
+CACHED_BYTES = 256 * 2**20  # decoded blocks that are kept, of all files of a data set together
+BLOCK_ROWS = 4096  # a streamed row group of twice as many rows or more is cut
+BLOCK_BYTES = 16 * 2**20  # ... as is one of twice as many bytes or more
+BUFFER_BYTES = 2**18  # read at a time of each column of a streamed file
+
+
+Piece: TypeAlias = "list[Any] | pa.Array"
+"""Some values of a column, not yet turned into Python objects where that can wait: another process may do it."""
+
+
+def plain(piece: Piece) -> list[Any]:
+    """The values as Python objects."""
+    return piece if isinstance(piece, list) else piece.to_pylist()
 
 
 class Rows(Protocol):
-    """The rows of one file."""
+    """The rows of one file, and the blocks that they are read in: rows of one block come cheaply after another."""
 
     path: Path
     columns: list[str]
+    bytes: int
+    """What all rows take in memory, about."""
+    block_ends: npt.NDArray[np.int64]
 
     def __len__(self) -> int: ...
 
@@ -39,8 +56,12 @@ class Rows(Protocol):
         """One row, all columns."""
         ...
 
+    def pieces(self, column: str) -> Iterator[Piece]:
+        """One column from first row to last, in pieces of at most `READ_AT_ONCE` rows."""
+        ...
+
     def values(self, column: str) -> Iterator[list[Any]]:
-        """One column from first row to last, in lists of at most `READ_AT_ONCE`."""
+        """The same as Python objects."""
         ...
 
     def place(self, index: int) -> str:
@@ -63,73 +84,144 @@ def find_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]])
     return found
 
 
-def open_rows(path: Path) -> Rows:
-    """The rows of a file, by its suffix."""
+def open_rows(path: Path, cache: BlockCache | None = None, *, streamed: bool = False) -> Rows:
+    """The rows of a file, by its suffix. Files with one cache share its bound on memory.
+
+    `streamed`: a block is never large, however the file was written; else it is a whole row group.
+    """
     if path.suffix in (".parquet", ".pq"):
-        return ParquetRows(path)
+        return ParquetRows(path, cache or BlockCache(), streamed=streamed)
     if path.suffix in (".jsonl", ".json", ".ndjson"):
         return JsonlRows(path)
     raise DataError(f"{path} ends in '{path.suffix}'; data files are .parquet or .jsonl: convert it to one of them")
 
 
-class ParquetRows:
-    """A Parquet file, memory mapped. Row groups are decoded when one of their rows is asked for."""
+class BlockCache:
+    """Decoded blocks of some files; those not used for longest leave it when it grows over its bound.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    It also holds the last scan of a row group that is read block by block: the next block goes on from there.
+    """
+
+    def __init__(self) -> None:
+        self._tables: OrderedDict[tuple[Path, int], pa.Table] = OrderedDict()
+        self._bytes = 0
+        self.scan: _Scan | None = None
+
+    def get(self, key: tuple[Path, int]) -> pa.Table | None:
+        if key in self._tables:
+            self._tables.move_to_end(key)
+        return self._tables.get(key)
+
+    def put(self, key: tuple[Path, int], table: pa.Table) -> None:
+        self._tables[key] = table
+        self._bytes += table.nbytes
+        while self._bytes > CACHED_BYTES and len(self._tables) > 1:
+            self._bytes -= self._tables.popitem(last=False)[1].nbytes
+
+
+class _Scan:
+    """A pass over one row group, forwards only: its pages cannot be entered in the middle."""
+
+    def __init__(self, file: pq.ParquetFile, group: int) -> None:
+        self.file, self.group, self.place = file, group, 0
+        self._batches = file.iter_batches(READ_AT_ONCE, row_groups=[group], use_threads=False)
+        self._batch: pa.RecordBatch | None = None
+
+    def read(self, start: int, stop: int) -> pa.Table:
+        """Rows `start` to `stop` of the group; those before them are decoded and dropped."""
+        found: list[pa.RecordBatch] = []
+        while self.place < stop:
+            batch = self._batch if self._batch is not None else next(self._batches)
+            count = min(len(batch), (start if self.place < start else stop) - self.place)
+            if self.place >= start:
+                found.append(batch.slice(0, count))
+            self._batch = batch.slice(count) if count < len(batch) else None
+            self.place += count
+        return pa.Table.from_batches(found)
+
+
+class ParquetRows:
+    """A Parquet file, decoded block by block as rows are asked for.
+
+    A block is a row group. Of a streamed file a large one is cut (some writers put a million rows into one): memory
+    stays small, and the price of a block is a scan of the row group up to it, half a second for a million short rows.
+    """
+
+    def __init__(self, path: Path, cache: BlockCache, *, streamed: bool = False) -> None:
+        self.path, self._cache = path, cache
+        # What is mapped counts as this process's memory once it was looked at; of a large file that is too much.
+        how: dict[str, Any] = {"buffer_size": BUFFER_BYTES, "pre_buffer": False} if streamed else {"memory_map": True}
         try:
-            self._file = pq.ParquetFile(path, memory_map=True)
+            self._file = pq.ParquetFile(path, **how)
         except (pa.ArrowException, OSError) as error:
             raise DataError(f"{path} cannot be read as Parquet: {error}. Write it again, or rename it") from error
         self.columns = list(self._file.schema_arrow.names)
         meta = self._file.metadata
-        sizes = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-        self._ends = np.cumsum(sizes, dtype=np.int64)
-        self._decoded: OrderedDict[int, pa.Table] = OrderedDict()
-        self._bytes = 0
+        sizes, ends, start = [], [np.empty(0, np.int64)], 0
+        self.bytes = 0
+        for group in (meta.row_group(number) for number in range(meta.num_row_groups)):
+            parts = max(1, group.num_rows // BLOCK_ROWS, group.total_byte_size // BLOCK_BYTES) if streamed else 1
+            parts = min(parts, max(1, group.num_rows))
+            ends.append(start + np.arange(1, parts + 1) * group.num_rows // parts)
+            start += group.num_rows
+            sizes.append(group.num_rows)
+            self.bytes += group.total_byte_size
+        self._group_ends = np.cumsum(sizes, dtype=np.int64)
+        self.block_ends = np.concatenate(ends)
 
     def __len__(self) -> int:
-        return int(self._ends[-1]) if len(self._ends) else 0
+        return int(self._group_ends[-1]) if len(self._group_ends) else 0
 
     def row(self, index: int) -> dict[str, Any]:
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        start = int(self._ends[group - 1]) if group else 0
-        return self._row_group(group).slice(index - start, 1).to_pylist()[0]
+        block = int(np.searchsorted(self.block_ends, index, side="right"))
+        start = int(self.block_ends[block - 1]) if block else 0
+        return self._decoded(block, start).slice(index - start, 1).to_pylist()[0]
+
+    def pieces(self, column: str) -> Iterator[Piece]:
+        for batch in self._file.iter_batches(READ_AT_ONCE, columns=[column]):
+            yield batch.column(0)
 
     def values(self, column: str) -> Iterator[list[Any]]:
-        for batch in self._file.iter_batches(READ_AT_ONCE, columns=[column]):
-            yield batch.column(0).to_pylist()
+        return map(plain, self.pieces(column))
 
     def place(self, index: int) -> str:
         return f"{self.path}, row {index}"
 
-    def _row_group(self, group: int) -> pa.Table:
-        """Decoded, from the cache; the ones not used for longest leave it when it grows over its bound."""
-        if group in self._decoded:
-            self._decoded.move_to_end(group)
-            return self._decoded[group]
-        table = self._decoded[group] = self._file.read_row_group(group, use_threads=False)
-        self._bytes += table.nbytes
-        while self._bytes > CACHED_BYTES and len(self._decoded) > 1:
-            self._bytes -= self._decoded.popitem(last=False)[1].nbytes
+    def _decoded(self, block: int, start: int) -> pa.Table:
+        table = self._cache.get((self.path, block))
+        if table is None:
+            table = self._read(start, int(self.block_ends[block]))
+            self._cache.put((self.path, block), table)
         return table
+
+    def _read(self, start: int, stop: int) -> pa.Table:
+        group = int(np.searchsorted(self._group_ends, start, side="right"))
+        first = int(self._group_ends[group - 1]) if group else 0
+        if (start, stop) == (first, int(self._group_ends[group])):
+            return self._file.read_row_group(group, use_threads=False)
+        scan = self._cache.scan
+        if scan is None or (scan.file, scan.group) != (self._file, group) or scan.place > start - first:
+            scan = self._cache.scan = _Scan(self._file, group)
+        return scan.read(start - first, stop - first)
 
 
 class JsonlRows:
-    """A file with one JSON object a line. Blank lines are no rows."""
+    """A file with one JSON object a line. Blank lines are no rows. Opening it reads it once, to find the lines."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        starts, numbers, place = [], [], 0
+        self.path, self.bytes = path, path.stat().st_size
+        starts, stops, numbers, place = array("q"), array("q"), array("q"), 0
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    starts.append((place, place + len(line)))
+                    starts.append(place)
+                    stops.append(place + len(line))
                     numbers.append(number)
                 place += len(line)
-        self._spans = np.array(starts, np.int64).reshape(-1, 2)
+        self._spans = np.stack([np.array(starts, np.int64), np.array(stops, np.int64)], axis=1)
         self._lines = np.array(numbers, np.int64)
         self._file = path.open("rb")
+        self.block_ends = np.append(np.arange(BLOCK_ROWS, len(self), BLOCK_ROWS), [len(self)] if len(self) else [])
         self.columns = list(self.row(0)) if len(self) else []
 
     def __len__(self) -> int:
@@ -144,6 +236,9 @@ class JsonlRows:
         if not isinstance(row, dict):
             raise DataError(f"{self.place(index)}: holds a {type(row).__name__}; each line is one JSON object")
         return row
+
+    def pieces(self, column: str) -> Iterator[Piece]:
+        return self.values(column)
 
     def values(self, column: str) -> Iterator[list[Any]]:
         for start in range(0, len(self), READ_AT_ONCE):

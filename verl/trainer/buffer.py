@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.stream import PromptStream
-from verl.errors import ConfigError, RewardError, WeightSyncError
+from verl.errors import ConfigError, DataError, RewardError, WeightSyncError
 from verl.types import SampleHandle
 
 __all__ = ["EpisodeBuffer", "differs"]
 
-RunGroup = Callable[[int, int], Awaitable[list[SampleHandle]]]
-"""(position in the data stream, row of the data) -> the finished samples of that prompt."""
+RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
+"""(position in the data stream, row of the data) -> the finished samples of that prompt; None: it is left out."""
 
 HasSignal = Callable[[list[SampleHandle]], bool]
 """The finished samples of one prompt -> whether there is anything to learn from how they differ."""
+
+MOST_LEFT_OUT = 100  # for each prompt of a batch; more are data that do not fit the settings
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 _MEND = (
@@ -57,7 +59,8 @@ def differs(metric: str) -> HasSignal:
 @dataclass(frozen=True, slots=True)
 class _Group:
     samples: list[SampleHandle]
-    has_signal: bool
+    has_signal: bool = True
+    left_out: bool = False
 
 
 class EpisodeBuffer:
@@ -75,6 +78,9 @@ class EpisodeBuffer:
     Nothing starts that is beyond the reach of the takes that may still use it: at version v, no group that lies
     `batch * (max_batches + max_staleness)` or more after the first that the take of v looks at. Without run-ahead no
     group is therefore left over; with it, what a take did not look at is there for the next one, and is young enough.
+
+    A prompt that is left out (`run_group` gave None: it is too long, and of a streamed data set that is found out when
+    it is read) counts nowhere in these laws: it is as if the stream did not have it. It is reported.
     """
 
     def __init__(
@@ -94,6 +100,8 @@ class EpisodeBuffer:
         self._version = 0
         self._started = 0  # without those that had no signal
         self._reach = 0  # the position in the stream before which groups may start
+        self._left_out = 0  # of the groups that no take has looked at yet
+        self._ever_left_out = False
         self._metrics: dict[str, float] = {}
         self.warnings: list[str] = []  # what the user should know of the last take, in words
 
@@ -102,7 +110,7 @@ class EpisodeBuffer:
         self._first = version if self._first is None else self._first
         self._version = version
         ahead = self._batch * (self._max_batches + self._max_staleness)
-        self._reach = self._next_position + ahead if self._max_batches else sys.maxsize
+        self._reach = self._next_position + ahead + self._left_out if self._max_batches else sys.maxsize
         self._start_allowed()
 
     async def take(self, count: int) -> list[SampleHandle]:
@@ -115,11 +123,19 @@ class EpisodeBuffer:
         bound = self._max_batches * count or sys.maxsize
         kept: list[_Group] = []
         dropped: list[_Group] = []
+        left_out: list[_Group] = []
         while (missing := min(count - len(kept), bound - len(kept) - len(dropped))) > 0:
             for group in await self._oldest(missing):
-                (kept if group.has_signal else dropped).append(group)
+                (left_out if group.left_out else kept if group.has_signal else dropped).append(group)
+            if len(left_out) > MOST_LEFT_OUT * count:
+                others = len(kept) + len(dropped)
+                raise DataError(
+                    f"{len(left_out):,} of the last {len(left_out) + others:,} prompts are longer than "
+                    "data.max_prompt_length and were left out; raise it, or mend data.train_files"
+                )
         self._started += count - len(kept)  # the places of a smaller batch are used up all the same
         self._report(count, kept, dropped)
+        self._report_left_out(len(left_out), len(kept) + len(dropped))
         samples = [sample for group in kept for sample in group.samples]
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:
@@ -130,7 +146,7 @@ class EpisodeBuffer:
         return samples
 
     def metrics(self) -> dict[str, float]:
-        """What dynamic sampling cost in the last take; empty without it."""
+        """What dynamic sampling cost in the last take, and how many prompts were left out; empty without both."""
         return self._metrics
 
     def state(self) -> dict[str, Any]:
@@ -158,21 +174,29 @@ class EpisodeBuffer:
 
     async def _generate(self, position: int, row: int) -> _Group:
         samples = await self._run_group(position, row)
+        if samples is None:
+            self._left_out += 1
+            self._started -= 1
+            self._reach += 1
+            self._start_allowed()
+            return _Group([], left_out=True)
         if self._has_signal is None or self._has_signal(samples):
-            return _Group(samples, has_signal=True)
+            return _Group(samples)
         self._started -= 1
         self._start_allowed()
         # What is not trained on need not stay in the object store until a take comes by.
         return _Group([replace(sample, ref=None) for sample in samples], has_signal=False)
 
     async def _oldest(self, count: int) -> list[_Group]:
-        groups = [self._groups.popleft() for _ in range(count)]
+        tasks = [self._groups.popleft() for _ in range(count)]
         try:
-            return await asyncio.gather(*groups)
+            groups = await asyncio.gather(*tasks)
         except BaseException:
-            for group in groups:
-                group.cancel()
+            for task in tasks:
+                task.cancel()
             raise
+        self._left_out -= sum(group.left_out for group in groups)
+        return groups
 
     def _report(self, count: int, kept: Sequence[_Group], dropped: Sequence[_Group]) -> None:
         """Metrics and warnings of a take; an error if it has found nothing to train on."""
@@ -201,3 +225,15 @@ class EpisodeBuffer:
                 f"{found}. They answer the prompts {last - looked_at} to {last - 1} of the stream. {_MEND}"
             )
         self.warnings = [f"{found}. The step trains on the smaller batch. {_MEND}"]
+
+    def _report_left_out(self, left_out: int, others: int) -> None:
+        """A metric from the first one on, and words for that."""
+        if left_out and not self._ever_left_out:
+            self._ever_left_out = True
+            self.warnings.append(
+                f"{left_out:,} of {left_out + others:,} prompts are longer than data.max_prompt_length and were left "
+                "out (data.filter_overlong_prompts=True); the next ones of the data took their places. From now on "
+                "data/left_out counts them for each step"
+            )
+        if self._ever_left_out:
+            self._metrics["data/left_out"] = float(left_out)

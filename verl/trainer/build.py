@@ -55,8 +55,8 @@ RANKS_PER_EPISODE_WORKER = 8
 
 T = TypeVar("T")
 S = TypeVar("S", bound=Section)
-Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle]]]
-"""(split, row, group, how many answers) -> samples."""
+Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle] | None]]
+"""(split, row, group, how many answers) -> samples; None for a row that is left out."""
 
 
 @asynccontextmanager
@@ -112,7 +112,7 @@ async def assemble(
             await timed("train_workers", policy.start(models))
 
         await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
-        stream = _stream(config, data)
+        stream = PromptStream(data.order)
         version = await _resume(config, policy, stream, console)
         tracker = _open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
@@ -122,8 +122,9 @@ async def assemble(
         answers_a_prompt = config.actor_rollout_ref.rollout.n
         tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
 
-        async def run_group(position: int, row: int) -> list[SampleHandle]:
-            return tally.scored(await answer("train", row, position, answers_a_prompt))
+        async def run_group(position: int, row: int) -> list[SampleHandle] | None:
+            handles = await answer("train", row, position, answers_a_prompt)
+            return None if handles is None else tally.scored(handles)
 
         buffer = EpisodeBuffer(
             run_group,
@@ -217,13 +218,8 @@ def _changed(section: S, changes: Mapping[str, Any]) -> S:
     return section.model_copy(update=update)
 
 
-def _stream(config: Config, data: RunData) -> PromptStream:
-    seed = config.trainer.seed if config.data.seed is None else config.data.seed
-    return PromptStream(data.train_rows, shuffle=config.data.shuffle, seed=seed)
-
-
 def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
-    epochs = timetable.total_steps * timetable.batch / data.train_rows
+    epochs = timetable.total_steps * timetable.batch / data.order.length
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
 
@@ -268,7 +264,7 @@ def _timetable(config: Config, data: RunData) -> Timetable:
     batch = config.data.train_batch_size
     return Timetable(
         batch=batch,
-        total_steps=total_steps(config, data.train_rows),
+        total_steps=total_steps(config, data.order.length),
         save_every=config.trainer.save_freq,
         validate_every=config.trainer.test_freq,
         validate_first=config.trainer.val_before_train,
@@ -299,7 +295,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
         text = f"{config.trainer.seed}/{split}/{group}/{number}"
         return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
-    async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle]:
+    async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
         seeds = [seed(split, group, number) for number in range(count)]
         greedy_baseline = split == "train" and method(config).estimator == "remax"
         return await episodes.run(split, row, group, seeds, sampling[split], greedy_baseline=greedy_baseline)
@@ -311,7 +307,13 @@ def _evaluator(config: Config, data: RunData, answer: Answer) -> Evaluator | Non
     if not data.has_validation:
         return None
     count = config.actor_rollout_ref.rollout.val_kwargs.n
-    return Evaluator(lambda row: answer("val", row, row, count), data.val_sources, batch=config.data.val_batch_size)
+
+    async def validate(row: int) -> list[SampleHandle]:
+        handles = await answer("val", row, row, count)
+        assert handles is not None, "the rows of validation were all measured before the start"
+        return handles
+
+    return Evaluator(validate, data.val_sources, batch=config.data.val_batch_size)
 
 
 def _probe(config: Config, data: RunData, device: str) -> Probe:

@@ -8,9 +8,13 @@ from typing import Any
 
 from verl.config.needs import uses_reward_function
 from verl.config.schema.root import Config
-from verl.data.dataset import PromptDataset, require_prompts
-from verl.errors import ConfigError, RewardError
+from verl.data.check import inspect_files
+from verl.data.dataset import PromptDataset, is_large
+from verl.data.files import CACHED_BYTES
+from verl.data.order import Order
+from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.score import no_scorer, scorer_of
+from verl.trainer.order import load_sampler, order_of
 from verl.workers.episodes import DatasetSettings
 
 __all__ = ["RunData", "check_files", "read_data"]
@@ -21,7 +25,7 @@ class RunData:
     """What the controller keeps of the data: numbers. The prompts are read again where the episodes run."""
 
     datasets: dict[str, DatasetSettings]
-    train_rows: int
+    order: Order
     val_sources: list[str]
     reports: list[str]
     stop_token_ids: tuple[int, ...]
@@ -33,20 +37,26 @@ class RunData:
 
 
 def check_files(config: Config) -> None:
-    """In a blink: model and data are there, and the data can be read and has the prompt's column."""
+    """In a blink: model and data are there, and the data can be read and has the columns that the settings name."""
     models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
     if config.reward.reward_model.enable:
         models["reward.reward_model.model_path"] = config.reward.reward_model.model_path or ""
     for key, model in models.items():
         if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
             raise ConfigError([f"{key}={model}: there is no such directory"])
-    for files in (config.data.train_files, config.data.val_files):
-        if files:
-            require_prompts(files, config.data.prompt_key)
+    if config.data.sampler is not None:
+        load_sampler(config.data.sampler)
+    problems = [problem for split in _splits(config) for problem in _inspect(config, split)[0]]
+    if len(problems) == 1:
+        raise DataError(problems[0])
+    if problems:
+        lines = [f"{len(problems)} things are wrong with the data:", *(f"  - {problem}" for problem in problems)]
+        raise DataError("\n".join(lines))
 
 
 def read_data(config: Config) -> RunData:
-    """Tokenise every prompt once, to know which are too long; `DataError` says what is wrong with a file."""
+    """Tokenise every prompt once, to know which are too long (streamed ones are only tried); `DataError` says what is
+    wrong with a file."""
     from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     model = config.actor_rollout_ref.model
@@ -56,28 +66,32 @@ def read_data(config: Config) -> RunData:
     except (OSError, ValueError) as error:
         raise ConfigError([f"actor_rollout_ref.model.path={model.path}: no tokenizer found: {error}"]) from error
     datasets: dict[str, DatasetSettings] = {}
-    reports, val_sources = [], []
-    for split, files, limit in (
-        ("train", config.data.train_files, config.data.train_max_samples),
-        ("val", config.data.val_files, config.data.val_max_samples),
-    ):
-        if not files:
-            continue
+    reports: list[str] = []
+    val_sources: list[str] = []
+    for split, files in _splits(config).items():
         arguments: dict[str, Any] = {
             "prompt_key": config.data.prompt_key,
             "max_prompt_length": config.data.max_prompt_length,
             "filter_overlong": config.data.filter_overlong_prompts,
             "truncation": config.data.truncation,
             "chat_template_kwargs": config.data.apply_chat_template_kwargs,
-            "max_samples": limit,
+            "max_samples": config.data.train_max_samples if split == "train" else config.data.val_max_samples,
+            "streaming": split == "train" and _streams(config),
             "keep_raw": config.data.return_raw_input_ids,
         }
-        names = [files] if isinstance(files, str) else list(files)
-        dataset = PromptDataset(names, tokenizer, **arguments)
-        datasets[split] = DatasetSettings(names, arguments, dataset.kept)
-        reports.append(str(dataset.report))
-        sources = dataset.sources()
-        if split == "val":
+        dataset = PromptDataset(
+            files, tokenizer, **arguments, num_workers=config.data.num_workers, cache_dir=_cache_dir(config)
+        )
+        datasets[split] = DatasetSettings(files, arguments, dataset.kept)
+        reports += [str(dataset.report), *_inspect(config, split)[1]]
+        if dataset.report.streamed:
+            sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
+            reports += _cautions(config, dataset)
+        else:
+            sources = dataset.sources()
+        if split == "train":
+            order = order_of(config, dataset, files)
+        else:
             val_sources = sources
         unknown = sorted(source for source in set(sources) if not _is_scored(config, source))
         if unknown:
@@ -89,8 +103,7 @@ def read_data(config: Config) -> RunData:
         ends = None
     stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).get_text_config().vocab_size
-    train_rows = len(datasets["train"].kept)
-    return RunData(datasets, train_rows, val_sources, reports, tuple(sorted(stops)), vocabulary)
+    return RunData(datasets, order, val_sources, reports, tuple(sorted(stops)), vocabulary)
 
 
 def _is_scored(config: Config, source: str) -> bool:
@@ -98,3 +111,46 @@ def _is_scored(config: Config, source: str) -> bool:
         return True
     function = config.reward.custom_reward_function
     return scorer_of(source, function.path, function.name, config.reward.functions) is not None
+
+
+def _splits(config: Config) -> dict[str, list[str]]:
+    """The entries of the data files that there are: paths and patterns."""
+    given = {"train": config.data.train_files, "val": config.data.val_files}
+    return {split: [files] if isinstance(files, str) else files for split, files in given.items() if files}
+
+
+def _inspect(config: Config, split: str) -> tuple[list[str], list[str]]:
+    """What is wrong with the files of a split, and what is only odd, as far as can be seen without reading rows."""
+    keys = {"prompt_key": config.data.prompt_key}
+    if split == "train" and config.data.curriculum_key is not None:
+        keys["curriculum_key"] = config.data.curriculum_key
+    weighted = split == "train" and config.data.train_weights is not None
+    return inspect_files(_splits(config)[split], keys, weighted=weighted)
+
+
+def _streams(config: Config) -> bool:
+    data = config.data
+    if data.streaming is not None:
+        return data.streaming
+    return data.curriculum_key is None and data.sampler is None and is_large(data.train_files)
+
+
+def _cautions(config: Config, dataset: PromptDataset) -> list[str]:
+    """What one should know of a streamed data set before it is noticed."""
+    data, found = config.data, []
+    if not data.filter_overlong_prompts and data.truncation == "error":
+        found.append(
+            f"a prompt longer than data.max_prompt_length={data.max_prompt_length} will stop the run when its turn "
+            "comes; data.filter_overlong_prompts=True leaves such prompts out"
+        )
+    if data.shuffle and dataset.bytes_a_row * data.shuffle_buffer_size > CACHED_BYTES:
+        fitting = int(CACHED_BYTES / dataset.bytes_a_row)
+        found.append(
+            f"data.shuffle_buffer_size={data.shuffle_buffer_size:,} rows do not fit into the {CACHED_BYTES >> 20} MiB "
+            f"that are kept of the data, so that blocks are read several times; try data.shuffle_buffer_size={fitting}"
+        )
+    return found
+
+
+def _cache_dir(config: Config) -> Path:
+    return Path(config.data.cache_dir or "~/.cache/verl").expanduser() / "lengths"

@@ -38,7 +38,7 @@ class DatasetSettings:
 
     files: list[str]
     arguments: dict[str, Any]
-    kept: npt.NDArray[np.int64]
+    kept: npt.NDArray[np.int64] | range
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ class EpisodeWorker:
         except (OSError, ValueError) as error:
             place = f"reward.reward_model.model_path={model.path}"
             raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error
-        example = next(iter(self._datasets.values()))[0]
+        example = next(iter(next(iter(self._datasets.values()))))
         read = reader(tokenizer, own, example, model_path=model.path, again=model.again)
         by_reward_model = by_model(read, RewardModelPool(self._reward_models).score)
         if settings.reward is None:
@@ -128,9 +128,12 @@ class EpisodeWorker:
         seeds: Sequence[int | None],
         sampling: SamplingParams,
         greedy_baseline: bool = False,
-    ) -> list[SampleHandle]:
+    ) -> list[SampleHandle] | None:
+        prompt = self._datasets[split][row]
+        if prompt is None:
+            return None
         samples = await self._runner.run(
-            self._datasets[split][row],
+            prompt,
             group,
             seeds,
             sampling,
@@ -190,8 +193,11 @@ class EpisodePool:
         sampling: SamplingParams,
         *,
         greedy_baseline: bool = False,
-    ) -> list[SampleHandle]:
-        """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer."""
+    ) -> list[SampleHandle] | None:
+        """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer.
+
+        None: the row was found to be too long when it was read, and is left out.
+        """
         reference = next(self._turn).run.remote(split, row, group, seeds, sampling, greedy_baseline)
         return await call(reference, what=f"the episodes of prompt {group}")  # engines and rewards have deadlines
 

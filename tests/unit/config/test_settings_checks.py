@@ -93,6 +93,12 @@ def problem(*overrides: str) -> str:
         ),
         (["reward.reward_model.enable=true"], "set reward.reward_model.model_path=my-org/reward-model"),
         (["trainer.test_freq=5"], "set data.val_files=test.parquet"),
+        (["data.train_files=[a.parquet,b.parquet]", "data.train_weights=[1]"], "set data.train_weights=[1,1]"),
+        (["data.train_files=a.parquet", "data.train_weights=[3,1]"], "set data.train_weights=[1]"),
+        (["data.sampler=mine:order", "data.curriculum_key=level"], "set data.curriculum_key=null"),
+        (["data.sampler=mine:order", "data.train_weights=[1]"], "set data.train_weights=null"),
+        (["data.sampler=mine:order", "data.streaming=true"], "set data.streaming=false"),
+        (["data.curriculum_key=level", "data.streaming=true"], "set data.streaming=false"),
         (
             ["trainer.resume_mode=path"],
             "set trainer.resume_from_path=checkpoints/verl/default/global_step_100",

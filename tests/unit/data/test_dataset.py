@@ -176,7 +176,7 @@ def test_row_groups_are_read_when_asked_for_and_leave_a_full_cache(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": str(i)} for i in range(10)], row_group_size=3)
-    rows = files.ParquetRows(path)
+    rows = files.ParquetRows(path, files.BlockCache())
     read: list[int] = []
     original = rows._file.read_row_group
     monkeypatch.setattr(rows._file, "read_row_group", lambda group, **kw: read.append(group) or original(group, **kw))

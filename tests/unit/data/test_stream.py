@@ -1,65 +1,191 @@
-"""The order of prompts is a function of seed and position."""
+"""The order of prompts is a function of the position: every row once an epoch, and a resume needs one number."""
 
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.data.order import InOrder, Order, Ranked, Sampled, Shuffled, ShuffledByBuffer, Weighted
 from verl.data.stream import PromptStream
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
-law = settings(max_examples=60, deadline=None)
+law = settings(max_examples=30, deadline=None)
 
 
+def backwards(epoch: int, seed: int, rows: int, column: Callable[[str], list[Any]]) -> list[int]:
+    return list(range(rows))[::-1]
+
+
+def blocks(length: int, rows: int) -> np.ndarray:
+    return np.append(np.arange(rows, length, rows), length)
+
+
+def sampled(sampler: Any, rows: int = 10, seed: int = 0, column: Any = None) -> Sampled:
+    return Sampled(sampler, "my_sampler.py:order", rows, seed, column)
+
+
+ORDERS: dict[str, Callable[[int, int], Order]] = {
+    "in order": lambda length, seed: InOrder(length),
+    "shuffled": Shuffled,
+    "by buffer": lambda length, seed: ShuffledByBuffer(blocks(length, 4), 7, seed),
+    "by a buffer of one": lambda length, seed: ShuffledByBuffer(blocks(length, 3), 1, seed),
+    "by a buffer of all": lambda length, seed: ShuffledByBuffer(blocks(length, 5), 1000, seed),
+    "ranked": lambda length, seed: Ranked(np.arange(length) % 3.0, "level", seed),
+    "ranked without a seed": lambda length, seed: Ranked(np.arange(length) % 3.0, "level", None),
+    "sampled": lambda length, seed: sampled(backwards, length, seed),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
 @law
-@given(st.integers(1, 40), st.booleans(), st.integers(0, 2**40), st.integers(0, 5))
-def test_every_row_comes_exactly_once_an_epoch(length: int, shuffle: bool, seed: int, epoch: int) -> None:
-    stream = PromptStream(length, shuffle=shuffle, seed=seed)
-    rows = [stream.row(epoch * length + place) for place in range(length)]
-    assert sorted(rows) == list(range(length))
+@given(length=st.integers(1, 40), seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
+def test_every_row_comes_exactly_once_an_epoch(name: str, length: int, seed: int, epoch: int) -> None:
+    order = ORDERS[name](length, seed)
+    assert order.length == length
+    assert sorted(order.row(epoch * length + place) for place in range(length)) == list(range(length))
 
 
+@pytest.mark.parametrize("name", [*ORDERS, "weighted"])
 @law
-@given(st.integers(1, 20), st.booleans(), st.integers(0, 50), st.integers(0, 50))
-def test_a_resumed_stream_goes_on_as_if_never_stopped(length: int, shuffle: bool, before: int, after: int) -> None:
-    stream = PromptStream(length, shuffle=shuffle, seed=1)
-    whole = [next(stream) for _ in range(before + after)]
-    first = PromptStream(length, shuffle=shuffle, seed=1)
+@given(length=st.integers(1, 20), before=st.integers(0, 50), after=st.integers(0, 50))
+def test_a_resumed_stream_goes_on_as_if_never_stopped(name: str, length: int, before: int, after: int) -> None:
+    def stream() -> PromptStream:
+        if name == "weighted":
+            return PromptStream(Weighted([Shuffled(length, 1), InOrder(3)], [0.5, 2], seed=1))
+        return PromptStream(ORDERS[name](length, 1))
+
+    uninterrupted = stream()
+    whole = [next(uninterrupted) for _ in range(before + after)]
+    first, second = stream(), stream()
     head = [next(first) for _ in range(before)]
-    second = PromptStream(length, shuffle=shuffle, seed=1)
     second.load(first.state())
     assert head + [next(second) for _ in range(after)] == whole
     assert [position for position, _ in whole] == list(range(before + after))
 
 
-def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    def order(seed: int, epoch: int) -> list[int]:
-        stream = PromptStream(50, shuffle=True, seed=seed)
-        return [stream.row(epoch * 50 + place) for place in range(50)]
+@pytest.mark.parametrize("name", ["shuffled", "by buffer", "ranked"])
+def test_epochs_and_seeds_have_orders_of_their_own(name: str) -> None:
+    def rows(seed: int, epoch: int) -> tuple[int, ...]:
+        order = ORDERS[name](50, seed)
+        return tuple(order.row(epoch * 50 + place) for place in range(50))
 
-    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
-    assert order(1, 2) == order(1, 2)
-
-
-def test_the_order_is_the_same_on_every_machine() -> None:
-    stream = PromptStream(8, shuffle=True, seed=42)
-    assert [stream.row(place) for place in range(8)] == [4, 3, 7, 6, 0, 1, 5, 2]
+    assert len({rows(seed, epoch) for seed in range(3) for epoch in range(3)}) == 9
+    assert rows(1, 2) == rows(1, 2)
 
 
-def test_without_shuffle_rows_come_in_order() -> None:
-    stream = PromptStream(3, shuffle=False, seed=0)
-    assert [row for _, row in (next(stream) for _ in range(5))] == [0, 1, 2, 0, 1]
-    assert stream.epoch == 1
+def test_the_orders_are_the_same_on_every_machine() -> None:
+    def head(order: Order) -> list[int]:
+        return [order.row(place) for place in range(8)]
+
+    assert head(Shuffled(8, 42)) == [4, 3, 7, 6, 0, 1, 5, 2]
+    assert head(ShuffledByBuffer(blocks(100, 4), 8, 42)) == [1, 2, 0, 20, 23, 21, 3, 22]
+    assert head(Weighted([InOrder(8), InOrder(8)], [3, 1], 42)) == [0, 8, 1, 2, 3, 4, 5, 9]
 
 
-@pytest.mark.parametrize("other", [{"length": 9}, {"seed": 8}, {"shuffle": False}])
-def test_a_position_in_another_order_is_refused(other: dict) -> None:
-    saved = PromptStream(**{"length": 10, "shuffle": True, "seed": 7, **other}).state()
-    [name] = other
-    with pytest.raises(DataError, match=f"{name} {other[name]} \\(now .*resume_mode=disable"):
-        PromptStream(10, shuffle=True, seed=7).load(saved)
+@law
+@given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 60), st.integers(0, 99))
+def test_a_buffer_reads_each_block_for_few_windows_and_few_blocks_at_once(
+    length: int, block: int, buffer: int, seed: int
+) -> None:
+    order = ShuffledByBuffer(blocks(length, block), buffer, seed)
+    read = [order.row(place) // block for place in range(length)]
+    windows = [set(read[start : start + buffer]) for start in range(0, length, buffer)]
+    small = 1 if length % block else 0  # one block may be smaller
+    assert all(len(window) <= -(-buffer // block) + 1 + small for window in windows)
+    assert sum(map(len, windows)) <= -(-length // block) + len(windows) - 1
 
 
-def test_no_rows_are_refused() -> None:
+def test_a_buffer_mixes_rows_from_all_over_the_files() -> None:
+    order = ShuffledByBuffer(blocks(100_000, 100), 1000, seed=3)
+    first = [order.row(place) for place in range(200)]
+    assert max(first) - min(first) > 50_000
+    assert len({row // 100 for row in first}) > 8, "a batch is not a stretch of the file"
+
+
+@pytest.mark.parametrize(
+    ("weights", "counts"),
+    [([3, 1], [3, 1]), ([0.7, 0.2, 0.1], [7, 2, 1]), ([10, 20], [1, 2]), ([1, 1e-9], [10_000, 1]), ([5], [1])],
+)
+def test_weights_are_shares_of_the_draws(weights: list[float], counts: list[int]) -> None:
+    lengths = [50, 7, 3][: len(weights)]
+    order = Weighted([Shuffled(length, 1) for length in lengths], weights, seed=2)
+    assert order.length == sum(lengths)
+    firsts = np.cumsum([0, *lengths])
+    draws = [order.row(position) for position in range(3 * sum(counts))]
+    sources = np.searchsorted(firsts, draws, side="right") - 1
+    for start in range(0, len(draws), sum(counts)):
+        assert Counter(sources[start : start + sum(counts)].tolist()) == dict(enumerate(counts))
+    for source, length in enumerate(lengths):
+        own = [draw - firsts[source] for draw in np.array(draws)[sources == source]]
+        for start in range(0, len(own) - length + 1, length):
+            assert sorted(own[start : start + length]) == list(range(length)), "each once in its own epoch"
+
+
+def test_a_curriculum_goes_from_easy_to_hard_each_epoch_and_shuffles_equals() -> None:
+    levels = np.array([2.0, 1.0, 1.0, 3.0, 1.0, 2.0])
+    order = Ranked(levels, "level", seed=4)
+    epochs = [[order.row(6 * epoch + place) for place in range(6)] for epoch in range(5)]
+    assert all(levels[rows].tolist() == [1, 1, 1, 2, 2, 3] for rows in epochs)
+    assert len(set(map(tuple, epochs))) > 1
+    still = Ranked(levels, "level", seed=None)
+    assert [still.row(place) for place in range(6)] == [1, 2, 4, 0, 5, 3]
+
+
+def test_a_sampler_may_leave_rows_out_repeat_them_and_look_at_columns() -> None:
+    def hard_twice(epoch: int, seed: int, rows: int, column: Callable[[str], list[Any]]) -> np.ndarray:
+        hard = np.flatnonzero(np.array(column("level")) > 1)
+        return np.random.default_rng([seed, epoch]).permutation(np.repeat(hard, 2))
+
+    order = sampled(hard_twice, rows=3, column={"level": [1, 2, 3]}.__getitem__)
+    assert order.length == 4
+    assert sorted(order.row(4 + place) for place in range(4)) == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "said"),
+    [
+        (lambda *_: [0, 10], r"gave row 10 at place 1 of epoch 0; there are rows 0 to 9"),
+        (lambda *_: [-1], r"gave row -1 at place 0"),
+        (lambda *_: [0.5], r"gave float64 of shape \(1,\) for epoch 0; it must give a list of row numbers"),
+        (lambda *_: [[1]], r"of shape \(1, 1\)"),
+        (lambda *_: [], r"of shape \(0,\)"),
+        (lambda *_: None, r"gave object of shape \(\)"),
+        (lambda *_: np.random.default_rng().permutation(10), r"two different orders.*default_rng\(\[seed, epoch\]\)"),
+    ],
+)
+def test_a_wrong_sampler_is_told_what_is_wrong(sampler: Any, said: str) -> None:
+    with pytest.raises(DataError, match=rf"data\.sampler=my_sampler\.py:order .*{said}"):
+        sampled(sampler)
+
+
+def test_epochs_of_a_sampler_are_of_one_length() -> None:
+    order = sampled(lambda epoch, *_: range(3 + epoch))
+    with pytest.raises(DataError, match="gave 4 rows for epoch 1 and 3 for epoch 0"):
+        order.row(3)
+
+
+@pytest.mark.parametrize(
+    ("saved", "said"),
+    [
+        (Shuffled(9, 7), r"length 9 \(now 10\)"),
+        (Shuffled(10, 8), r"seed 8 \(now 7\)"),
+        (InOrder(10), r"shuffle False \(now True\), seed None \(now 7\)"),
+        (ShuffledByBuffer(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
+        (Ranked(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
+        (Weighted([Shuffled(4, 7), Shuffled(6, 8)], [1, 2], 7), r"lengths \[4, 6\] .*train_weights \[1, 2\]"),
+    ],
+)
+def test_a_position_in_another_order_is_refused(saved: Order, said: str) -> None:
+    with pytest.raises(DataError, match=rf"{said}.*resume_mode=disable"):
+        PromptStream(Shuffled(10, 7)).load(PromptStream(saved).state())
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_no_rows_are_refused(name: str) -> None:
     with pytest.raises(DataError, match="at least one row"):
-        PromptStream(0, shuffle=True, seed=0)
+        ORDERS[name](0, 0)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.data.order import InOrder
 from verl.data.stream import PromptStream
 from verl.errors import WeightSyncError
 from verl.trainer.buffer import EpisodeBuffer
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 
 def stream() -> PromptStream:
-    return PromptStream(1000, shuffle=False, seed=0)
+    return PromptStream(InOrder(1000))
 
 
 def handle(group: int, version: int = 0) -> SampleHandle:

@@ -11,6 +11,7 @@ import pytest
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, Method
 from verl.config.load import load_dict, load_yaml
 from verl.config.schema.root import Config
+from verl.data.order import InOrder
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
@@ -219,14 +220,14 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
 
 
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
-    data = RunData(datasets={}, train_rows=1, val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    data = RunData(datasets={}, order=InOrder(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
     assert episode_settings(config_of(*shaped), data, 1).overlong == Overlong(20, 1.0, 100)
     assert episode_settings(config_of(), data, 1).overlong is None
 
 
 def test_episode_workers_share_the_scoring_processes() -> None:
-    data = RunData(datasets={}, train_rows=1, val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    data = RunData(datasets={}, order=InOrder(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
     prime = config_of("reward.reward_manager.name=prime", "reward.num_workers=8")
     assert episode_settings(prime, data, 3).reward["workers"] == 3
     assert episode_settings(config_of("reward.num_workers=8"), data, 1).reward["workers"] == 1

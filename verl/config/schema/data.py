@@ -27,6 +27,25 @@ class DataConfig(Section):
     truncation: Literal["error", "left", "right", "middle"] = setting(
         "error", "What happens to a longer prompt that was not left out: an error, or which side is cut."
     )
+    train_weights: list[float] | None = setting(
+        None, "Shares of the drawn prompts, one for each entry of train_files; null: every row equally often."
+    )
+    curriculum_key: str | None = setting(None, "Column of numbers: each epoch goes from the lowest to the highest.")
+    sampler: str | None = setting(
+        None, "Your own order of rows, as package.module:function or file.py:function; see docs/data.md."
+    )
+    streaming: bool | None = setting(
+        None,
+        "Read training rows when their turn comes, without a pass over all at start; "
+        "null: from 1,000,000 rows or 1 GiB on.",
+    )
+    shuffle_buffer_size: int = setting(
+        16384, "With streaming: rows that are shuffled among each other, and held in memory.", unit="rows", ge=1
+    )
+    num_workers: int | None = setting(
+        None, "Processes that tokenise prompts at start; null: as many as pay; 0: none.", unit="processes", ge=0
+    )
+    cache_dir: str | None = setting(None, "Where lengths of prompts are kept for the next start; null: ~/.cache/verl.")
     train_max_samples: int = setting(-1, "Use only the first so many training rows; -1: all.", unit="rows", ge=-1)
     val_max_samples: int = setting(-1, "Use only the first so many validation rows; -1: all.", unit="rows", ge=-1)
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed to the tokenizer's chat template as they are.")
