@@ -1,0 +1,64 @@
+"""Settings of a reward model reach those who hold it and those who ask it; what is wrong is said at the start."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.config.load import load_dict
+from verl.config.schema.root import Config
+from verl.errors import ConfigError
+from verl.trainer.data import check_files
+from verl.trainer.translate import episode_settings, reward_model_settings
+from verl.workers.episodes import ModelReward
+from verl.workers.rewards import RewardModelSettings
+
+pytestmark = pytest.mark.unit
+
+MODEL = ("reward.reward_model.enable=True", "reward.reward_model.model_path=my-org/rm")
+DATA: Any = SimpleNamespace(datasets={})
+
+
+def config_of(*overrides: str) -> Config:
+    required = ("actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet")
+    return load_dict({}, [*required, *overrides]).config
+
+
+def test_a_model_alone_is_the_reward_and_no_function_is_loaded() -> None:
+    settings = episode_settings(config_of(*MODEL), DATA, 1)
+    assert settings.reward is None
+    assert settings.model_reward == ModelReward("my-org/rm", again=False)
+
+
+@pytest.mark.parametrize("function", ["reward.custom_reward_function.path=r.py", "reward.functions=[{path: r.py}]"])
+def test_beside_a_function_the_model_has_its_weight(function: str) -> None:
+    overrides = (function, "reward.reward_model.weight=0.5", "data.return_raw_input_ids=True")
+    settings = episode_settings(config_of(*MODEL, *overrides), DATA, 1)
+    assert settings.reward is not None
+    assert settings.model_reward == ModelReward("my-org/rm", again=True, weight=0.5)
+
+
+def test_without_a_model_a_function_scores() -> None:
+    settings = episode_settings(config_of(), DATA, 1)
+    assert settings.reward is not None
+    assert settings.model_reward is None
+
+
+def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:
+    config = config_of(*MODEL, "reward.reward_model.micro_batch_size_per_gpu=4", "reward.deadline_s=7")
+    arguments = {"model_path": "my-org/rm", "dtype": "bfloat16", "device": "cuda", "trust": False}
+    assert reward_model_settings(config, "cuda") == RewardModelSettings("hf", arguments, batch=4, deadline_s=7)
+
+
+def test_a_reward_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:
+    policy, prompts = tmp_path / "policy", tmp_path / "prompts.parquet"
+    policy.mkdir()
+    pq.write_table(pa.table({"prompt": ["1+1="]}), prompts)
+    files = (f"actor_rollout_ref.model.path={policy}", f"data.train_files={prompts}")
+    path = f"reward.reward_model.model_path={tmp_path / 'rm'}"
+    check_files(config_of(*files, path))  # it is not enabled
+    with pytest.raises(ConfigError, match=r"reward\.reward_model\.model_path=.*there is no such directory"):
+        check_files(config_of(*files, path, "reward.reward_model.enable=True"))
