@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 
@@ -33,7 +35,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "there are train, demo, config" in capsys.readouterr().err
+    assert "there are train, demo, data, config" in capsys.readouterr().err
 
 
 def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,3 +109,49 @@ def test_settings_and_help_import_nothing_heavy(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def write_rows(path: Path, *rows: dict[str, object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_data_shows_files_and_ends_with_1_if_something_would_stop_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "raw.jsonl", *({"question": f"{n}+2=?", "answer": "4"} for n in range(3)))
+    assert main(["data", path]) == 1
+    assert "Set data.prompt_key=question" in capsys.readouterr().out
+    own = "reward.custom_reward_function.path=my_reward.py"
+    assert main(["data", path, "--row", "2", "data.prompt_key=question", own]) == 0
+    text = capsys.readouterr().out
+    assert "│ 2+2=?" in text
+    assert "my_reward.py:compute_score" in text
+    assert "✓ none found" in text
+
+
+def test_data_takes_the_files_of_the_settings_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"prompt": "1", "data_source": "gsm8k", "answer": "1"}
+    write_rows(tmp_path / "train.jsonl", row)
+    test = write_rows(tmp_path / "test.jsonl", {**row, "prompt": "2"})
+    (tmp_path / "mine.yaml").write_text(f"data:\n  train_files: {tmp_path / 'train.jsonl'}\n")
+    settings = ["--config-path", str(tmp_path), "--config-name", "mine", f"data.val_files={test}"]
+    assert main(["data", *settings, "--head", "2"]) == 0
+    text = capsys.readouterr().out
+    assert [line.split()[1] for line in text.splitlines() if line.startswith("──")][:2] == ["train.jsonl", "test.jsonl"]
+    assert "── row 1 " in text
+    assert main(["data"]) == 2
+    assert "name a file, such as `verl data train.parquet`" in capsys.readouterr().err
+    assert main(["data", str(tmp_path / "tset.jsonl")]) == 2
+    assert f"Did you mean {test}?" in capsys.readouterr().err
+
+
+def test_data_without_a_model_imports_no_torch_and_no_transformers(tmp_path: Path) -> None:
+    path = write_rows(tmp_path / "a.jsonl", {"prompt": "1", "data_source": "gsm8k", "answer": "1"})
+    script = (
+        "import sys; from verl.cli import main; code = main(sys.argv[1:]); "
+        "heavy = {'torch', 'ray', 'transformers', 'vllm'} & set(sys.modules); "
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", script, "data", path], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr

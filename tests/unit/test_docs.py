@@ -68,6 +68,8 @@ def check_verl(arguments: list[str]) -> None:
         load(rest, complete=bool(rest))
     elif name == "demo":
         read_arguments(rest)
+    elif name == "data":
+        cli.read_data_arguments(rest or ["train.parquet"])
     elif name == "config":
         assert cli.main(["config", *rest]) == 0
     else:

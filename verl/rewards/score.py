@@ -200,15 +200,12 @@ def scorer_of(
 
 def no_scorer(data_source: str) -> str:
     """What to do about a data source that no shipped scorer knows."""
+    near = difflib.get_close_matches(data_source, SHIPPED, n=1)
+    known = f"did you mean {near[0]!r}?" if near else f"they know {', '.join(sorted(SHIPPED))}."
+    what = f"data_source {data_source!r}: no shipped scorer knows it; {known} Correct the column"
     if not data_source:
-        what = "data_source: rows have none, so that no shipped scorer can be chosen; add the column"
-    else:
-        near = difflib.get_close_matches(data_source, SHIPPED, n=1)
-        meant = f"; did you mean {near[0]!r}? Correct the column" if near else "; correct the column"
-        what = f"data_source {data_source!r}: no shipped scorer knows it{meant}"
-    return (
-        f"{what}, or give your own function with {_SETTING}.path=my_reward.py (shipped: {', '.join(sorted(SHIPPED))})"
-    )
+        what = "data_source: rows without one have no shipped scorer. Add the column"
+    return f"{what}, or give your own function with {_SETTING}.path=my_reward.py"
 
 
 def ships(data_source: str) -> bool:

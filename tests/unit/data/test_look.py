@@ -1,0 +1,238 @@
+"""`verl data`: what is shown is what a run would see, and every problem comes with its mend."""
+
+from __future__ import annotations
+
+import io
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import rich.console
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import chat_tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from verl.data.dataset import PromptDataset
+from verl.data.look import DataFiles, Survey
+from verl.data.show import bars, bins, show_data
+from verl.errors import DataError
+from verl.rewards.score import no_scorer, scorer_of
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return chat_tokenizer()
+
+
+def user(content: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": content}]
+
+
+def good(content: str = "2+2", **more: Any) -> dict[str, Any]:
+    row = {"prompt": user(content), "data_source": "gsm8k", "reward_model": {"style": "rule", "ground_truth": "4"}}
+    return {**row, "level": 1, **more}
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: Any) -> DataFiles:
+    return DataFiles(
+        files, tokenizer=tokenizer, scorer_of=lambda source: scorer_of(source, own), no_scorer=no_scorer, **options
+    )
+
+
+def survey(data: DataFiles, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any) -> Survey:
+    return data.survey(max_prompt_length=max_prompt_length, long_ones_stop=long_ones_stop, **options)
+
+
+def shown(data: DataFiles, found: Survey, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
+    out = rich.console.Console(file=io.StringIO(), width=80, highlight=False)
+    settings = {"max_prompt_length": 100, "fate": "they are left out"} | options
+    show_data(data, found, out, rows=rows, whole=whole, **settings)
+    return out.file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    first = write(tmp_path / f"a{suffix}", [good("1"), good("2", extra_info={"index": 7})])
+    second = write(tmp_path / f"b{suffix}", [good("3")])
+    data, trained = look([first, second], tokenizer), PromptDataset([first, second], tokenizer, max_prompt_length=99)
+    assert len(data) == 3
+    for number, prompt in enumerate(trained):
+        row = data.row(number)
+        assert row.token_ids == prompt.token_ids
+        told = (prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        assert (row.data_source, row.ground_truth, row.extra_info) == told
+    assert data.row(2).place.startswith(str(second))
+    assert data.row(1).text == "<|start|>user\n2<|end|><|start|>assistant\n"
+    with pytest.raises(DataError, match="--row 3: there are 3 rows, 0 to 2"):
+        data.row(3)
+
+
+def test_without_a_tokenizer_messages_are_shown_as_written_and_lengths_are_characters(tmp_path: Path) -> None:
+    data = look(write(tmp_path / "a.parquet", [good("12+34")]))
+    assert (data.row(0).text, data.row(0).token_ids, data.unit) == ("user: 12+34", None, "characters")
+    found = survey(data, max_prompt_length=3)
+    assert (found.lengths.tolist(), found.problems) == ([11], [])
+    assert "for tokens, name the model: actor_rollout_ref.model.path=..." in shown(data, found)
+
+
+def test_every_column_has_its_use(tmp_path: Path) -> None:
+    assert look(write(tmp_path / "a.parquet", [good(extra_info={"x": 1}, answer="4")])).uses() == {
+        "prompt": "the prompt",
+        "data_source": "chooses the scorer, and is told to it",
+        "reward_model": "its ground_truth is told to the scorer, and what else it holds as extra_info",
+        "level": "told to the scorer as extra_info['level']",
+        "extra_info": "told to the scorer",
+        "answer": "told to the scorer as extra_info['answer']",
+    }
+    raw = look(write(tmp_path / "b.jsonl", [{"question": "2+2", "answer": "4"}]), prompt_key="question")
+    assert raw.uses() == {"question": "the prompt", "answer": "the ground truth"}
+
+
+def test_good_data_has_no_problems(tmp_path: Path, tokenizer: Any) -> None:
+    data = look(write(tmp_path / "a.parquet", [good("1"), good("2")]), tokenizer)
+    found = survey(data)
+    assert (found.rows, found.problems, dict(found.sources)) == (2, [], {"gsm8k": 2})
+    assert found.lengths.tolist() == [len(data.row(0).token_ids or [])] * 2
+
+
+PROBLEMS: list[tuple[dict[str, Any], str, str, bool]] = [
+    (good(prompt=""), "line 2: the prompt is an empty string; remove the row or fill it", "", True),
+    (good(prompt=[{"role": "user"}]), "line 2: message 0 of the prompt has no content", "", True),
+    (good(prompt=user("  ")), "line 2: the prompt is blank", "fill it, or remove the row", False),
+    (good(data_source="gsm8K"), "no shipped scorer knows it; did you mean 'gsm8k'? Correct the column", "", True),
+    (good(data_source=None), "data_source: rows without one have no shipped scorer. Add the column", "", True),
+    (good(reward_model=None), "line 2: there is no ground truth", "write it as reward_model", True),
+    (good(reward_model='{"ground_truth": 4}'), "line 2: column 'reward_model' holds text", "", True),
+    (good("the first"), "line 2: the prompt is there already, ", "remove one of the two, unless it is meant", False),
+    (
+        good(prompt="2+2"),
+        "line 2: the prompt is a string without special tokens",
+        "if the model is to be asked as in a chat, write",
+        False,
+    ),
+    (good("x" * 100), "1 prompts are longer than data.max_prompt_length=100", "set data.max_prompt_length=118", True),
+]
+
+
+@pytest.mark.parametrize(("row", "what", "mend", "fatal"), PROBLEMS)
+def test_a_problem_is_named_with_its_place_and_its_mend(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], what: str, mend: str, fatal: bool
+) -> None:
+    data = look(write(tmp_path / "a.jsonl", [good("the first"), row]), tokenizer)
+    [problem] = survey(data).problems
+    assert what in problem.what
+    assert problem.mend.startswith(mend)
+    assert problem.fatal is fatal
+    text = shown(data, survey(data))
+    assert (problem.what in text, problem.mend in text, "✓ none found" in text) == (True, True, False)
+
+
+def test_a_line_that_is_no_json_does_not_hide_the_others(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", [good("1")])
+    path.write_text(path.read_text() + "oops\n" + json.dumps(good("2")) + "\n")
+    found = survey(look(path))
+    assert [problem.what for problem in found.problems if "line 2: not valid JSON" in problem.what]
+    assert (len(found.problems), found.rows, len(found.lengths)) == (1, 3, 2)
+
+
+def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_path: Path) -> None:
+    data = look(
+        write(tmp_path / "a.parquet", [{"question": str(n), "data_source": "gsm8k", "answer": "4"} for n in "12"])
+    )
+    found = survey(data)
+    [problem] = found.problems
+    assert "column 'prompt' not found" in problem.what
+    assert problem.what.endswith("Set data.prompt_key=question")
+    text = shown(data, found)
+    assert "no prompt can be measured" in text
+    assert "verl.rewards.gsm8k" in text
+
+
+def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
+    rows = [good(str(n)) if n % 3 else good(prompt=None) for n in range(3000)]
+    [problem] = survey(look(write(tmp_path / "a.parquet", rows))).problems
+    assert problem.what.startswith(f"1,000 rows, the first {tmp_path / 'a.parquet'}, row 0: the prompt is missing")
+
+
+def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
+    train, test = write(tmp_path / "train.parquet", [good("1"), good("2")]), write(tmp_path / "test.jsonl", [good("2")])
+    [problem] = survey(look([train, test])).problems
+    assert problem.what == f"{test}, line 1: the prompt is there already, {train}, row 1"
+
+
+def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
+    data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
+    [problem] = survey(data).problems
+    assert (problem.fatal, "your function is told None" in problem.mend) == (False, True)
+    assert "my_reward.py:compute_score" in shown(data, survey(data))
+
+
+def test_only_the_first_rows_are_looked_at_if_so_asked(tmp_path: Path) -> None:
+    files = [write(tmp_path / name, [good(f"{name}{n}") for n in range(5)]) for name in ("a.jsonl", "b.parquet")]
+    for limit, rows in ((3, 3), (7, 7), (100, 10)):
+        assert survey(look(files), limit=limit).rows == rows
+
+
+def test_special_tokens_blanks_and_ids_are_visible(tmp_path: Path, tokenizer: Any) -> None:
+    data = look(write(tmp_path / "a.jsonl", [good("a b"), good("x" * 200)]), tokenizer)
+    lines = shown(data, survey(data, 1000)).splitlines()
+    assert "│ <|start|>user" in lines
+    assert "│ a b<|end|><|start|>assistant" in lines
+    pieces = next(place for place, line in enumerate(lines) if line.startswith("  <|start|>  u"))
+    assert lines[pieces].split()[:9] == ["<|start|>", "u", "s", "e", "r", "⏎", "a", "·", "b"]
+    assert lines[pieces + 1].split()[:9] == ["0", "117", "115", "101", "114", "10", "97", "32", "98"]
+    assert "... 166 more ..." in shown(data, survey(data, 1000), rows=[1])
+    assert "more ..." not in shown(data, survey(data, 1000), rows=[1], whole=True)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(100, "all are within data.max_prompt_length=100"), (30, "1 of 2 (50.00%) are beyond")]
+)
+def test_the_limit_is_marked_and_what_is_beyond_it_is_counted(
+    tmp_path: Path, tokenizer: Any, limit: int, said: str
+) -> None:
+    data = look(write(tmp_path / "a.jsonl", [good("1"), good("1" * 40)]), tokenizer)
+    text = shown(data, survey(data, limit, long_ones_stop=False), max_prompt_length=limit)
+    assert text.count(f"◂ max_prompt_length={limit}") == 1
+    assert said in text
+
+
+LENGTHS = st.lists(st.integers(0, 100_000), min_size=1, max_size=60).map(lambda found: np.array(found, np.int64))
+
+
+@given(LENGTHS)
+def test_every_length_is_in_exactly_one_of_few_bins(lengths: npt.NDArray[np.int64]) -> None:
+    found = bins(lengths)
+    assert sum(count for *_, count in found) == len(lengths)
+    assert len(found) <= 15
+    assert all(left[1] == right[0] for left, right in pairwise(found))
+
+
+@given(LENGTHS, st.integers(1, 200_000))
+def test_the_limit_is_marked_once_unless_all_are_beyond_it(lengths: npt.NDArray[np.int64], limit: int) -> None:
+    marks = sum("◂" in line.plain for line in bars(lengths, limit))
+    assert marks == (0 if limit < bins(lengths)[0][0] else 1)
+
+
+def test_a_thin_tail_does_not_flatten_the_rest() -> None:
+    lengths = np.array([*range(50, 150)] * 10 + [90_000], np.int64)
+    found = bins(lengths)
+    assert len(found) > 8
+    assert found[-1] == (150, None, 1)
