@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from verl.data.order import InOrder
 from verl.data.stream import PromptStream
-from verl.errors import WeightSyncError
-from verl.trainer.buffer import EpisodeBuffer
+from verl.errors import DataError, RewardError, WeightSyncError
+from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -109,3 +109,84 @@ async def test_an_answer_that_is_too_old_stops_the_run() -> None:
     buffer.advance(2)
     with pytest.raises(WeightSyncError, match=r"written by version 1 .* version 2 .*trainer\.max_staleness"):
         await buffer.take(1)
+
+
+@given(
+    left_out=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
+    no_signal=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
+    batch=st.integers(1, 4),
+    staleness=st.integers(0, 2),
+    max_batches=st.integers(0, 3),
+    dynamic=st.booleans(),
+)
+def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
+    left_out: list[bool], no_signal: list[bool], batch: int, staleness: int, max_batches: int, dynamic: bool
+) -> None:
+    """The takes of a stream with such prompts are those of a stream without them, also after a resume."""
+
+    def is_left_out(position: int) -> bool:
+        return left_out[position % len(left_out)]
+
+    there = [position for position in range(3000) if not is_left_out(position)]
+
+    async def takes(*, gaps: bool, resume_at: int | None = None) -> list[object]:
+        version, found = 0, []
+
+        async def episode(position: int, row: int) -> list[SampleHandle] | None:
+            if gaps and is_left_out(position):
+                return None
+            number = there.index(position) if gaps else position
+            for _ in range(number % 3):
+                await asyncio.sleep(0)
+            scores = (0.0, 0.0) if no_signal[number % len(no_signal)] else (0.0, 1.0)
+            return [SampleHandle(None, number, 4, 2, score, version) for score in scores]
+
+        def buffer(order: PromptStream) -> EpisodeBuffer:
+            signal = differs("score") if dynamic else None
+            bound = max_batches if dynamic else 0
+            return EpisodeBuffer(episode, order, batch, max_staleness=staleness, has_signal=signal, max_batches=bound)
+
+        feed = buffer(PromptStream(InOrder(3000)))
+        for version in range(4):
+            feed.advance(version)
+            try:
+                found.append([sample.group for sample in await feed.take(batch)])
+            except RewardError:
+                found.append("nothing with signal")
+                break
+            if version == resume_at:
+                again = PromptStream(InOrder(3000))
+                again.load(feed.state())
+                await feed.close()
+                feed = buffer(again)
+        await feed.close()
+        return found
+
+    expected = asyncio.run(takes(gaps=False))
+    assert asyncio.run(takes(gaps=True)) == expected
+    assert asyncio.run(takes(gaps=True, resume_at=1)) == expected
+
+
+async def test_what_is_left_out_is_counted_and_said_once() -> None:
+    async def episode(position: int, row: int) -> list[SampleHandle] | None:
+        return None if position in (1, 2, 7) else [handle(position, version=position // 4)]
+
+    buffer = EpisodeBuffer(episode, stream(), 2, max_staleness=1)
+    seen = []
+    for version in range(4):
+        buffer.advance(version)
+        await buffer.take(2)
+        seen.append((buffer.metrics(), len(buffer.warnings)))
+    counts = [{"data/left_out": count} for count in (2.0, 0.0, 1.0, 0.0)]
+    assert seen == [(counts[0], 1), (counts[1], 0), (counts[2], 0), (counts[3], 0)]
+
+
+async def test_data_of_nothing_but_long_prompts_end_the_run() -> None:
+    async def episode(position: int, row: int) -> list[SampleHandle] | None:
+        return None
+
+    buffer = EpisodeBuffer(episode, stream(), 2)
+    buffer.advance(0)
+    with pytest.raises(DataError, match=r"202 of the last 202 prompts are longer than data\.max_prompt_length"):
+        await asyncio.wait_for(buffer.take(2), 10)
+    await buffer.close()

@@ -35,9 +35,7 @@ class DataConfig(Section):
         None, "Your own order of rows, as package.module:function or file.py:function; see docs/data.md."
     )
     streaming: bool | None = setting(
-        None,
-        "Read training rows when their turn comes, without a pass over all at start; "
-        "null: from 1,000,000 rows or 1 GiB on.",
+        None, "Read training rows only when their turn comes; null: from 1,000,000 rows or 1 GiB on."
     )
     shuffle_buffer_size: int = setting(
         16384, "With streaming: rows that are shuffled among each other, and held in memory.", unit="rows", ge=1
