@@ -1,0 +1,222 @@
+"""The data of a run as the settings say: its order, its checks, and what is told of it."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from tiny import chat_tokenizer, tiny_qwen2
+
+from verl.config.load import load_dict
+from verl.config.schema.root import Config
+from verl.data import dataset as dataset_module
+from verl.data.order import Order
+from verl.errors import ConfigError, DataError, RewardError
+from verl.trainer.data import check_files, read_data
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    chat_tokenizer().save_pretrained(folder)
+    tiny_qwen2(vocab_size=127).save_pretrained(folder)
+    return folder
+
+
+def write(path: Path, rows: int, **columns: Any) -> str:
+    shared = {"prompt": [f"{path.stem}{n}" for n in range(rows)], "data_source": ["addition"] * rows}
+    pq.write_table(pa.table({**shared, **columns}), path, row_group_size=4)
+    return str(path)
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> Any:
+    def made(**data: Any) -> Config:
+        given = {"max_prompt_length": 8, "cache_dir": str(tmp_path / "cache"), "seed": 3, **data}
+        return load_dict({"data": given, "actor_rollout_ref": {"model": {"path": str(model)}}}).config
+
+    return made
+
+
+def rows(order: Order, count: int | None = None) -> list[int]:
+    return [order.row(position) for position in range(order.length if count is None else count)]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_each_row_once_in_random_order_or_as_it_lies(tmp_path: Path, config: Any, streaming: bool) -> None:
+    files = [write(tmp_path / "a.parquet", 9), write(tmp_path / "b.parquet", 6)]
+    shuffled = read_data(config(train_files=files, streaming=streaming)).order
+    assert sorted(rows(shuffled)) == list(range(15))
+    assert rows(shuffled) != list(range(15))
+    still = read_data(config(train_files=files, streaming=streaming, shuffle=False)).order
+    assert rows(still) == list(range(15))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_weights_are_shares_of_the_entries(tmp_path: Path, config: Any, streaming: bool) -> None:
+    for name, count in (("a1", 3), ("a2", 4), ("b", 5)):
+        write(tmp_path / f"{name}.parquet", count)
+    files = [str(tmp_path / "a*.parquet"), str(tmp_path / "b.parquet")]
+    order = read_data(config(train_files=files, train_weights=[1, 3], streaming=streaming)).order
+    assert order.length == 12
+    drawn = rows(order, 40)
+    assert Counter(row >= 7 for row in drawn) == {True: 30, False: 10}
+    first = [row for row in drawn if row >= 7][:5]
+    assert sorted(first) == [7, 8, 9, 10, 11], "each file goes through its own epochs"
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_weight_for_what_has_no_rows_left_is_refused(tmp_path: Path, config: Any, streaming: bool) -> None:
+    files = [write(tmp_path / "a.parquet", 3), write(tmp_path / "b.parquet", 3)]
+    settings = {"train_files": files, "train_weights": [1, 1], "train_max_samples": 3, "streaming": streaming}
+    with pytest.raises(DataError, match=r"b\.parquet: no rows are left of it.*train_weights.*train_max_samples"):
+        read_data(config(**settings))
+
+
+def test_a_curriculum_counts_what_is_left_of_the_rows(tmp_path: Path, config: Any) -> None:
+    path = write(tmp_path / "a.parquet", 5, prompt=["1", "1" * 20, "1", "1", "1"], level=[4.0, 0.0, 1.0, 3.0, 2.0])
+    order = read_data(config(train_files=path, curriculum_key="level", filter_overlong_prompts=True)).order
+    assert rows(order) == [1, 3, 2, 0], "of the four that are left"
+    both = [path, write(tmp_path / "b.parquet", 2, level=[9, 7])]
+    order = read_data(
+        config(train_files=both, train_weights=[2, 1], curriculum_key="level", filter_overlong_prompts=True)
+    ).order
+    drawn = rows(order, 6)
+    assert [row for row in drawn if row < 4] == [1, 3, 2, 0]
+    assert [row for row in drawn if row >= 4] == [5, 4]
+
+
+@pytest.mark.parametrize(
+    ("levels", "said"),
+    [
+        ([1.0, None, 2.0], r"a\.parquet, row 1, column 'level': None is no finite number"),
+        ([1.0, 2.0, float("nan")], r"row 2, column 'level': nan is no"),
+        (["1", "2", "3"], r"row 0, column 'level': '1' is no finite number.*data\.curriculum_key"),
+        ([True, False, True], r"row 0, column 'level': True is no"),
+    ],
+)
+def test_a_curriculum_of_no_numbers_names_the_row(tmp_path: Path, config: Any, levels: list[Any], said: str) -> None:
+    path = write(tmp_path / "a.parquet", 3, level=levels)
+    with pytest.raises(DataError, match=said):
+        read_data(config(train_files=path, curriculum_key="level"))
+
+
+def test_a_sampler_from_a_file_sees_the_columns(tmp_path: Path, config: Any) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "def odd(epoch, seed, rows, column):\n    return [r for r, v in enumerate(column('level')) if v % 2]\n"
+    )
+    path = write(tmp_path / "a.parquet", 4, level=[3, 2, 1, 0])
+    made = config(train_files=path, sampler=f"{code}:odd")
+    check_files(made)
+    assert rows(read_data(made).order) == [0, 2]
+    with pytest.raises(ConfigError, match=r"data\.sampler: .*:even' cannot be imported"):
+        check_files(config(train_files=path, sampler=f"{code}:even"))
+
+
+def test_large_files_are_streamed_unless_their_order_needs_all_rows(
+    tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "a.parquet", 12, level=list(range(12)))
+    monkeypatch.setattr(dataset_module, "STREAMED_ROWS", 12)
+    data = read_data(config(train_files=path, val_files=path))
+    assert data.datasets["train"].arguments["streaming"]
+    assert not data.datasets["val"].arguments["streaming"], "validation is measured"
+    assert data.datasets["train"].kept == range(12)
+    assert "a.parquet: 12 rows, streamed" in data.reports[0]
+    assert "will stop the run when its turn comes" in data.reports[1]
+    assert not read_data(config(train_files=path, streaming=False)).datasets["train"].arguments["streaming"]
+    ranked = read_data(config(train_files=path, curriculum_key="level"))
+    assert rows(ranked.order) == list(range(12))
+
+
+def test_a_buffer_that_does_not_fit_is_said(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from verl.trainer import data as module
+
+    monkeypatch.setattr(module, "CACHED_BYTES", 1000)
+    path = write(tmp_path / "a.parquet", 12)
+    settings = {"train_files": path, "streaming": True, "filter_overlong_prompts": True}
+    [_, said] = read_data(config(**settings)).reports
+    assert "data.shuffle_buffer_size=16,384 rows do not fit into the" in said
+    fitting = int(said.rpartition("=")[2])
+    assert len(read_data(config(**settings, shuffle_buffer_size=fitting)).reports) == 1
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_data_source_without_a_scorer_is_found_before_the_run(tmp_path: Path, config: Any, streaming: bool) -> None:
+    path = write(tmp_path / "a.parquet", 3, data_source=["nobody knows"] * 3)
+    with pytest.raises(RewardError, match="nobody knows"):
+        read_data(config(train_files=path, streaming=streaming))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path: Path, config: Any, streaming: bool) -> None:
+    good = write(tmp_path / "good.parquet", 2, level=[1, 2])
+    pq.write_table(pa.table({"question": ["1"]}), tmp_path / "other.parquet")
+    empty = write(tmp_path / "empty.parquet", 0)
+    (tmp_path / "text.parquet").write_text("nothing")
+    files = [
+        good,
+        str(tmp_path / "other.parquet"),
+        empty,
+        str(tmp_path / "text.parquet"),
+        str(tmp_path / "goood.parquet"),
+    ]
+    extra = {} if streaming else {"curriculum_key": "level"}
+    with pytest.raises(DataError) as caught:
+        check_files(config(train_files=files, train_weights=[1] * 5, val_files=files[1], streaming=streaming, **extra))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == f"{6 - streaming} things are wrong with the data:"
+    said = "\n".join(lines)
+    assert "empty.parquet: no rows, and a weight in data.train_weights" in said
+    assert "text.parquet cannot be read as Parquet" in said
+    assert f"Did you mean {good}?" in said
+    assert said.count("column 'prompt' not found in") == 2
+    assert "it has: question. Set data.prompt_key=question" in said
+    assert ("column 'level' not found in" in said) == (not streaming)
+
+
+def test_one_thing_that_is_wrong_is_said_plainly(tmp_path: Path, config: Any) -> None:
+    path = write(tmp_path / "a.parquet", 2, difficulty=[1, 2])
+    with pytest.raises(DataError, match=r"^column 'level' not found in .*Set data\.curriculum_key=difficulty$"):
+        check_files(config(train_files=path, curriculum_key="level"))
+    with pytest.raises(DataError, match=r"empty\.parquet: no rows\. Fill the file"):
+        check_files(config(train_files=write(tmp_path / "empty.parquet", 0)))
+
+
+def test_files_unlike_the_first_and_empty_ones_are_mentioned(tmp_path: Path, config: Any) -> None:
+    files = [
+        write(tmp_path / "a.parquet", 2, level=[1, 2]),
+        write(tmp_path / "b.parquet", 2, kind=["x", "y"]),
+        write(tmp_path / "c.parquet", 0),
+    ]
+    [_, empty, unlike] = read_data(config(train_files=files)).reports
+    assert empty.endswith("c.parquet has no rows")
+    assert unlike.endswith("b.parquet lacks level and has kind besides, unlike a.parquet: rewards see what a row has")
+
+
+def test_many_files_with_the_same_fault_do_not_fill_the_screen(tmp_path: Path, config: Any) -> None:
+    for number in range(20):
+        pq.write_table(pa.table({"question": ["1"]}), tmp_path / f"{number:02}.parquet")
+    with pytest.raises(DataError) as caught:
+        check_files(config(train_files=str(tmp_path / "*.parquet")))
+    assert len(str(caught.value).splitlines()) == 7
+    assert "... and 15 more files" in str(caught.value)
+
+
+def test_a_seed_of_its_own_or_that_of_the_run(tmp_path: Path, model: Path) -> None:
+    path = write(tmp_path / "a.parquet", 30)
+
+    def order(**given: Any) -> list[int]:
+        sections = {"data": {"train_files": path, "seed": given.get("data")}, "trainer": {"seed": given.get("run", 1)}}
+        loaded = load_dict({**sections, "actor_rollout_ref": {"model": {"path": str(model)}}})
+        return rows(read_data(loaded.config).order)
+
+    assert order(data=5) == order(data=5, run=7) != order(run=7)
+    assert order(run=7) == order(data=7)
+    assert np.array_equal(sorted(order(run=7)), np.arange(30))
