@@ -1,0 +1,246 @@
+"""The judge against a real HTTP server on this machine, which answers, refuses, hangs and talks nonsense."""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.errors import RewardError
+from verl.rewards import judge
+from verl.rewards.judge import compute_score
+from verl.rewards.pool import ScorePool
+from verl.types import Failed, Scored
+
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
+
+Reply = tuple[int, dict[str, str], bytes] | Callable[[BaseHTTPRequestHandler], None]
+QUESTION = {"question": "What is 12 + 34?"}
+
+
+def said(text: Any) -> Reply:
+    body = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
+    return 200, {}, body
+
+
+class Service:
+    """Answers with `replies` one after the other, the last of them for ever; keeps what it was asked, and when."""
+
+    def __init__(self) -> None:
+        self.replies: list[Reply] = [said("score: 7/10")]
+        self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.times: list[float] = []
+        self.over = threading.Event()
+        service, lock = self, threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    service.times.append(time.time())
+                    service.asked.append((self.path, dict(self.headers), body))
+                    reply = service.replies.pop(0) if len(service.replies) > 1 else service.replies[0]
+                if callable(reply):
+                    return reply(self)
+                status, headers, content = reply
+                self.send_response(status)
+                for name, value in {"Content-Length": str(len(content)), **headers}.items():
+                    self.send_header(name, value)
+                self.end_headers()
+                self.wfile.write(content)
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        self.url = f"http://127.0.0.1:{self._server.server_port}/v1"
+
+    def hang(self, handler: BaseHTTPRequestHandler) -> None:
+        self.over.wait()
+        handler.close_connection = True
+
+    def drip(self, handler: BaseHTTPRequestHandler) -> None:
+        """A byte now and then, so that no single wait is long."""
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000000")
+        handler.end_headers()
+        while not self.over.wait(0.01):
+            try:
+                handler.wfile.write(b" ")
+            except OSError:
+                return
+
+    def break_off(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", "1000")
+        handler.end_headers()
+        handler.wfile.write(b'{"choices": [')
+        handler.close_connection = True
+
+    def talk_nonsense(self, handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(b"\x00\x01 this is not HTTP \r\n\r\n")
+        handler.close_connection = True
+
+    def close(self) -> None:
+        self.over.set()
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.001)
+    made = Service()
+    yield made
+    made.close()
+
+
+async def ask(service: Service, answer: str = "46", **kwargs: Any) -> dict[str, float]:
+    return await compute_score("sums", answer, "46", QUESTION, url=service.url, model="judge-7b", **kwargs)
+
+
+async def test_the_judge_is_asked_with_question_answer_and_reference(service: Service, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret\n")
+    result = await ask(service, answer="It is {ground_truth}", key_env="JUDGE_KEY", options={"max_tokens": 9})
+    assert result == {"score": 0.7, "from_cache": 0.0}
+    [(path, headers, body)] = service.asked
+    assert path == "/v1/chat/completions"
+    assert headers["Authorization"] == "Bearer sk-secret"
+    assert (body["model"], body["temperature"], body["max_tokens"]) == ("judge-7b", 0.0, 9)
+    text = body["messages"][0]["content"]
+    assert "What is 12 + 34?" in text
+    assert "It is {ground_truth}" in text, "what stands in an answer is not filled in"
+
+
+async def test_messages_can_be_the_question(service: Service) -> None:
+    raw = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12+34?"}]
+    kwargs = {"url": f"{service.url}/chat/completions/", "model": "m", "question_key": "raw_prompt"}
+    await compute_score("", "46", "46", {"raw_prompt": raw}, **kwargs)
+    [(path, _, body)] = service.asked
+    assert path == "/v1/chat/completions"
+    assert "system: Be brief.\nuser: 12+34?" in body["messages"][0]["content"]
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        (429, {}, b"slow down"),
+        (500, {}, b"oops"),
+        (503, {}, b""),
+        (200, {}, b"<html>a proxy's greeting</html>"),
+        (200, {}, b'{"error": "overloaded"}'),
+        (200, {}, b"[]"),
+        said(None),
+        Service.break_off,
+        Service.talk_nonsense,
+        Service.hang,
+        Service.drip,
+    ],
+)
+async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: Any) -> None:
+    bad = trouble.__get__(service) if callable(trouble) else trouble
+    service.replies = [bad, bad, said("score: 7/10")]
+    # Short only where somebody hangs, and then with room for a machine that stands still.
+    patience = {"retries": 20, "timeout_s": 0.5} if callable(trouble) else {"retries": 2, "timeout_s": 60}
+    assert (await ask(service, **patience))["score"] == 0.7
+    assert len(service.asked) >= 3
+
+
+@pytest.mark.parametrize(
+    ("trouble", "says"),
+    [
+        ((500, {}, b"oops"), "answered HTTP 500: oops"),
+        ((429, {}, b"slow down"), "requests_per_minute"),
+        ((200, {}, b"<html>"), "sent no JSON: '<html>'"),
+        ((200, {}, b"{}"), "without choices"),
+        (Service.hang, "within timeout_s=0.2"),
+        (Service.drip, "within timeout_s=0.2"),
+    ],
+)
+async def test_trouble_that_stays_is_a_failure_that_names_it(service: Service, trouble: Any, says: str) -> None:
+    service.replies = [trouble.__get__(service) if callable(trouble) else trouble]
+    with pytest.raises(RewardError, match="the judge at http") as raised:
+        await ask(service, retries=1, timeout_s=0.2 if callable(trouble) else 60)
+    assert says in str(raised.value)
+    assert "after 2 requests" in str(raised.value)
+
+
+async def test_nobody_at_the_address_is_a_failure_that_names_it(service: Service) -> None:
+    service.close()
+    with pytest.raises(RewardError, match="cannot be reached: ConnectionRefusedError"):
+        await ask(service, retries=1)
+
+
+@pytest.mark.parametrize(
+    ("status", "mend"),
+    [(400, "model"), (401, "key_env"), (403, "key_env"), (404, "url"), (422, "model"), (307, "url"), (418, "url")],
+)
+async def test_a_request_that_is_wrong_is_not_made_again(
+    service: Service, status: int, mend: str, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    service.replies = [(status, {"Location": "http://127.0.0.1:9/elsewhere"}, b"the key sk-secret is no good")]
+    with pytest.raises(RewardError, match=f"answered HTTP {status}") as raised:
+        await ask(service, retries=5, key_env="JUDGE_KEY")
+    assert len(service.asked) == 1
+    assert mend in str(raised.value).split("\n")[0].rpartition(";")[2]
+    assert "sk-secret" not in str(raised.value)
+
+
+async def test_an_address_that_is_none_is_said_at_once() -> None:
+    with pytest.raises(RewardError, match=r"cannot be asked: .*https://host/v1"):
+        await compute_score("", "", "", QUESTION, url="judge.local/v1", model="m")
+
+
+async def test_the_service_says_when_to_ask_again_and_all_wait_for_it(service: Service, tmp_path: Path) -> None:
+    service.replies = [(429, {"Retry-After": "0.3"}, b""), said("score: 1/10")]
+    await ask(service, requests_per_minute=60_000, cache=str(tmp_path / "judge.sqlite"), timeout_s=60)
+    assert service.times[1] - service.times[0] >= 0.29
+
+
+async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(service: Service, tmp_path: Path) -> None:
+    cache = str(tmp_path / "deep" / "judge.sqlite")
+    service.replies = [said("I like it."), said("score: 10/10")]
+    with pytest.raises(RewardError, match="no score such as"):
+        await ask(service, cache=cache)
+    assert len(service.asked) == 1
+    assert (await ask(service, cache=cache))["score"] == 1.0
+
+
+async def test_what_was_judged_once_is_not_asked_again(service: Service, tmp_path: Path) -> None:
+    cache = str(tmp_path / "judge.sqlite")
+    first = await ask(service, cache=cache)
+    again = await ask(service, cache=cache)
+    assert (first, again) == ({"score": 0.7, "from_cache": 0.0}, {"score": 0.7, "from_cache": 1.0})
+    assert len(service.asked) == 1
+    await ask(service, cache=cache, answer="47")
+    await ask(service, cache=cache, options={"temperature": 1.0})
+    assert len(service.asked) == 3, "another answer, another way of asking"
+
+
+async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_failures(
+    service: Service, tmp_path: Path
+) -> None:
+    cache = tmp_path / "judge.sqlite"
+    kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 1200, "retries": 0}
+    reward = {"path": "verl.rewards.judge", "kwargs": kwargs}
+    with ScorePool(reward, workers=2, deadline_s=60) as pool:
+        await pool.start()
+        for number in range(8):
+            pool_outcome = await pool.score("sums", f"{number % 4}", "46", QUESTION)
+            assert isinstance(pool_outcome, Scored)
+        assert len(service.asked) == 4, "each answer once, whichever process has it"
+        service.replies = [(500, {}, b"oops")]
+        failed = await pool.score("sums", "another", "46", QUESTION)
+    assert isinstance(failed, Failed)
+    assert "answered HTTP 500" in failed.message
+    assert service.times[-1] - service.times[0] >= 4 * 0.05 - 0.01

@@ -1,0 +1,114 @@
+"""What a judge wrote is read as it was meant, or not at all."""
+
+import time
+from email.utils import formatdate
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl.errors import RewardError
+from verl.rewards.judge import compute_score, read_verdict
+from verl.rewards.judge_http import _retry_after
+from verl.rewards.judge_store import Store
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("score: 7/10", 0.7),
+        ("**Score:** 7 / 10.", 0.7),
+        ("Rating: [[8]]", 0.8),
+        ("Final grade - 5", 0.5),
+        ('{"reason": "half of it", "final_score": 5}', 0.5),
+        ("score: 3 out of 5", 0.6),
+        ("I would say 4/5", 0.8),
+        ("Step 1 deserves 1/10. Score: 9/10", 0.9),
+        ("score: 7/10, that is 2/3 of what I hoped for", 0.7),
+        ("At first score: 2/10, but then: score: 10/10", 1.0),
+        ("SCORE: 0/10", 0.0),
+        ("score: 2.5/10", 0.25),
+    ],
+)
+def test_the_last_verdict_counts(reply: str, score: float) -> None:
+    assert read_verdict(reply) == pytest.approx(score)
+
+
+@pytest.mark.parametrize(
+    "reply",
+    ["", "It is a good answer.", "score: seven", "score: 11/10", "score: -1/10", "score: 0/0", "underscore 5", "10"],
+)
+def test_what_is_no_verdict_is_a_failure_and_never_a_zero(reply: str) -> None:
+    with pytest.raises(RewardError, match="the judge"):
+        read_verdict(reply)
+
+
+@given(given=st.integers(0, 100), scale=st.integers(1, 100))
+def test_the_full_mark_is_the_scale_unless_the_judge_names_it(given: int, scale: int) -> None:
+    if given > scale:
+        with pytest.raises(RewardError):
+            read_verdict(f"score: {given}", scale)
+    else:
+        assert read_verdict(f"score: {given}", scale) == pytest.approx(given / scale)
+        assert read_verdict(f"score: {given}/{scale}", scale=1) == pytest.approx(given / scale)
+
+
+def test_words_have_their_own_worth() -> None:
+    verdicts = {"correct": 1, "incorrect": -0.5, "partly right": 0.25}
+    assert read_verdict("It looks correct, but is INCORRECT.", verdicts=verdicts) == -0.5
+    assert read_verdict("partly right", verdicts=verdicts) == 0.25
+    with pytest.raises(RewardError, match="without any of correct, incorrect, partly right"):
+        read_verdict("incorrectly written; score: 7/10", verdicts=verdicts)
+
+
+async def test_a_question_that_the_row_lacks_names_the_entries_and_the_mend() -> None:
+    with pytest.raises(RewardError, match=r"question_key=question: extra_info has only level; .*raw_prompt"):
+        await compute_score("", "46", "46", {"level": 3}, url="http://127.0.0.1:9/v1", model="m")
+
+
+@pytest.mark.parametrize("key", [None, "", "line\nbreak", "schlüssel"])
+async def test_a_key_that_cannot_be_one_is_named_by_its_variable_alone(key: Any, monkeypatch: Any) -> None:
+    monkeypatch.delenv("JUDGE_KEY", raising=False)
+    if key is not None:
+        monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(RewardError, match="key_env=JUDGE_KEY") as raised:
+        await compute_score("", "", "", url="http://127.0.0.1:9/v1", model="m", prompt="{answer}", key_env="JUDGE_KEY")
+    assert not key or key not in str(raised.value)
+
+
+def test_turns_are_given_one_after_the_other_to_all_who_share_the_file(tmp_path: Path) -> None:
+    asks = [Store(tmp_path / "judge.sqlite", "a") for _ in range(3)]
+    waits = [ask.turn(1000.0) for ask in (*asks, *asks)]
+    assert [round(wait / 1000) for wait in waits] == [0, 1, 2, 3, 4, 5]
+    assert Store(tmp_path / "judge.sqlite", "b").turn(1000.0) == 0, "another endpoint has turns of its own"
+
+
+def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: Path) -> None:
+    one, other = (Store(tmp_path / "judge.sqlite", "a") for _ in range(2))
+    one.hold(5000.0)
+    one.hold(1000.0)
+    assert 4000 < other.turn(1.0) <= 5000
+
+
+@pytest.mark.parametrize(
+    ("header", "seconds"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), (None, None), ("soon", None), ("", None)]
+)
+def test_the_header_that_says_when_to_ask_again_is_read(header: str | None, seconds: float | None) -> None:
+    assert _retry_after(header) == seconds
+
+
+def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
+    assert _retry_after("Fri, 01 Jan 1999 00:00:00 GMT") == 0
+    seconds = _retry_after(formatdate(time.time() + 5000, usegmt=True))
+    assert seconds is not None
+    assert 4000 < seconds <= 5001
+
+
+def test_a_file_that_cannot_be_used_is_named_with_the_mend(tmp_path: Path) -> None:
+    (tmp_path / "judge.sqlite").write_text("this is a diary and no database, and it is long enough to be looked at")
+    with pytest.raises(RewardError, match=r"judge\.sqlite cannot be used: .*cache="):
+        Store(tmp_path / "judge.sqlite", "a").reply("x")
