@@ -59,7 +59,7 @@ async def compute_score(
     *,
     url: str,
     model: str,
-    prompt: str = PROMPT,
+    prompt: str | None = None,
     question_key: str = "question",
     key_env: str | None = None,
     options: Mapping[str, Any] | None = None,
@@ -72,12 +72,13 @@ async def compute_score(
 ) -> dict[str, float]:
     """The judge's verdict on one answer.
 
-    `url` is the endpoint (https://host/v1); `key_env` names the environment variable with its key. In `prompt`,
-    {question}, {answer} and {ground_truth} are filled in; the question is `extra_info[question_key]`. `options` go into
-    the request as they are, beside temperature 0. How the reply is read: `read_verdict`. A request that the service
-    could not serve is tried again, `retries` times, each waiting at most `timeout_s` for a reply. `cache` is a file.
+    `url` is the endpoint (https://host/v1); `key_env` names the environment variable of its key. In `prompt`, which is
+    `PROMPT` unless given, {question}, {answer} and {ground_truth} are filled in; the question is that of
+    `extra_info[question_key]`. `options` go into the request as they are, beside temperature 0. How the reply is read:
+    `read_verdict`. A request that the service could not serve is made again, `retries` times, and each may take
+    `timeout_s`. `cache` is a file.
     """
-    text = _filled(prompt, solution_str, ground_truth, extra_info or {}, question_key)
+    text = _filled(prompt or PROMPT, solution_str, ground_truth, extra_info or {}, question_key)
     asked = {"model": model, "messages": [{"role": "user", "content": text}], "temperature": 0.0, **(options or {})}
     store = _store(url, cache)
     name = hashlib.sha256(json.dumps([url, asked], sort_keys=True, default=str).encode()).hexdigest()

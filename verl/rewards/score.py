@@ -282,11 +282,22 @@ def _check_signature(scorer: Scorer, where: str, kwargs: Mapping[str, Any], para
         signature.bind(**dict.fromkeys(parameters), **kwargs)
     except TypeError as error:
         extra = f", and reward_kwargs {', '.join(kwargs)}" if kwargs else ""
+        mend = _of_its_own(signature, kwargs)
+        mend = mend or f"declare it as compute_score({', '.join(parameters[:-1])}, {parameters[-1]}=None)"
         raise RewardError(
             f"{where}: has the signature {signature}, but is called by name with "
-            f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); "
-            f"declare it as compute_score({', '.join(parameters[:-1])}, {parameters[-1]}=None)"
+            f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); {mend}"
         ) from None
+
+
+def _of_its_own(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str:
+    """The mend where a function names its own arguments, and one of them is missing or there is none of that name."""
+    own = {name: one for name, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY}
+    missing = [name for name, one in own.items() if one.default is one.empty and name not in kwargs]
+    if missing:
+        return f"set {_SETTING}.reward_kwargs.{missing[0]}=..."
+    unknown = [name for name in kwargs if name not in signature.parameters]
+    return f"of its own it takes {', '.join(own)}; leave {unknown[0]} out" if own and unknown else ""
 
 
 def _defined_here(value: Any, module: ModuleType) -> bool:

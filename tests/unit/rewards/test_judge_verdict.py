@@ -13,6 +13,7 @@ from verl.errors import RewardError
 from verl.rewards.judge import compute_score, read_verdict
 from verl.rewards.judge_http import _retry_after
 from verl.rewards.judge_store import Store
+from verl.rewards.score import load_reward
 
 pytestmark = pytest.mark.unit
 
@@ -63,6 +64,18 @@ def test_words_have_their_own_worth() -> None:
     assert read_verdict("partly right", verdicts=verdicts) == 0.25
     with pytest.raises(RewardError, match="without any of correct, incorrect, partly right"):
         read_verdict("incorrectly written; score: 7/10", verdicts=verdicts)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "mend"),
+    [
+        ({"model": "m"}, r"set reward\.custom_reward_function\.reward_kwargs\.url=\.\.\."),
+        ({"url": "u", "model": "m", "api_key": "sk"}, "it takes url, model, prompt, .*; leave api_key out"),
+    ],
+)
+def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict[str, Any], mend: str) -> None:
+    with pytest.raises(RewardError, match=mend):
+        load_reward("verl.rewards.judge", kwargs=kwargs)
 
 
 async def test_a_question_that_the_row_lacks_names_the_entries_and_the_mend() -> None:
