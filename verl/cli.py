@@ -146,13 +146,14 @@ def _data(argv: list[str]) -> int:
     from functools import partial
 
     files, options, config = read_data_arguments(argv)
-    data, function = config.data, config.reward.custom_reward_function
+    data = config.data
 
     import rich.console
 
     from verl.data.look import DataFiles
     from verl.data.show import show_data
-    from verl.rewards.score import no_scorer, scorer_of
+    from verl.rewards.score import no_scorer
+    from verl.rewards.who import who_scores
 
     model = config.actor_rollout_ref.model
     seen = DataFiles(
@@ -160,7 +161,7 @@ def _data(argv: list[str]) -> int:
         prompt_key=data.prompt_key,
         tokenizer=_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code),
         template_kwargs=data.apply_chat_template_kwargs,
-        scorer_of=partial(scorer_of, path=function.path, name=function.name, functions=config.reward.functions),
+        scorer_of=partial(who_scores, config),
         no_scorer=no_scorer,
     )
     fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"

@@ -13,7 +13,17 @@ if TYPE_CHECKING:  # a process that scores answers reads these records too, and 
     import numpy as np
     import numpy.typing as npt
 
-__all__ = ["Completion", "Failed", "FailureKind", "Prompt", "Sample", "SampleHandle", "SamplingParams", "Scored"]
+__all__ = [
+    "Completion",
+    "Exhibit",
+    "Failed",
+    "FailureKind",
+    "Prompt",
+    "Sample",
+    "SampleHandle",
+    "SamplingParams",
+    "Scored",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,16 @@ class Failed:
 
     kind: FailureKind
     message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Exhibit:
+    """One answer as its scorer saw it, to be shown where the numbers raise a question."""
+
+    data_source: str
+    answer: str
+    ground_truth: Any
+    score: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,8 @@ class EpisodeRunner:
         decode: Callable[[Sequence[int]], str],
         episode: Episode = single_turn,
     ) -> None:
-        self._generate, self._score, self._decode, self._episode = generate, score, decode, episode
+        self._generate, self._score, self._episode = generate, score, episode
+        self.decode = decode
 
     async def run(
         self,
@@ -56,7 +57,7 @@ class EpisodeRunner:
     async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams, overlong: Overlong | None) -> Sample:
         transcript = await self._episode(prompt, self._generate, sampling)
         tokens = transcript.answer()
-        outcome = await self._score(prompt, transcript, self._decode(tokens))
+        outcome = await self._score(prompt, transcript, self.decode(tokens))
         if isinstance(outcome, Failed):
             return replace(transcript.sample(group, math.nan, {}), failure=outcome)
         score, metrics = outcome.score, outcome.metrics

@@ -6,9 +6,18 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Diagnosis", "diagnose"]
+__all__ = ["Diagnosis", "all_zero", "diagnose", "is_uniform"]
 
 Numbers = Mapping[str, float]
+
+_SMOOTHING = 0.2  # of the reward that validations are compared with
+_APART = 0.1  # share by which the one must have fallen and the other risen
+_LARGE, _FAR = 10.0, 20.0  # a reward beyond the first, and so many standard deviations from the mean, is a spike
+_LEASH = (
+    "hold it closer to where it began by actor_rollout_ref.actor.use_kl_loss=True and a larger "
+    "actor_rollout_ref.actor.kl_loss_coef, or algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.kl_coef=0.01; or "
+    "let the reward check more (reward.functions adds several)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,24 +40,81 @@ class Diagnosis:
     def __init__(self, remind_after: int = 50) -> None:
         self._remind_after = remind_after
         self._said: dict[str, int] = {}
+        self._reward: float | None = None
+        self._best: dict[str, tuple[float, float, int]] = {}  # validation -> the best, the reward then, the step
 
-    def advise(self, metrics: Numbers, step: int) -> list[str]:
-        """What is worth saying now."""
+    def advise(self, metrics: Numbers, step: int, exhibit: str = "") -> list[str]:
+        """What is worth saying now; `exhibit` is an answer to show where all rewards are the same."""
+        reward = metrics.get("reward/mean")
+        if reward is not None:
+            self._reward = reward if self._reward is None else self._reward + _SMOOTHING * (reward - self._reward)
         lines = []
         for name, line in _found(metrics):
-            if name not in self._said or step - self._said[name] >= self._remind_after:
-                self._said[name] = step
-                lines.append(line)
+            if self._is_due(name, step):
+                lines.append(f"{line}. {exhibit}" if exhibit and name == "no signal" and is_uniform(metrics) else line)
         return lines
+
+    def advise_validation(self, means: Numbers, step: int) -> list[str]:
+        """What a validation shows beside the rewards of training: they must not part."""
+        lines = []
+        for name, mean in means.items():
+            if not name.startswith("val/") or "/mean@" not in name or self._reward is None:
+                continue
+            best, reward, when = self._best.get(name, (-math.inf, 0.0, 0))
+            if mean >= best:
+                self._best[name] = mean, self._reward, step
+                continue
+            apart = mean < best - _APART * abs(best) and self._reward > reward + _APART * abs(reward)
+            if apart and self._is_due(f"hacking {name}", step):
+                lines.append(
+                    f"the reward rose from {reward:.3g} at step {when} to {self._reward:.3g}, while {name} fell from "
+                    f"{best:.3g} to {mean:.3g}: the model may have learned to please the reward function; {_LEASH}"
+                )
+        return lines
+
+    def _is_due(self, name: str, step: int) -> bool:
+        due = name not in self._said or step - self._said[name] >= self._remind_after
+        if due:
+            self._said[name] = step
+        return due
+
+
+def is_uniform(metrics: Numbers) -> bool:
+    """Whether all answers of a step got the same reward."""
+    low, high = metrics.get("reward/min"), metrics.get("reward/max")
+    return low is not None and low == high
+
+
+def all_zero(source: str, answers: int, cut: int, exhibit: str) -> str:
+    """What to say of a validation in which every answer got 0; `cut` of them were cut by the length limit."""
+    limit = f"{cut} of them were cut by the length limit: try a larger data.max_response_length. " if cut else ""
+    return (
+        f"validation: all {answers} answers to data source {source!r} got 0. {exhibit}{'. ' if exhibit else ''}{limit}"
+        "Look whether the prompts ask for what the scorer reads, whether validation rows are like training rows "
+        "(`verl data` shows both), and whether validation is greedy "
+        "(actor_rollout_ref.rollout.val_kwargs.temperature=0)"
+    )
 
 
 def _no_signal(metrics: Numbers) -> str | None:
-    low, high = metrics.get("reward/min"), metrics.get("reward/max")
-    if low is not None and low == high:
-        return f"every answer of the step got the same reward, {low:g}: there is nothing to learn from"
+    if is_uniform(metrics):
+        return (
+            f"every answer of the step got the same reward, {metrics['reward/min']:g}: there is nothing to learn from"
+        )
     silent = metrics.get("reward/groups_without_signal", 0.0)
     if silent > 0.9:
         return f"for {silent:.0%} of the prompts all answers got the same reward: there is little to learn from"
+    return None
+
+
+def _spike(metrics: Numbers) -> str | None:
+    mean, std = metrics.get("reward/mean"), metrics.get("reward/std")
+    if mean is None or not std:
+        return None
+    for name in ("reward/max", "reward/min"):
+        value = metrics.get(name, mean)
+        if abs(value) > _LARGE and abs(value - mean) > _FAR * std:
+            return f"one reward is far from all others: {name} is {value:.3g}, the mean {mean:.3g}"
     return None
 
 
@@ -90,6 +156,12 @@ _TROUBLES = (
         _no_signal,
         "look at some answers and at the reward function; more answers a prompt with actor_rollout_ref.rollout.n=8, "
         "prompts that the model sometimes solves, or algorithm.filter_groups.enable=True to draw others in their place",
+    ),
+    _Trouble(
+        "spike",
+        _spike,
+        "such a step moves the policy by one answer; return rewards in a fixed range, or hold them there by "
+        "reward.functions=[{path: my_reward.py, clip: [-1, 1]}]",
     ),
     _Trouble(
         "mismatch",

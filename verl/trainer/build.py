@@ -19,8 +19,10 @@ from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
+from verl.rewards.outcome import short
 from verl.rewards.pool import ScorePool
 from verl.rewards.tally import FailureTally
+from verl.rewards.who import who_scores
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
@@ -57,6 +59,8 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Section)
 Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle] | None]]
 """(split, row, group, how many answers) -> samples; None for a row that is left out."""
+Exhibiting = Callable[..., Awaitable[str]]
+"""(split, data source or None) -> one of the latest answers, and what it got, in words."""
 
 
 @asynccontextmanager
@@ -117,7 +121,7 @@ async def assemble(
         tracker = _open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
-        answer = _answering(config, data, episodes)
+        answer, exhibit = _answering(config, data, episodes), _exhibiting(config, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
         tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
@@ -140,13 +144,14 @@ async def assemble(
             planner=planner(config, ranks),
             policy=policy,
             weights=Publisher(policy, engines, _transport(config), _probe(config, data, device)),
-            evaluator=_evaluator(config, data, answer),
+            evaluator=_evaluator(config, data, answer, exhibit),
             checkpoints=CheckpointDir(config.trainer.checkpoint_dir),
             timetable=timetable,
             tracker=tracker,
             console=console,
             version=version,
             tally=tally,
+            exhibit=exhibit,
         )
 
 
@@ -303,7 +308,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
     return answer
 
 
-def _evaluator(config: Config, data: RunData, answer: Answer) -> Evaluator | None:
+def _evaluator(config: Config, data: RunData, answer: Answer, exhibit: Exhibiting) -> Evaluator | None:
     if not data.has_validation:
         return None
     count = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -313,7 +318,20 @@ def _evaluator(config: Config, data: RunData, answer: Answer) -> Evaluator | Non
         assert handles is not None, "the rows of validation were all measured before the start"
         return handles
 
-    return Evaluator(validate, data.val_sources, batch=config.data.val_batch_size)
+    return Evaluator(
+        validate, data.val_sources, batch=config.data.val_batch_size, exhibit=lambda source: exhibit("val", source)
+    )
+
+
+def _exhibiting(config: Config, episodes: EpisodePool) -> Exhibiting:
+    async def exhibit(split: str, data_source: str | None = None) -> str:
+        found = await episodes.exhibit(split, data_source)
+        if found is None:
+            return ""
+        scorer, answer, truth = who_scores(config, found.data_source), short(found.answer), short(found.ground_truth)
+        return f"{scorer} gave {found.score:g} to the answer {answer}; the ground truth is {truth}"
+
+    return exhibit
 
 
 def _probe(config: Config, data: RunData, device: str) -> Probe:

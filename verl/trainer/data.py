@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.config.needs import uses_reward_function
 from verl.config.schema.root import Config
 from verl.data.check import inspect_files
 from verl.data.dataset import PromptDataset, is_large
 from verl.data.files import CACHED_BYTES
 from verl.data.order import Order
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.score import no_scorer, scorer_of
+from verl.rewards.score import no_scorer
+from verl.rewards.who import who_scores
 from verl.trainer.order import load_sampler, order_of
 from verl.workers.episodes import DatasetSettings
 
@@ -93,7 +93,7 @@ def read_data(config: Config) -> RunData:
             order = order_of(config, dataset, files)
         else:
             val_sources = sources
-        unknown = sorted(source for source in set(sources) if not _is_scored(config, source))
+        unknown = sorted(source for source in set(sources) if who_scores(config, source) is None)
         if unknown:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
@@ -104,13 +104,6 @@ def read_data(config: Config) -> RunData:
     stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).get_text_config().vocab_size
     return RunData(datasets, order, val_sources, reports, tuple(sorted(stops)), vocabulary)
-
-
-def _is_scored(config: Config, source: str) -> bool:
-    if not uses_reward_function(config):
-        return True
-    function = config.reward.custom_reward_function
-    return scorer_of(source, function.path, function.name, config.reward.functions) is not None
 
 
 def _splits(config: Config) -> dict[str, list[str]]:

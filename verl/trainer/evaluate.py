@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
+from verl.tracking.diagnosis import all_zero
 from verl.types import SampleHandle
 
 __all__ = ["Evaluator"]
@@ -16,31 +17,50 @@ __all__ = ["Evaluator"]
 class Evaluator:
     """Answers every held-out prompt `n` times and reports the mean score, overall and per data source.
 
-    `answer(row)` returns the samples of one prompt; `sources[row]` names where it came from.
+    `answer(row)` returns the samples of one prompt; `sources[row]` names where it came from; `exhibit(source)` shows
+    one of the latest answers in words. `warnings` are those of the last validation; each source is warned of once.
     """
 
     def __init__(
-        self, answer: Callable[[int], Awaitable[list[SampleHandle]]], sources: list[str], *, batch: int | None = None
+        self,
+        answer: Callable[[int], Awaitable[list[SampleHandle]]],
+        sources: list[str],
+        *,
+        batch: int | None = None,
+        exhibit: Callable[[str], Awaitable[str]],
     ) -> None:
         self._answer, self._sources, self._batch = answer, sources, batch or len(sources)
+        self._exhibit, self._warned = exhibit, set[str]()
+        self.warnings: list[str] = []
 
     async def evaluate(self) -> dict[str, float]:
         start = time.perf_counter()
         scores: dict[str, list[float]] = defaultdict(list)
+        cut: Counter[str] = Counter()
         count, failed = 1, 0
         for first in range(0, len(self._sources), self._batch):
             rows = range(first, min(first + self._batch, len(self._sources)))
             for row, samples in zip(rows, await asyncio.gather(*map(self._answer, rows)), strict=True):
                 scores[self._sources[row]].extend(sample.score for sample in samples if sample.failure is None)
                 failed += sum(sample.failure is not None for sample in samples)
+                cut[self._sources[row]] += sum(sample.finish_reason == "length" for sample in samples)
                 count = len(samples)
         means = {f"val/{source}/mean@{count}": _mean(found) for source, found in sorted(scores.items())}
+        self.warnings = [await self._warning(source, found, cut[source]) for source, found in self._new_zeros(scores)]
         if len(means) > 1:
             everything = [score for found in scores.values() for score in found]
             means[f"val/all/mean@{count}"] = _mean(everything)
         if failed:  # left out of the means, and said
             means["val/unscored"] = float(failed)
         return means | {"timing_s/validation": time.perf_counter() - start}
+
+    def _new_zeros(self, scores: dict[str, list[float]]) -> list[tuple[str, list[float]]]:
+        found = [(source, all_of) for source, all_of in scores.items() if all_of and not any(all_of)]
+        return [(source, all_of) for source, all_of in found if source not in self._warned]
+
+    async def _warning(self, source: str, scores: list[float], cut: int) -> str:
+        self._warned.add(source)
+        return all_zero(source, len(scores), cut, await self._exhibit(source))
 
 
 def _mean(scores: list[float]) -> float:

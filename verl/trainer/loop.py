@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -11,7 +11,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import Plan, Planner
 from verl.rewards.tally import FailureTally
 from verl.tracking.console import Console
-from verl.tracking.diagnosis import Diagnosis
+from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
 from verl.trainer.buffer import EpisodeBuffer
@@ -63,12 +63,13 @@ class Trainer:
         tracker: Sink,
         console: Console,
         tally: FailureTally,
+        exhibit: Callable[[str], Awaitable[str]],
         version: int = 0,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.evaluator, self.checkpoints, self.timetable = evaluator, checkpoints, timetable
         self.tracker, self.console, self.version = tracker, console, version
-        self.tally, self._diagnosis = tally, Diagnosis()
+        self.tally, self.exhibit, self._diagnosis = tally, exhibit, Diagnosis()
 
     async def step(self, version: int) -> Metrics:
         """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
@@ -107,7 +108,8 @@ class Trainer:
             metrics = await self.step(self.version)
             self.version += 1
             self.tracker.log(metrics, self.version)
-            self._advise_all(self._diagnosis.advise(metrics, self.version))
+            exhibit = await self.exhibit("train") if is_uniform(metrics) else ""
+            self._advise_all(self._diagnosis.advise(metrics, self.version, exhibit))
             if self.timetable.validates_at(self.version):
                 await self._validate()
             if self.timetable.saves_at(self.version):
@@ -128,4 +130,6 @@ class Trainer:
 
     async def _validate(self) -> None:
         if self.evaluator is not None:
-            self.tracker.log(await self.evaluator.evaluate(), self.version)
+            means = await self.evaluator.evaluate()
+            self.tracker.log(means, self.version)
+            self._advise_all([*self.evaluator.warnings, *self._diagnosis.advise_validation(means, self.version)])

@@ -18,7 +18,7 @@ import ray
 from verl.cluster.group import call
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
-from verl.types import Sample, SampleHandle, SamplingParams
+from verl.types import Exhibit, Prompt, Sample, SampleHandle, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
 
@@ -72,6 +72,7 @@ class EpisodeWorker:
         reward_models: Sequence[RemoteRewardModel] = (),
     ) -> None:
         self._settings, self._engines, self._reward_models = settings, engines, reward_models
+        self._latest: dict[tuple[str, str], tuple[Prompt, Sample]] = {}  # by split and data source
 
     async def start(self) -> None:
         """Read what the settings name; not done in the constructor, whose errors Ray would hide behind a dead actor."""
@@ -140,8 +141,19 @@ class EpisodeWorker:
             greedy_baseline=greedy_baseline,
             overlong=self._settings.overlong if split == "train" else None,
         )
+        if scored := [sample for sample in samples if sample.failure is None]:
+            self._latest[split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
         return await asyncio.to_thread(lambda: [deposit(sample, number) for number, sample in enumerate(samples)])
+
+    async def exhibit(self, split: str, data_source: str | None) -> Exhibit | None:
+        """One of the latest answers, as its scorer saw it; None where there was none."""
+        found = [pair for key, pair in self._latest.items() if key[0] == split and data_source in (None, key[1])]
+        if not found:
+            return None
+        prompt, sample = found[-1]
+        answer = self._runner.decode(sample.tokens[sample.mask].tolist())
+        return Exhibit(prompt.data_source, answer, prompt.ground_truth, sample.score)
 
 
 def deposit(sample: Sample, number: int = 0) -> SampleHandle:
@@ -200,6 +212,14 @@ class EpisodePool:
         """
         reference = next(self._turn).run.remote(split, row, group, seeds, sampling, greedy_baseline)
         return await call(reference, what=f"the episodes of prompt {group}")  # engines and rewards have deadlines
+
+    async def exhibit(self, split: str, data_source: str | None = None) -> Exhibit | None:
+        """One of the latest answers of a split, and of a data source if it is named."""
+        for actor in self._actors:
+            found: Exhibit | None = await call(actor.exhibit.remote(split, data_source), what="an answer to show")
+            if found is not None:
+                return found
+        return None
 
     def close(self) -> None:
         for actor in self._actors:

@@ -27,6 +27,8 @@ HEALTHY = {
 TROUBLES = [
     ({"reward/max": 0.0}, "same reward, 0", "actor_rollout_ref.rollout.n="),
     ({"reward/groups_without_signal": 0.95}, "95% of the prompts", "actor_rollout_ref.rollout.n="),
+    ({"reward/mean": 0.5, "reward/std": 40.0, "reward/max": 1e4}, "reward/max is 1e+04", "clip: [-1, 1]"),
+    ({"reward/mean": 0.5, "reward/std": 1.0, "reward/min": -50.0}, "reward/min is -50", "clip: [-1, 1]"),
     ({"training/rollout_probs_diff_mean": 0.02}, "0.0200", "disable_cascade_attn=True"),
     ({"actor/kl_loss": 3.0}, "actor/kl_loss is 3", "kl_loss_coef="),
     ({"actor/ppo_kl": -2.0}, "actor/ppo_kl is -2", "optim.lr"),
@@ -84,8 +86,53 @@ def test_a_new_trouble_is_told_at_once_also_while_another_lasts() -> None:
 @pytest.mark.parametrize("change", [change for change, _, _ in TROUBLES])
 def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str, float]) -> None:
     (line,) = diagnose(HEALTHY | change)
-    keys = re.findall(r"\+?(?:actor_rollout_ref|data|algorithm|trainer)\.[\w.]+(?:=\w[\w.]*)?", line)
+    keys = re.findall(
+        r"(?<!\w)\+?(?:actor_rollout_ref|data|algorithm|trainer|reward)\.[\w.]+(?:=(?:\w[\w.]*|\[.*\]))?", line
+    )
     overrides = [key.rstrip(".") for key in keys if "=" in key]
     assert keys
     load(overrides, complete=False)
     load([f"{key}=1" for key in keys if "=" not in key], complete=False)
+
+
+def test_rewards_that_are_all_the_same_are_shown_with_an_answer() -> None:
+    same = HEALTHY | {"reward/min": 0.0, "reward/max": 0.0}
+    exhibit = "verl.rewards.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
+    [line] = Diagnosis().advise(same, 1, exhibit)
+    assert line.endswith(exhibit)
+    [line] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, exhibit)
+    assert exhibit not in line
+
+
+def test_a_rare_right_answer_is_no_spike() -> None:
+    rare = {"reward/mean": 0.001, "reward/std": 0.03, "reward/min": 0.0, "reward/max": 1.0}
+    assert diagnose(HEALTHY | rare) == []
+
+
+def run_of(*numbers: tuple[float, float]) -> list[str]:
+    """The advice of a run that validates at every step: (mean reward of the step, mean of the validation)."""
+    diagnosis, lines = Diagnosis(), list[str]()
+    for step, (reward, validation) in enumerate(numbers, 1):
+        diagnosis.advise(HEALTHY | {"reward/mean": reward}, step)
+        lines += diagnosis.advise_validation({"val/gsm8k/mean@1": validation, "timing_s/validation": step}, step)
+    return lines
+
+
+def test_a_reward_that_rises_while_validation_falls_is_named_once_with_the_mend() -> None:
+    [line] = run_of((0.2, 0.3), (0.4, 0.5), *[(0.9, 0.2)] * 9)
+    assert "val/gsm8k/mean@1 fell from 0.5 to 0.2" in line
+    assert "actor_rollout_ref.actor.use_kl_loss=True" in line
+    assert "reward.functions" in line
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [(0.2, 0.2), (0.4, 0.4), (0.6, 0.6)],
+        [(0.2, 0.2), (0.6, 0.6), (0.1, 0.1), (0.1, 0.1)],
+        [(0.5, 0.50), (0.9, 0.48), (0.9, 0.47)],
+        [(0.0, 0.0), (0.0, 0.0)],
+    ],
+)
+def test_rewards_and_validations_that_go_together_are_no_trouble(numbers: list[tuple[float, float]]) -> None:
+    assert run_of(*numbers) == []

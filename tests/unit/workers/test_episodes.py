@@ -10,7 +10,7 @@ import ray
 from verl.agents.episode import Transcript
 from verl.agents.runner import EpisodeRunner
 from verl.rewards.overlong import Overlong
-from verl.types import Completion, Prompt, Sample, SamplingParams, Scored
+from verl.types import Completion, Exhibit, Prompt, Sample, SamplingParams, Scored
 from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker
 
 pytestmark = pytest.mark.unit
@@ -31,7 +31,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> EpisodeWorker:
     """A worker as `start` leaves it, with an object store that keeps what it is given."""
     monkeypatch.setattr(ray, "put", lambda sample: sample)
     made = EpisodeWorker(EpisodeSettings("", {}, overlong=Overlong(buffer=2, factor=1.0, max_length=2)), [])
-    prompts: Any = [Prompt(row=0, token_ids=[1])]
+    prompts: Any = [Prompt(row=0, token_ids=[1], data_source="sums", ground_truth="46")]
     made._datasets = {"train": prompts, "val": prompts}
     made._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
     return made
@@ -66,3 +66,15 @@ async def test_a_pool_asks_its_workers_in_turn_for_what_it_was_asked(worker: Epi
     idle = SimpleNamespace(run=SimpleNamespace(remote=None))
     [handle] = await EpisodePool([actor, idle]).run("train", 0, 8, [5], SAMPLING, greedy_baseline=True)
     assert (handle.score, handle.baseline) == (4.0, -1.0)
+
+
+async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker) -> None:
+    actor = SimpleNamespace(run=SimpleNamespace(remote=worker.run), exhibit=SimpleNamespace(remote=worker.exhibit))
+    idle = SimpleNamespace(exhibit=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings("", {}), []).exhibit))
+    pool = EpisodePool([idle, actor])
+    assert await pool.exhibit("val") is None
+    await worker.run("val", 0, 8, [5, 6], SAMPLING)
+    await worker.run("train", 0, 9, [7], SAMPLING)
+    assert await pool.exhibit("val") == Exhibit("sums", "5", "46", 5.0)
+    assert await pool.exhibit("val", "sums") == await pool.exhibit("val")
+    assert await pool.exhibit("val", "others") is None

@@ -1,0 +1,68 @@
+"""Validation: means by data source, failures left out, and a word when everything is 0."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from verl.trainer.evaluate import Evaluator
+from verl.types import Failed, SampleHandle
+
+pytestmark = pytest.mark.unit
+
+
+def sample(score: float, *, cut: bool = False, failure: Failed | None = None) -> SampleHandle:
+    return SampleHandle(
+        ref=None,
+        group=0,
+        tokens=4,
+        generated=2,
+        score=score,
+        version=0,
+        finish_reason="length" if cut else "stop",
+        failure=failure,
+    )
+
+
+def evaluator(samples: list[list[SampleHandle]], sources: list[str], batch: int | None = None) -> Evaluator:
+    async def answer(row: int) -> list[SampleHandle]:
+        return samples[row]
+
+    async def exhibit(source: str) -> str:
+        return f"my_reward.py:compute_score gave 0 to an answer to {source}"
+
+    return Evaluator(answer, sources, batch=batch, exhibit=exhibit)
+
+
+async def test_means_are_by_data_source_and_over_all() -> None:
+    samples = [[sample(1), sample(0)], [sample(1), sample(1)], [sample(0), sample(1)]]
+    for batch in (None, 1, 2):
+        validation = evaluator(samples, ["a", "b", "a"], batch)
+        found = await validation.evaluate()
+        assert found.pop("timing_s/validation") >= 0
+        assert found == {"val/a/mean@2": 0.5, "val/b/mean@2": 1.0, "val/all/mean@2": 4 / 6}
+        assert validation.warnings == []
+
+
+async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
+    failed = sample(math.nan, failure=Failed("error", "it raised"))
+    validation = evaluator([[sample(1)], [failed]], ["a", "a"])
+    found = await validation.evaluate()
+    assert (found["val/a/mean@1"], found["val/unscored"]) == (1.0, 1.0)
+    nothing = evaluator([[failed]], ["a"])
+    assert math.isnan((await nothing.evaluate())["val/a/mean@1"])
+    assert nothing.warnings == []
+
+
+async def test_a_source_whose_answers_all_got_0_is_named_once_with_one_of_them() -> None:
+    validation = evaluator([[sample(0)], [sample(1)], [sample(0, cut=True)]], ["a", "b", "a"])
+    await validation.evaluate()
+    [warning] = validation.warnings
+    assert warning.startswith(
+        "validation: all 2 answers to data source 'a' got 0. my_reward.py:compute_score gave 0 to an answer to a. "
+        "1 of them were cut by the length limit: try a larger data.max_response_length. "
+    )
+    assert "verl data" in warning
+    await validation.evaluate()
+    assert validation.warnings == []
