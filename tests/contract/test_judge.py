@@ -216,6 +216,13 @@ async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(servic
     assert (await ask(service, cache=cache))["score"] == 1.0
 
 
+async def test_a_reply_with_half_a_character_is_read_and_kept(service: Service, tmp_path: Path) -> None:
+    service.replies = [said("\ud83d score: 4/10")]
+    cache = str(tmp_path / "judge.sqlite")
+    assert [(await ask(service, cache=cache))["score"] for _ in range(2)] == [0.4, 0.4]
+    assert len(service.asked) == 1
+
+
 async def test_what_was_judged_once_is_not_asked_again(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "judge.sqlite")
     first = await ask(service, cache=cache)

@@ -208,4 +208,4 @@ def _content(told: Any) -> str:
         content = None
     if not isinstance(content, str):
         raise UnavailableError(f"sent JSON without choices[0].message.content: {str(told)[:200]}")
-    return content
+    return content.encode(errors="replace").decode()  # half a surrogate is valid JSON, and no text
