@@ -331,6 +331,9 @@ def _known(tree: Tree, problems: list[str]) -> Tree:
 def _unknown(path: Path, value: Any = None) -> str:
     key = key_of(path)
     near = nearest(key) or nearest(key, KEYS)
+    above = declared(path[:-1]) if len(path) > 1 else None
+    if near is None and above is not None and above.section is not None:
+        return f"{key}: is not a setting; {above.key} has: {', '.join(above.section.model_fields)}"
     if near is None:
         return f"{key}: is not a setting; `verl config` lists them all"
     mend = near if value is None else f"{near}={written(value)}"

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 
 from verl.tracking.diagnosis import all_zero
-from verl.types import SampleHandle
+from verl.types import Failed, SampleHandle
 
 __all__ = ["Evaluator"]
 
@@ -37,12 +37,13 @@ class Evaluator:
         start = time.perf_counter()
         scores: dict[str, list[float]] = defaultdict(list)
         cut: Counter[str] = Counter()
-        count, failed = 1, 0
+        failures: list[Failed] = []
+        count = 1
         for first in range(0, len(self._sources), self._batch):
             rows = range(first, min(first + self._batch, len(self._sources)))
             for row, samples in zip(rows, await asyncio.gather(*map(self._answer, rows)), strict=True):
                 scores[self._sources[row]].extend(sample.score for sample in samples if sample.failure is None)
-                failed += sum(sample.failure is not None for sample in samples)
+                failures += [sample.failure for sample in samples if sample.failure is not None]
                 cut[self._sources[row]] += sum(sample.finish_reason == "length" for sample in samples)
                 count = len(samples)
         means = {f"val/{source}/mean@{count}": _mean(found) for source, found in sorted(scores.items())}
@@ -50,8 +51,9 @@ class Evaluator:
         if len(means) > 1:
             everything = [score for found in scores.values() for score in found]
             means[f"val/all/mean@{count}"] = _mean(everything)
-        if failed:  # left out of the means, and said
-            means["val/unscored"] = float(failed)
+        if failures:  # left out of the means, and said
+            means["val/unscored"] = float(len(failures))
+            self.warnings.append(f"validation: {len(failures)} answers could not be scored; {failures[0].message}")
         return means | {"timing_s/validation": time.perf_counter() - start}
 
     def _new_zeros(self, scores: dict[str, list[float]]) -> list[tuple[str, list[float]]]:

@@ -50,9 +50,10 @@ async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
     validation = evaluator([[sample(1)], [failed]], ["a", "a"])
     found = await validation.evaluate()
     assert (found["val/a/mean@1"], found["val/unscored"]) == (1.0, 1.0)
+    assert validation.warnings == ["validation: 1 answers could not be scored; it raised"]
     nothing = evaluator([[failed]], ["a"])
     assert math.isnan((await nothing.evaluate())["val/a/mean@1"])
-    assert nothing.warnings == []
+    assert len(nothing.warnings) == 1
 
 
 async def test_a_source_whose_answers_all_got_0_is_named_once_with_one_of_them() -> None:
