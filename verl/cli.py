@@ -151,7 +151,7 @@ def _data(argv: list[str]) -> int:
     import rich.console
 
     from verl.data.look import DataFiles
-    from verl.data.show import show_data
+    from verl.data.show import show_rows, show_survey
     from verl.rewards.score import no_scorer
     from verl.rewards.who import who_scores
 
@@ -166,16 +166,11 @@ def _data(argv: list[str]) -> int:
     )
     fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
     stop = data.truncation == "error" and not data.filter_overlong_prompts
+    out = rich.console.Console(highlight=False)
+    show_rows(seen, out, options.row or range(min(options.head, len(seen))), whole=bool(options.row))
     survey = seen.survey(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
-    show_data(
-        seen,
-        survey,
-        rich.console.Console(highlight=False),
-        rows=options.row or range(min(options.head, len(seen))),
-        whole=bool(options.row),
-        max_prompt_length=data.max_prompt_length,
-        fate="the run will not start" if stop else fate,
-    )
+    fate = "the run will not start" if stop else fate
+    show_survey(seen, survey, out, max_prompt_length=data.max_prompt_length, fate=fate)
     return int(any(problem.fatal for problem in survey.problems))
 
 

@@ -356,7 +356,7 @@ _DATA = (
     Mute(
         (*keys_below("reward.sandbox"), *keys_below("reward.code")),
         lambda c: not may_score_code(c),
-        "only verl.rewards.code runs programs, and your function scores the answers",
+        "only verl.rewards.code runs programs, and it scores nothing here",
         ("reward.custom_reward_function.path", "reward.functions"),
     ),
     Mute(

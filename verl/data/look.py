@@ -226,7 +226,7 @@ class DataFiles:
             yield Problem(
                 f"{self._rows(found.untold)}: there is no ground truth",
                 'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'
-                + ("; as it is, your function is told None" if own else ""),
+                + ("; as it is, the scorer is told None" if own else ""),
                 fatal=not own,
             )
         if found.bare.count:

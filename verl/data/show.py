@@ -15,7 +15,7 @@ from rich.text import Text
 
 from verl.data.look import DataFiles, RowSeen, Survey
 
-__all__ = ["bars", "bins", "show_data"]
+__all__ = ["bars", "bins", "show_rows", "show_survey"]
 
 _WIDTH = 72
 _BAR = 36
@@ -26,17 +26,8 @@ _HEAD, _TAIL = 40, 12
 """Tokens shown of a long prompt that was not asked for by its number."""
 
 
-def show_data(
-    data: DataFiles,
-    survey: Survey,
-    out: Console,
-    *,
-    rows: Sequence[int],
-    whole: bool,
-    max_prompt_length: int,
-    fate: str,
-) -> None:
-    """All that there is to see. `whole`: rows are not shortened; `fate`: what becomes of prompts that are too long."""
+def show_rows(data: DataFiles, out: Console, rows: Sequence[int], *, whole: bool) -> None:
+    """The files, their columns and some rows, shortened unless `whole`."""
     for file in data.files:
         _rule(out, file.path.name)
         size = file.path.stat().st_size
@@ -46,6 +37,10 @@ def show_data(
     for number in rows:
         _rule(out, f"row {number}")
         _row(data, data.row(number), out, whole)
+
+
+def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_length: int, fate: str) -> None:
+    """What is said of all rows; `fate` is what becomes of prompts that are too long."""
     _rule(out, f"lengths of the prompts, in {data.unit}")
     _lengths(data, survey, out, max_prompt_length, fate)
     _rule(out, "data sources")

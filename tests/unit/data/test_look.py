@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data.dataset import PromptDataset
 from verl.data.look import DataFiles, Survey
-from verl.data.show import bars, bins, show_data
+from verl.data.show import bars, bins, show_rows, show_survey
 from verl.errors import DataError
 from verl.rewards.score import no_scorer, scorer_of
 
@@ -63,7 +63,8 @@ def survey(data: DataFiles, max_prompt_length: int = 100, long_ones_stop: bool =
 def shown(data: DataFiles, found: Survey, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
     out = rich.console.Console(file=io.StringIO(), width=80, highlight=False)
     settings = {"max_prompt_length": 100, "fate": "they are left out"} | options
-    show_data(data, found, out, rows=rows, whole=whole, **settings)
+    show_rows(data, out, rows, whole=whole)
+    show_survey(data, found, out, **settings)
     return out.file.getvalue()
 
 
@@ -180,7 +181,7 @@ def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
 def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
     [problem] = survey(data).problems
-    assert (problem.fatal, "your function is told None" in problem.mend) == (False, True)
+    assert (problem.fatal, "the scorer is told None" in problem.mend) == (False, True)
     assert "my_reward.py:compute_score" in shown(data, survey(data))
 
 
