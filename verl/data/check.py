@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from verl.data.files import Rows, find_files, open_rows
 from verl.errors import DataError
 
-__all__ = ["PathLike", "entries_of", "inspect_files", "missing_column"]
+__all__ = ["PathLike", "entries_of", "inspect_files", "missing_column", "oddities"]
 
 PathLike = str | os.PathLike[str]
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
@@ -25,8 +25,8 @@ def entries_of(files: PathLike | Sequence[PathLike]) -> list[PathLike]:
 
 def inspect_files(
     files: PathLike | Sequence[PathLike], keys: Mapping[str, str], *, weighted: bool = False
-) -> tuple[list[str], list[str]]:
-    """All that is wrong with the files, and what is only odd, in words.
+) -> list[str]:
+    """All that is wrong with the files, in words.
 
     `keys` are the columns that must be there, by the setting that names each: {"prompt_key": "question"}. With
     `weighted`, every entry must have rows of its own.
@@ -46,7 +46,12 @@ def inspect_files(
         problems.append(f"{', '.join(str(file.path) for file in opened)}: no rows. Fill the file, or name another")
     for setting, column in keys.items():
         problems += _shortened([wrong for file in opened if (wrong := missing_column(file, column, setting))])
-    return problems, [*_empty(opened), *_unlike(opened)]
+    return problems
+
+
+def oddities(files: Sequence[Rows]) -> list[str]:
+    """What works, but is probably not meant: files without rows, and files with other columns than the first."""
+    return [*_shortened([f"{file.path} has no rows" for file in files if not len(file)]), *_unlike(files)]
 
 
 def missing_column(file: Rows, name: str, setting: str) -> str | None:
@@ -57,10 +62,6 @@ def missing_column(file: Rows, name: str, setting: str) -> str | None:
     likely += difflib.get_close_matches(name, file.columns, n=1, cutoff=0.5)
     mend = f"Set data.{setting}={likely[0]}" if likely else f"Set data.{setting} to the one that holds {HOLDS[setting]}"
     return f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {mend}"
-
-
-def _empty(files: Iterable[Rows]) -> list[str]:
-    return _shortened([f"{file.path} has no rows" for file in files if not len(file)])
 
 
 def _unlike(files: Sequence[Rows]) -> list[str]:

@@ -25,7 +25,7 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset", "is_large", "require_prompts"]
+__all__ = ["DataReport", "PromptDataset", "require_prompts"]
 
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
@@ -70,6 +70,7 @@ class PromptDataset:
     processes if they are many, its result kept in `cache_dir`; `kept`, the row numbers that another process found (its
     `dataset.kept`), spares it. With `streaming` there is no such pass, and memory does not grow with the files: what
     is too long is dropped, cut or refused when it is asked for. `dataset[i]` is None where a prompt is dropped then.
+    None streams from a million rows or a GiB on; `report.streamed` says what became of it.
 
     What a reward function is told comes from the columns `data_source`, `extra_info`, and `reward_model`
     (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`. With
@@ -88,7 +89,7 @@ class PromptDataset:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_samples: int = -1,
         keep_raw: bool = False,
-        streaming: bool = False,
+        streaming: bool | None = False,
         num_workers: int | None = 0,
         cache_dir: Path | None = None,
         kept: npt.NDArray[np.int64] | range | None = None,
@@ -97,15 +98,18 @@ class PromptDataset:
             raise DataError(f"data.truncation is {truncation!r}, it must be one of {', '.join(TRUNCATIONS)}")
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
-        self._keep_raw, self._filter, self._streaming = keep_raw, filter_overlong, streaming
+        self._keep_raw, self._filter = keep_raw, filter_overlong
         entries = [find_files(entry) for entry in entries_of(files)] or [find_files([])]
         paths = [path for entry in entries for path in entry]
         cache = BlockCache()
-        self._files = [open_rows(path, cache, streamed=streaming) for path in paths]
-        for file in self._files:
+        self.files = [open_rows(path, cache, streamed=bool(streaming)) for path in paths]
+        if streaming is None and _are_large(self.files):
+            streaming = True
+            self.files = [open_rows(path, cache, streamed=True) for path in paths]
+        for file in self.files:
             if wrong := missing_column(file, prompt_key, "prompt_key"):
                 raise DataError(wrong)
-        self._ends = np.cumsum([len(file) for file in self._files])
+        self._ends = np.cumsum([len(file) for file in self.files])
         self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
         self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
         rows = int(self._ends[-1])
@@ -122,11 +126,11 @@ class PromptDataset:
             self.kept = kept
         else:
             ruler = Ruler(tokenizer, self._template_kwargs)
-            lengths, from_cache = measure(self._files, rows, prompt_key, ruler, processes=num_workers, folder=cache_dir)
+            lengths, from_cache = measure(self.files, rows, prompt_key, ruler, processes=num_workers, folder=cache_dir)
             self.kept, truncated = self._fitting(lengths)
         count = len(self.kept)
         self.report = DataReport(
-            self._name, rows, rows - count, truncated, count, max_prompt_length, from_cache, streaming
+            self._name, rows, rows - count, truncated, count, max_prompt_length, from_cache, bool(streaming)
         )
 
     def __len__(self) -> int:
@@ -138,23 +142,25 @@ class PromptDataset:
     @property
     def entry_ends(self) -> list[int]:
         """For each entry of `files` (a pattern is one), the end of its prompts among all."""
+        if isinstance(self.kept, range):  # all rows, too many to make an array of
+            return [min(end, len(self.kept)) for end in self._entry_ends.tolist()]
         return np.searchsorted(self.kept, self._entry_ends).tolist()
 
     @property
     def bytes_a_row(self) -> float:
         """What a row takes in memory, about."""
-        return sum(file.bytes for file in self._files) / int(self._ends[-1])
+        return sum(file.bytes for file in self.files) / int(self._ends[-1])
 
     def block_ends(self) -> npt.NDArray[np.int64]:
         """The ends of the blocks that a streamed data set is read in; a block lies within one file."""
         firsts = [0, *self._ends[:-1].tolist()]
-        ends = np.concatenate([first + file.block_ends for first, file in zip(firsts, self._files, strict=True)])
+        ends = np.concatenate([first + file.block_ends for first, file in zip(firsts, self.files, strict=True)])
         return np.unique(np.minimum(ends, len(self.kept)))
 
     def column(self, name: str) -> list[Any]:
         """The value of a column for every prompt, in their order; None where a file has no such column."""
         found: list[Any] = []
-        for file in self._files:
+        for file in self.files:
             has = name in file.columns
             found += [value for part in file.values(name) for value in part] if has else [None] * len(file)
         return [found[row] for row in self.kept]
@@ -174,7 +180,7 @@ class PromptDataset:
     def sample(self) -> list[Prompt | None]:
         """Some prompts from the beginning of the files: what can be seen of a streamed data set in a moment."""
         firsts = [0, *self._ends[:-1].tolist()]
-        spread = [first for first, file in zip(firsts, self._files, strict=True) if first < len(self) and len(file)]
+        spread = [first for first, file in zip(firsts, self.files, strict=True) if first < len(self) and len(file)]
         spread = spread[:: -(-len(spread) // SAMPLED_FILES)]
         each = SAMPLE // len(spread)
         rows = [row for first in spread for row in range(first, min(first + each, len(self)))]
@@ -189,7 +195,7 @@ class PromptDataset:
     def sources(self) -> list[str]:
         """The `data_source` of every prompt; "" where a row has none."""
         found: list[str] = []
-        for file in self._files:
+        for file in self.files:
             if "data_source" in file.columns:
                 found += [source_of(value, None) for chunk in file.values("data_source") for value in chunk]
             elif "reward_model" in file.columns:
@@ -205,7 +211,7 @@ class PromptDataset:
         raw = fields.pop(self._prompt_key, None)
         token_ids = self._encode(file, local, raw)
         if len(token_ids) > self._limit:
-            if self._filter and self._streaming:
+            if self._filter and self.report.streamed:
                 return None
             if self._truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
@@ -241,7 +247,7 @@ class PromptDataset:
 
     def _locate(self, row: int) -> tuple[Rows, int]:
         which = int(np.searchsorted(self._ends, row, side="right"))
-        file = self._files[which]
+        file = self.files[which]
         return file, row - int(self._ends[which]) + len(file)
 
     def _too_long(self, row: int, length: int, count: int) -> str:
@@ -253,10 +259,8 @@ class PromptDataset:
         )
 
 
-def is_large(files: PathLike | Sequence[PathLike]) -> bool:
-    """Whether files are streamed unless something else is asked for: a million rows, or a GiB in memory."""
-    opened = [open_rows(path) for entry in entries_of(files) for path in find_files(entry)]
-    return sum(map(len, opened)) >= STREAMED_ROWS or sum(file.bytes for file in opened) >= STREAMED_BYTES
+def _are_large(files: Sequence[Rows]) -> bool:
+    return sum(map(len, files)) >= STREAMED_ROWS or sum(file.bytes for file in files) >= STREAMED_BYTES
 
 
 def require_prompts(files: PathLike | Sequence[PathLike], prompt_key: str) -> None:

@@ -7,6 +7,7 @@ state, so that what it takes to resume is one number. Rows are numbered from 0 w
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -78,7 +79,7 @@ class ShuffledByBuffer:
 
     def __init__(self, block_ends: npt.NDArray[np.int64], buffer: int, seed: int) -> None:
         self.length = _some(int(block_ends[-1]) if len(block_ends) else 0)
-        self._buffer, self._seed = buffer, seed
+        self._buffer, self._seed, self._blocks_mark = buffer, seed, _mark(block_ends)
         starts = np.concatenate([[0], block_ends[:-1]])
         sizes = block_ends - starts
 
@@ -103,7 +104,8 @@ class ShuffledByBuffer:
         return int(block_ends[block] - (ends[block] - place))
 
     def identity(self) -> dict[str, Any]:
-        return {"length": self.length, "shuffle": True, "seed": self._seed, "shuffle_buffer_size": self._buffer}
+        buffer = {"shuffle_buffer_size": self._buffer, "blocks": self._blocks_mark}
+        return {"length": self.length, "shuffle": True, "seed": self._seed, **buffer}
 
 
 class Ranked:
@@ -115,7 +117,7 @@ class Ranked:
     """
 
     def __init__(self, numbers: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
-        self.length, self._key, self._seed = _some(len(numbers)), key, seed
+        self.length, self._key, self._seed, self._numbers_mark = _some(len(numbers)), key, seed, _mark(numbers)
 
         def ranked(epoch: int) -> npt.NDArray[np.int32]:
             first = np.arange(len(numbers)) if seed is None else _random(seed, epoch).permutation(len(numbers))
@@ -129,7 +131,7 @@ class Ranked:
 
     def identity(self) -> dict[str, Any]:
         shuffle = {"shuffle": False} if self._seed is None else {"shuffle": True, "seed": self._seed}
-        return {"length": self.length, "curriculum_key": self._key, **shuffle}
+        return {"length": self.length, "curriculum_key": self._key, "numbers": self._numbers_mark, **shuffle}
 
 
 Sampler = Callable[[int, int, int, Callable[[str], list[Any]]], Sequence[int]]
@@ -198,7 +200,7 @@ class Weighted:
         lengths = [order.length for order in orders]
         self.length = sum(lengths)
         self._orders, self._counts, self._firsts = list(orders), _whole(weights), np.cumsum([0, *lengths])
-        self._round = sum(self._counts)
+        self._round, self._seed = sum(self._counts), seed
 
         def drawn(number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Of each draw of a round: which order it is of, and how many of that order came before it."""
@@ -223,6 +225,7 @@ class Weighted:
             "length": self.length,
             "lengths": lengths,
             "train_weights": self._counts,
+            "seed": self._seed,
         }
 
 
@@ -235,6 +238,11 @@ def _some(rows: int) -> int:
 def _random(seed: int, *numbers: int) -> np.random.RandomState:
     # RandomState, not default_rng: numpy promises that its numbers never change.
     return np.random.RandomState([seed % 2**32, *numbers])
+
+
+def _mark(array: npt.NDArray[Any]) -> int:
+    """A number that another array hardly shares."""
+    return zlib.crc32(array.tobytes())
 
 
 def _whole(weights: Sequence[float]) -> list[int]:

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.schema.root import Config
-from verl.data.check import inspect_files
-from verl.data.dataset import PromptDataset, is_large
+from verl.data.check import inspect_files, oddities
+from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES
 from verl.data.order import Order
 from verl.errors import ConfigError, DataError, RewardError
@@ -46,7 +46,7 @@ def check_files(config: Config) -> None:
             raise ConfigError([f"{key}={model}: there is no such directory"])
     if config.data.sampler is not None:
         load_sampler(config.data.sampler)
-    problems = [problem for split in _splits(config) for problem in _inspect(config, split)[0]]
+    problems = [problem for split in _splits(config) for problem in _inspect(config, split)]
     if len(problems) == 1:
         raise DataError(problems[0])
     if problems:
@@ -76,14 +76,19 @@ def read_data(config: Config) -> RunData:
             "truncation": config.data.truncation,
             "chat_template_kwargs": config.data.apply_chat_template_kwargs,
             "max_samples": config.data.train_max_samples if split == "train" else config.data.val_max_samples,
-            "streaming": split == "train" and _streams(config),
             "keep_raw": config.data.return_raw_input_ids,
         }
         dataset = PromptDataset(
-            files, tokenizer, **arguments, num_workers=config.data.num_workers, cache_dir=_cache_dir(config)
+            files,
+            tokenizer,
+            **arguments,
+            streaming=split == "train" and _streams(config),
+            num_workers=config.data.num_workers,
+            cache_dir=_cache_dir(config),
         )
+        arguments["streaming"] = dataset.report.streamed
         datasets[split] = DatasetSettings(files, arguments, dataset.kept)
-        reports += [str(dataset.report), *_inspect(config, split)[1]]
+        reports += [str(dataset.report), *oddities(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
             reports += _cautions(config, dataset)
@@ -112,8 +117,8 @@ def _splits(config: Config) -> dict[str, list[str]]:
     return {split: [files] if isinstance(files, str) else files for split, files in given.items() if files}
 
 
-def _inspect(config: Config, split: str) -> tuple[list[str], list[str]]:
-    """What is wrong with the files of a split, and what is only odd, as far as can be seen without reading rows."""
+def _inspect(config: Config, split: str) -> list[str]:
+    """What is wrong with the files of a split, as far as can be seen without reading rows."""
     keys = {"prompt_key": config.data.prompt_key}
     if split == "train" and config.data.curriculum_key is not None:
         keys["curriculum_key"] = config.data.curriculum_key
@@ -121,11 +126,11 @@ def _inspect(config: Config, split: str) -> tuple[list[str], list[str]]:
     return inspect_files(_splits(config)[split], keys, weighted=weighted)
 
 
-def _streams(config: Config) -> bool:
+def _streams(config: Config) -> bool | None:
+    """As it was asked for; None leaves it to the size of the files, unless the order needs all rows."""
     data = config.data
-    if data.streaming is not None:
-        return data.streaming
-    return data.curriculum_key is None and data.sampler is None and is_large(data.train_files)
+    needs_all = data.curriculum_key is not None or data.sampler is not None
+    return False if data.streaming is None and needs_all else data.streaming
 
 
 def _cautions(config: Config, dataset: PromptDataset) -> list[str]:

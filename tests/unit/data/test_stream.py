@@ -176,6 +176,7 @@ def test_epochs_of_a_sampler_are_of_one_length() -> None:
         (Shuffled(10, 8), r"seed 8 \(now 7\)"),
         (InOrder(10), r"shuffle False \(now True\), seed None \(now 7\)"),
         (ShuffledByBuffer(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
+        (ShuffledByBuffer(blocks(10, 3), 4, 7), r"blocks \d+ \(now None\)"),
         (Ranked(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
         (Weighted([Shuffled(4, 7), Shuffled(6, 8)], [1, 2], 7), r"lengths \[4, 6\] .*train_weights \[1, 2\]"),
     ],
@@ -189,3 +190,13 @@ def test_a_position_in_another_order_is_refused(saved: Order, said: str) -> None
 def test_no_rows_are_refused(name: str) -> None:
     with pytest.raises(DataError, match="at least one row"):
         ORDERS[name](0, 0)
+
+
+def test_the_same_settings_over_other_blocks_or_numbers_are_another_order() -> None:
+    def refused(saved: Order, now: Order, said: str) -> None:
+        with pytest.raises(DataError, match=rf"{said} \d+ \(now \d+\)\. Use the same data files"):
+            PromptStream(now).load(PromptStream(saved).state())
+
+    refused(ShuffledByBuffer(blocks(10, 2), 4, 7), ShuffledByBuffer(blocks(10, 3), 4, 7), "blocks")
+    refused(Ranked(np.zeros(10), "level", 7), Ranked(np.arange(10.0), "level", 7), "numbers")
+    refused(Weighted([InOrder(3)], [1], seed=1), Weighted([InOrder(3)], [1], seed=2), "seed")

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data import dataset as dataset_module
 from verl.data import files
-from verl.data.dataset import PromptDataset, is_large
+from verl.data.dataset import PromptDataset
 from verl.data.order import ShuffledByBuffer
 from verl.errors import DataError
 
@@ -100,8 +100,8 @@ def test_files_of_a_data_set_share_one_bound_on_memory(
     paths = [write(tmp_path / f"{name}.parquet", ["1"] * 9, row_group_size=3) for name in "abc"]
     dataset = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True)
     assert len(list(dataset)) == 27
-    assert len({id(file._cache) for file in dataset._files}) == 1  # type: ignore[attr-defined]
-    assert len(dataset._files[0]._cache._tables) == 1  # type: ignore[attr-defined]
+    assert len({id(file._cache) for file in dataset.files}) == 1  # type: ignore[attr-defined]
+    assert len(dataset.files[0]._cache._tables) == 1  # type: ignore[attr-defined]
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -112,7 +112,7 @@ def test_the_order_by_buffer_decodes_a_block_about_once(
     dataset = PromptDataset(path, tokenizer, max_prompt_length=4, streaming=True)
     ends = dataset.block_ends()
     assert ends.tolist() == list(range(4, 201, 4))
-    [file] = dataset._files
+    [file] = dataset.files
     monkeypatch.setattr(files, "CACHED_BYTES", 5 * file._read(0, 4).nbytes)  # type: ignore[attr-defined]
     decoded: list[int] = []
     original = file._read  # type: ignore[attr-defined]
@@ -175,11 +175,18 @@ def test_a_sample_shows_what_is_wrong_before_the_run(tmp_path: Path, tokenizer: 
         long.sample()
 
 
-def test_what_is_large_is_streamed_unless_told_otherwise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_large_is_streamed_unless_told_otherwise(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_large(files: Any, streaming: bool | None = None) -> bool:
+        return PromptDataset(files, tokenizer, max_prompt_length=4, streaming=streaming).report.streamed
+
     paths = [write(tmp_path / name, ["1"] * 10) for name in ("a.parquet", "b.jsonl")]
     assert not is_large(paths)
+    assert is_large(paths, streaming=True)
     monkeypatch.setattr(dataset_module, "STREAMED_ROWS", 20)
     assert is_large(paths)
+    assert not is_large(paths, streaming=False)
     assert not is_large(paths[0])
     monkeypatch.setattr(dataset_module, "STREAMED_BYTES", 100)
     assert is_large(paths[0])

@@ -78,3 +78,8 @@ async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker)
     assert await pool.exhibit("val") == Exhibit("sums", "5", "46", 5.0)
     assert await pool.exhibit("val", "sums") == await pool.exhibit("val")
     assert await pool.exhibit("val", "others") is None
+
+
+async def test_a_row_that_is_left_out_has_no_samples_not_even_none(worker: EpisodeWorker) -> None:
+    worker._datasets["train"] = [None]  # type: ignore[assignment]
+    assert await worker.run("train", 0, 8, [5], SAMPLING) is None
