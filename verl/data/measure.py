@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["LengthCache", "Ruler", "measure"]
 
 Lengths = npt.NDArray[np.int32]
-ROWS_FOR_A_PROCESS = 100_000  # fewer are measured sooner than a process is up
+ROWS_FOR_A_PROCESS = 50_000  # fewer are measured sooner than a process is up
 ROWS_TO_KEEP = 10_000  # fewer are measured in a blink
 MOST_PROCESSES = 8
 SETTLED_S = 2.0  # a file that was written more recently may be written again without a change of its time

@@ -202,7 +202,7 @@ def test_a_prompt_that_cannot_be_rendered_is_named_with_its_place(tmp_path: Path
         (1, 10**9, 64, 0),
         (4, 10**9, 64, 4),
         (4, 1000, 64, 0),
-        (4, 250_000, 64, 2),
+        (4, 120_000, 64, 2),
         (None, 10**9, 64, 8),
         (None, 10**9, 2, 2),
         (None, 10**9, 1, 0),
