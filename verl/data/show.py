@@ -59,13 +59,13 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
 def _row(data: DataFiles, row: RowSeen, out: Console, whole: bool) -> None:
     out.print(Text(row.place, style="dim"), soft_wrap=True)
     if row.trouble:
-        out.print(Text("✗ ", style="bold red").append(row.trouble, style="red"), soft_wrap=True)
+        out.print(Text.assemble(("✗ ", "bold red"), row.trouble), soft_wrap=True)
     else:
         text = Text(row.text)
         text.highlight_words(data.marks, style="bold magenta")
         for line in text.split("\n", allow_blank=True):
             for piece in line.wrap(out, max(20, out.width - 2)) or [line]:
-                out.print(Text("│ ", style="dim").append_text(piece), soft_wrap=True)
+                out.print(Text.assemble(("│ ", "dim"), piece), soft_wrap=True)
     if row.token_ids is not None:
         out.print(Text(f"{len(row.token_ids)} tokens", style="dim"))
         for line in _tokens(data.tokenizer, row.token_ids, out.width, whole):
@@ -194,7 +194,8 @@ def _problems(survey: Survey, out: Console) -> None:
         out.print(Text("✓ none found", style="green"))
     for problem in sorted(survey.problems, key=lambda one: not one.fatal):
         style = "red" if problem.fatal else "yellow"
-        out.print(Text("✗ " if problem.fatal else "! ", style=f"bold {style}").append(problem.what), soft_wrap=True)
+        mark = ("✗ " if problem.fatal else "! ", f"bold {style}")
+        out.print(Text.assemble(mark, problem.what), soft_wrap=True)
         if problem.mend:
             out.print(Text(f"  {problem.mend}", style=style), soft_wrap=True)
 
@@ -202,7 +203,7 @@ def _problems(survey: Survey, out: Console) -> None:
 def _table(out: Console, rows: Sequence[tuple[str, str]]) -> None:
     width = max((cell_len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        out.print(Text(name.ljust(width + 2), style="bold").append(value, style=""), soft_wrap=True)
+        out.print(Text.assemble((name.ljust(width + 2), "bold"), value), soft_wrap=True)
 
 
 def _rule(out: Console, title: str) -> None:

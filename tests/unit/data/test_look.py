@@ -237,3 +237,16 @@ def test_a_thin_tail_does_not_flatten_the_rest() -> None:
     found = bins(lengths)
     assert len(found) > 8
     assert found[-1] == (150, None, 1)
+
+
+def test_on_a_terminal_only_what_should_stand_out_does(tmp_path: Path, tokenizer: Any) -> None:
+    data = look(write(tmp_path / "a.jsonl", [good("a b"), good(prompt="")]), tokenizer)
+    out = rich.console.Console(
+        file=io.StringIO(), width=80, highlight=False, force_terminal=True, color_system="standard"
+    )
+    show_rows(data, out, [0], whole=False)
+    show_survey(data, survey(data), out, max_prompt_length=100, fate="")
+    text = out.file.getvalue()
+    assert "\x1b[2m│ \x1b[0ma b\x1b[1;35m<|end|>" in text
+    assert '\x1b[1mground_truth  \x1b[0m"4"' in text
+    assert f"\x1b[1;31m✗ \x1b[0m{tmp_path / 'a.jsonl'}, line 2: the prompt is an empty string" in text
