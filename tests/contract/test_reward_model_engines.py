@@ -1,4 +1,4 @@
-"""One suite for every reward model: the fake and those that transformers runs, causal ones and encoders."""
+"""One suite for every reward model: the fake, and those that transformers and vLLM run."""
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -24,8 +24,10 @@ from transformers import (
 from verl.errors import ConfigError
 from verl.rewards.model import FakeRewardModel, RewardModel
 from verl.rewards.model_hf import HfRewardModel
+from verl.rollout.vllm import VllmSettings
+from verl.rollout.vllm_reward import VllmRewardModel
 
-pytestmark = [pytest.mark.contract, pytest.mark.timeout(180), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.contract, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 PADDING, END, LONGEST = 0, 1, 48
 SIZES: dict[str, Any] = {
@@ -59,19 +61,31 @@ MODELS: dict[str, Callable[[], Any]] = {
 }
 
 
+CAUSAL = ("qwen2 whose end token pads",)
+MAKERS: dict[str, Callable[[str], RewardModel]] = {
+    "fake": lambda path: FakeRewardModel(LONGEST),
+    "hf": HfRewardModel,
+    "vllm": lambda path: VllmRewardModel(VllmSettings(path, dtype="float32", load_format="auto", max_num_seqs=16)),
+}
+
+
 def saved(folder: Path, make: Callable[[], Any]) -> Path:
     torch.manual_seed(0)
     make().save_pretrained(folder)
     return folder
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=["fake", *(f"hf: {name}" for name in MODELS)])
+@pytest_asyncio.fixture(
+    scope="module",
+    loop_scope="module",
+    params=["fake", *(f"hf: {name}" for name in MODELS), *(f"vllm: {name}" for name in CAUSAL)],
+)
 async def made(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[tuple[RewardModel, Path | None]]:
     engine, _, name = request.param.partition(": ")
     path = saved(tmp_path_factory.mktemp("model"), MODELS[name]) if name else None
-    model: RewardModel = FakeRewardModel(LONGEST) if engine == "fake" else HfRewardModel(str(path))
+    model = MAKERS[engine](str(path))
     await model.start()
     yield model, path
     await model.close()
@@ -115,7 +129,7 @@ async def test_the_last_token_counts_unless_it_pads(made: tuple[RewardModel, Pat
     """A causal model that pads with its end token was trained to read the token before it."""
     model, path = made
     if path is None or "bert" in path.joinpath("config.json").read_text().lower():
-        pytest.skip("no causal model")
+        pytest.skip("it reads the whole conversation, and not the last token")
     pads = AutoModelForSequenceClassification.from_pretrained(path).config.pad_token_id
     [open_, ended] = await model.score([[5, 6, 7], [5, 6, 7, END]])
     assert (open_ == pytest.approx(ended, abs=1e-5)) == (pads == END)
@@ -156,6 +170,12 @@ async def test_a_head_that_transformers_would_make_up_is_refused(tmp_path: Path)
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"lacks the weights score\.weight"):
         await HfRewardModel(str(tmp_path)).start()
+
+
+async def test_vllm_leaves_to_transformers_what_does_not_read_the_last_token(tmp_path: Path) -> None:
+    path = str(saved(tmp_path, MODELS["bert"]))
+    with pytest.raises(ConfigError, match=r"BertForSequenceClassification.*set reward\.reward_model\.rollout\.name=hf"):
+        await VllmRewardModel(VllmSettings(path)).start()
 
 
 async def test_a_path_without_a_model_is_named(tmp_path: Path) -> None:

@@ -324,6 +324,12 @@ _DATA = (
         (f"{_MODEL}.rollout.name",),
     ),
     Mute(
+        (f"{_MODEL}.rollout.gpu_memory_utilization",),
+        lambda c: c.trainer.device == "cpu",
+        "trainer.device=cpu",
+        ("trainer.device",),
+    ),
+    Mute(
         ("reward.memory_mb", "reward.num_workers", "reward.batch_size", "reward.reward_manager.name"),
         lambda c: not uses_reward_function(c),
         f"{_MODEL} alone scores, and no function",

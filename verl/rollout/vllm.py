@@ -14,7 +14,7 @@ from verl.errors import EngineError
 from verl.types import Completion, SamplingParams
 from verl.weights.parcel import Parcel
 
-__all__ = ["VllmEngine", "VllmSettings"]
+__all__ = ["VllmEngine", "VllmSettings", "environment", "said_last"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +47,14 @@ class VllmEngine:
         self._requests = itertools.count()
 
     async def start(self) -> None:
-        os.environ.update(_environment(self.settings))
+        os.environ.update(environment(self.settings))
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(self.settings)))
         except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
-            raise EngineError(f"vLLM did not start: {error}\n{_said_last()}") from error
+            raise EngineError(f"vLLM did not start: {error}\n{said_last()}") from error
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         from vllm import SamplingParams as VllmSampling
@@ -172,7 +172,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     return arguments | settings.kwargs
 
 
-def _environment(settings: VllmSettings) -> dict[str, str]:
+def environment(settings: VllmSettings) -> dict[str, str]:
     """Variables that vLLM reads at import; what the user has set stays as it is."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     if settings.device == "cpu":
@@ -187,7 +187,7 @@ def _environment(settings: VllmSettings) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def _said_last(lines: int = 30) -> str:
+def said_last(lines: int = 30) -> str:
     """The end of this process's standard error, where it goes to a file, as it does in a Ray worker."""
     file = Path(os.path.realpath("/proc/self/fd/2"))
     if not file.is_file():

@@ -251,10 +251,13 @@ def _place_reward_models(config: Config, pool: DevicePool, device: str) -> list[
     if not model.enable:
         return []
     share = (0.5 - _engines_share(config)) / -(-model.replicas // pool.count)
-    settings = reward_model_settings(config, device)
     return [
         RemoteRewardModel.place(
-            pool, number, device=pool.count - 1 - number % pool.count, share=share, settings=settings
+            pool,
+            number,
+            device=pool.count - 1 - number % pool.count,
+            share=share,
+            settings=reward_model_settings(config, device, number),
         )
         for number in range(model.replicas)
     ]

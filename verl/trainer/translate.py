@@ -202,15 +202,26 @@ def _model_reward(config: Config) -> ModelReward | None:
     return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)
 
 
-def reward_model_settings(config: Config, device: str) -> RewardModelSettings:
-    """What each process builds itself from that holds the reward model."""
+def reward_model_settings(config: Config, device: str, number: int) -> RewardModelSettings:
+    """What the process of that number builds itself from, which holds the reward model."""
     model, trust = config.reward.reward_model, config.actor_rollout_ref.model.trust_remote_code
-    return RewardModelSettings(
-        model.rollout.name,
-        {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device, "trust": trust},
-        model.micro_batch_size_per_gpu,
-        config.reward.deadline_s,
-    )
+    arguments: dict[str, Any] = {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device}
+    if model.rollout.name == "vllm":
+        arguments |= {
+            "load_format": "auto",
+            "max_num_seqs": model.micro_batch_size_per_gpu,
+            "memory_fraction": model.rollout.gpu_memory_utilization,
+            "trust_remote_code": trust,
+            "cpu_cores": _core(-1 - number) if device == "cpu" else "",
+        }
+    else:
+        arguments["trust"] = trust
+    return RewardModelSettings(model.rollout.name, arguments, model.micro_batch_size_per_gpu, config.reward.deadline_s)
+
+
+def _core(number: int) -> str:
+    """A core for an engine of its own, counted round and round; from the last one down below 0."""
+    return str(number % (os.cpu_count() or 1))
 
 
 def reward_arguments(config: Config) -> dict[str, Any]:
@@ -277,7 +288,7 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
         "seed": config.trainer.seed + number,
         "device": device,
         "cpu_cache_gib": rollout.cpu_cache_gib,
-        "cpu_cores": str(number % (os.cpu_count() or 1)) if device == "cpu" else "",
+        "cpu_cores": _core(number) if device == "cpu" else "",
         "kwargs": rollout.engine_kwargs.vllm,
     }
 

@@ -57,11 +57,16 @@ def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
         from verl.rewards.model_hf import HfRewardModel
 
         return HfRewardModel(**arguments)
+    if name == "vllm":
+        from verl.rollout.vllm import VllmSettings
+        from verl.rollout.vllm_reward import VllmRewardModel
+
+        return VllmRewardModel(VllmSettings(**arguments))
     if name == "fake":
         from verl.rewards.model import FakeRewardModel
 
         return FakeRewardModel(**arguments)
-    raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf"])
+    raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])
 
 
 class RemoteRewardModel:

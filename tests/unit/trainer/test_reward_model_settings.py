@@ -1,5 +1,6 @@
 """Settings of a reward model reach those who hold it and those who ask it; what is wrong is said at the start."""
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
+from verl.rollout.vllm import VllmSettings
 from verl.trainer.data import check_files
 from verl.trainer.translate import episode_settings, reward_model_settings
 from verl.workers.episodes import ModelReward
@@ -50,7 +52,16 @@ def test_without_a_model_a_function_scores() -> None:
 def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:
     config = config_of(*MODEL, "reward.reward_model.micro_batch_size_per_gpu=4", "reward.deadline_s=7")
     arguments = {"model_path": "my-org/rm", "dtype": "bfloat16", "device": "cuda", "trust": False}
-    assert reward_model_settings(config, "cuda") == RewardModelSettings("hf", arguments, batch=4, deadline_s=7)
+    assert reward_model_settings(config, "cuda", 0) == RewardModelSettings("hf", arguments, batch=4, deadline_s=7)
+
+
+def test_vllm_is_told_its_share_of_the_device_and_its_core() -> None:
+    overrides = ("reward.reward_model.rollout.name=vllm", "reward.reward_model.rollout.gpu_memory_utilization=0.3")
+    settings = reward_model_settings(config_of(*MODEL, *overrides), "cpu", 0)
+    assert settings.name == "vllm"
+    made = VllmSettings(**settings.arguments)
+    assert (made.load_format, made.max_num_seqs, made.memory_fraction) == ("auto", 16, 0.3)
+    assert made.cpu_cores == str((os.cpu_count() or 1) - 1)
 
 
 def test_a_reward_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> None:

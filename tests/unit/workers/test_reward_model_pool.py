@@ -97,5 +97,5 @@ async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() 
 
 
 async def test_an_engine_that_runs_no_reward_model_is_refused_with_the_mend() -> None:
-    with pytest.raises(ConfigError, match=r"reward\.reward_model\.rollout\.name: 'sglang'.*use hf"):
+    with pytest.raises(ConfigError, match=r"reward\.reward_model\.rollout\.name: 'sglang'.*use hf or vllm"):
         await RewardActor(RewardModelSettings("sglang", {}, batch=2, deadline_s=60)).start()

@@ -25,7 +25,7 @@ class RewardManagerConfig(Section):
 
 class RewardRolloutConfig(Section):
     name: Literal["hf", "vllm", "sglang"] = setting(
-        "hf", "Engine that runs the reward model; hf is transformers.", planned=("vllm", "sglang")
+        "hf", "Engine that runs the reward model; hf is transformers, and takes any.", planned=("sglang",)
     )
     tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1, planned=True)
     gpu_memory_utilization: float = setting(0.5, "Share of an accelerator's memory.", unit="share", gt=0, le=1)

@@ -1,0 +1,96 @@
+"""vLLM's pooling runner as a reward model, for models that read their score at the last token."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import AutoModelForSequenceClassification
+from transformers.modeling_layers import GenericForSequenceClassification
+
+from verl.errors import ConfigError, EngineError
+from verl.rewards.model import SETTING, unreadable
+from verl.rewards.model_hf import read_config
+from verl.rollout.vllm import VllmSettings, environment, said_last
+
+__all__ = ["VllmRewardModel"]
+
+
+class VllmRewardModel:
+    """A `RewardModel` on vLLM. One event loop owns it; it starts vLLM's own worker processes and ends them.
+
+    vLLM reads the score at the last token, transformers at the last one that has not the id that pads. So tokens of
+    that id are cut off at the end: where the end token pads, the two would differ in every finished answer.
+    """
+
+    def __init__(self, settings: VllmSettings) -> None:
+        self._settings = settings
+        self._requests = itertools.count()
+
+    async def start(self) -> None:
+        settings = self._settings
+        config = read_config(settings.model_path, trust=settings.trust_remote_code)
+        kind: Any = AutoModelForSequenceClassification._model_mapping.get(type(config), None)
+        if not (isinstance(kind, type) and issubclass(kind, GenericForSequenceClassification)):
+            raise ConfigError(
+                [
+                    f"{SETTING}.rollout.name: vllm runs reward models that read their score at the last token, and "
+                    f"{', '.join(config.architectures or ['this one'])} is none of them; set {SETTING}.rollout.name=hf"
+                ]
+            )
+        text = config.get_text_config()
+        self._padding, self._vocabulary = text.pad_token_id, text.vocab_size
+        os.environ.update(environment(settings))
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        try:
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
+        except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
+            raise EngineError(f"vLLM did not start with the reward model: {error}\n{said_last()}") from error
+        self._limit = self._llm.model_config.max_model_len
+
+    def refuses(self, token_ids: Sequence[int]) -> str | None:
+        return unreadable(token_ids, self._limit, self._vocabulary)
+
+    async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
+        return list(await asyncio.gather(*(self._score(tokens) for tokens in batch)))
+
+    async def close(self) -> None:
+        if hasattr(self, "_llm"):
+            self._llm.shutdown()
+            del self._llm  # now: at the interpreter's end its finaliser would find half of its modules gone
+
+    async def _score(self, token_ids: Sequence[int]) -> float:
+        from vllm import PoolingParams
+        from vllm.inputs import TokensPrompt
+
+        end = len(token_ids)
+        while end > 1 and token_ids[end - 1] == self._padding:
+            end -= 1
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids[:end]))
+        params = PoolingParams(task="classify", use_activation=False)
+        final: Any = None
+        async for output in self._llm.encode(prompt, params, str(next(self._requests))):
+            final = output
+        return float(final.outputs.data[0])
+
+
+def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    arguments: dict[str, Any] = {
+        "model": settings.model_path,
+        "runner": "pooling",
+        "dtype": settings.dtype,
+        "max_num_seqs": settings.max_num_seqs,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "enforce_eager": settings.enforce_eager,
+        "trust_remote_code": settings.trust_remote_code,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+    }
+    if settings.device != "cpu":
+        arguments["gpu_memory_utilization"] = settings.memory_fraction
+    return arguments | settings.kwargs
