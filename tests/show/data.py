@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import resource
 import subprocess
 import sys
 import tempfile
@@ -127,7 +126,9 @@ class Reader:
 
 
 def peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    """The most resident memory so far. Not ru_maxrss: that of a child begins with what its parent had."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM")]
+    return int(line.split()[1]) / 1000
 
 
 def first(folder: Path, layout: str) -> dict[str, Any]:
@@ -146,9 +147,10 @@ def first(folder: Path, layout: str) -> dict[str, Any]:
         "first_batch_own_s": watch.own_seconds(),
         "memory_mb": peak_mb() - before,
     }
-    start, count = time.perf_counter(), 4 * BATCH
+    start, cpu, count = time.perf_counter(), time.process_time(), 4 * BATCH
     reader.read(count)
     figures["rows_per_s"] = count / (time.perf_counter() - start)
+    figures["rows_per_cpu_s"] = count / (time.process_time() - cpu)
     while reader.stream.position < reader.order.length // 2:
         next(reader.stream)
     (folder / f"{layout}.json").write_text(json.dumps(reader.stream.state()))
@@ -189,7 +191,7 @@ def show(rows: int, layouts: list[str], *, hold_times: bool) -> None:
             again = in_a_fresh_process("resumed", folder, layout)
             found["resumed_exactly"] = found.pop("rows") == again.pop("rows")
             passed &= found["resumed_exactly"] and found["once_an_epoch"] and found["left_out"] > 0
-            passed &= found["memory_mb"] <= 500 and (found["first_batch_own_s"] <= 10 or not hold_times)
+            passed &= 0 < found["memory_mb"] <= 500 and (found["first_batch_own_s"] <= 10 or not hold_times)
             figures |= {f"{layout}_{key}": _short(value) for key, value in {**found, **again}.items()}
             print(figures, flush=True)
     finish("data", passed, rows=rows, **figures)
