@@ -25,7 +25,7 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset", "require_prompts"]
+__all__ = ["DataReport", "PromptDataset"]
 
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
@@ -261,11 +261,3 @@ class PromptDataset:
 
 def _are_large(files: Sequence[Rows]) -> bool:
     return sum(map(len, files)) >= STREAMED_ROWS or sum(file.bytes for file in files) >= STREAMED_BYTES
-
-
-def require_prompts(files: PathLike | Sequence[PathLike], prompt_key: str) -> None:
-    """Raise `DataError` unless every file can be read and has the column of prompts. Reads no rows."""
-    for entry in entries_of(files):
-        for path in find_files(entry):
-            if wrong := missing_column(open_rows(path), prompt_key, "prompt_key"):
-                raise DataError(wrong)

@@ -17,8 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import encode, read_prompt, render
+from verl.data.check import missing_column, oddities
 from verl.data.columns import TRUTHS, told_to_rewards
-from verl.data.dataset import require_prompts
 from verl.data.files import READ_AT_ONCE, JsonlRows, Rows, find_files, open_rows
 from verl.errors import DataError
 
@@ -112,12 +112,8 @@ class DataFiles:
         self.scorer_of, self._no_scorer = scorer_of, no_scorer
         self._template_kwargs = dict(template_kwargs or {})
         self.files: list[Rows] = [open_rows(path) for path in find_files(files)]
-        self._lacking: dict[os.PathLike[str], str] = {}
-        for file in self.files:
-            try:
-                require_prompts(file.path, prompt_key)
-            except DataError as error:
-                self._lacking[file.path] = str(error)
+        lacks = {file.path: missing_column(file, prompt_key, "prompt_key") for file in self.files}
+        self._lacking = {path: lack for path, lack in lacks.items() if lack is not None}
 
         self.marks = [] if tokenizer is None else [mark for mark in tokenizer.get_added_vocab() if mark.strip()]
         # A template that adds nothing to a message makes no difference between it and a string.
@@ -172,6 +168,7 @@ class DataFiles:
             rows += len(chunk)
         lengths = np.array(found.lengths, np.int64)
         problems = [Problem(lack) for lack in self._lacking.values()]
+        problems += [Problem(odd, fatal=not len(self)) for odd in oddities(self.files)]
         problems += self._problems(found)
         if self.tokenizer is not None and long_ones_stop and (count := int((lengths > max_prompt_length).sum())):
             problems.append(

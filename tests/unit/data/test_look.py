@@ -178,6 +178,19 @@ def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
     assert problem.what == f"{test}, line 1: the prompt is there already, {train}, row 1"
 
 
+def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path) -> None:
+    first = write(tmp_path / "a.jsonl", [good("1")])
+    empty = write(tmp_path / "empty.jsonl", [])
+    other = write(tmp_path / "b.jsonl", [good("2", hint="x")])
+    said = [(problem.what, problem.fatal) for problem in survey(look([first, empty, other])).problems]
+    assert said[0] == (f"{empty} has no rows", False)
+    assert said[1] == (f"{other} has hint besides, unlike a.jsonl: rewards see what a row has", False)
+    nothing = look(empty)
+    [problem] = survey(nothing).problems
+    assert problem.fatal
+    assert "has no rows" in shown(nothing, survey(nothing), rows=())
+
+
 def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
     [problem] = survey(data).problems
