@@ -24,8 +24,8 @@ from _common import finish
 
 from verl.cluster.group import ActorGroup
 from verl.cluster.session import connect, disconnect
-from verl.data.plan import Planner, RankPlan
 from verl.data.order import Shuffled
+from verl.data.plan import Planner, RankPlan
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored

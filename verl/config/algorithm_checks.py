@@ -79,8 +79,8 @@ def _critic_without_use(config: Config) -> Iterator[Finding]:
     why = "gives no returns to train it on" if wanted else "needs its values"
     yield Finding(
         ("critic.enable", "algorithm.adv_estimator"),
-        f"critic.enable: {str(wanted).lower()}, but algorithm.adv_estimator={estimator} {why}; leave critic.enable out, "
-        f"or set algorithm.adv_estimator={'gae' if wanted else 'grpo'}",
+        f"critic.enable: {str(wanted).lower()}, but algorithm.adv_estimator={estimator} {why}; leave critic.enable "
+        f"out, or set algorithm.adv_estimator={'gae' if wanted else 'grpo'}",
     )
 
 
