@@ -242,8 +242,8 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
         ),
         (
             ["critic.optim.lr=1e-4"],
-            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic, or one of your own "
-            "with critic.enable=true",
+            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic, or one of your "
+            "own with critic.enable=true",
         ),
         (
             ["algorithm.adv_estimator=rloo", f"{LOSS}.loss_mode=dpo"],
