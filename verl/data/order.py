@@ -219,11 +219,11 @@ class Weighted:
         return int(self._firsts[order]) + self._orders[order].row(number * self._counts[order] + int(before[place]))
 
     def identity(self) -> dict[str, Any]:
-        lengths = [order.length for order in self._orders]
         return {
             **self._orders[0].identity(),
             "length": self.length,
-            "lengths": lengths,
+            "lengths": [order.length for order in self._orders],
+            "entries": zlib.crc32(repr([order.identity() for order in self._orders]).encode()),
             "train_weights": self._counts,
             "seed": self._seed,
         }

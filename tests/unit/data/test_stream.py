@@ -178,7 +178,10 @@ def test_epochs_of_a_sampler_are_of_one_length() -> None:
         (ShuffledByBuffer(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
         (ShuffledByBuffer(blocks(10, 3), 4, 7), r"blocks \d+ \(now None\)"),
         (Ranked(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
-        (Weighted([Shuffled(4, 7), Shuffled(6, 8)], [1, 2], 7), r"lengths \[4, 6\] .*train_weights \[1, 2\]"),
+        (
+            Weighted([Shuffled(4, 7), Shuffled(6, 8)], [1, 2], 7),
+            r"lengths \[4, 6\] .*entries \d+ .*train_weights \[1, 2\]",
+        ),
     ],
 )
 def test_a_position_in_another_order_is_refused(saved: Order, said: str) -> None:
@@ -200,3 +203,5 @@ def test_the_same_settings_over_other_blocks_or_numbers_are_another_order() -> N
     refused(ShuffledByBuffer(blocks(10, 2), 4, 7), ShuffledByBuffer(blocks(10, 3), 4, 7), "blocks")
     refused(Ranked(np.zeros(10), "level", 7), Ranked(np.arange(10.0), "level", 7), "numbers")
     refused(Weighted([InOrder(3)], [1], seed=1), Weighted([InOrder(3)], [1], seed=2), "seed")
+    parts = [ShuffledByBuffer(blocks(10, size), 4, 7) for size in (2, 3)]
+    refused(Weighted([InOrder(3), parts[0]], [1, 1], 1), Weighted([InOrder(3), parts[1]], [1, 1], 1), "entries")
