@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from verl.demo.assets import make_assets
@@ -106,6 +108,40 @@ def test_a_reward_that_raises_ends_the_run_with_the_users_own_traceback(assets: 
     assert "ZeroDivisionError" in done.stderr
     assert "my_reward.py" in done.stderr
     assert "ray::" not in done.stderr, "our own errors come without Ray's wrapping"
+
+
+def test_streamed_files_with_weights_train_full_batches_and_resume(assets: Assets, tmp_path: Path) -> None:
+    rows = pq.read_table(assets.train).slice(0, 40)
+    long = rows.set_column(rows.column_names.index("prompt"), "prompt", pa.array(["1+" * 20] * 40))
+    pq.write_table(rows, tmp_path / "short.parquet", row_group_size=8)
+    pq.write_table(
+        pa.concat_tables([rows.slice(0, 20), long], promote_options="permissive"), tmp_path / "mixed.parquet"
+    )
+    settings = (
+        f"data.train_files=[{tmp_path}/short.parquet,{tmp_path}/mixed.parquet]",
+        "data.train_weights=[1,3]",
+        "data.streaming=True",
+        "data.filter_overlong_prompts=True",
+        "actor_rollout_ref.rollout.name=hf",
+        "trainer.val_before_train=False",
+        "trainer.save_freq=1",
+    )
+    first = run(assets, tmp_path / "run", *settings)
+    assert first.returncode == 0, first.stdout + first.stderr
+    assert "2 files: 100 rows, streamed" in first.stdout
+    assert "are longer than data.max_prompt_length and were left out" in first.stdout
+    again = run(assets, tmp_path / "run", *settings, "trainer.total_training_steps=3")
+    assert again.returncode == 0, again.stdout + again.stderr
+    steps = [line for line in metrics_of(tmp_path / "run") if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert [line["plan/groups"] for line in steps] == [8, 8, 8], "others took the places of those left out"
+    places = [
+        json.loads((tmp_path / "run" / f"global_step_{step}" / "trainer.json").read_text())["data"]["position"]
+        for step in (1, 2, 3)
+    ]
+    left_out = [line.get("data/left_out", 0) for line in steps]
+    assert sum(left_out) > 0
+    assert [place - 8 * (step + 1) for step, place in enumerate(places)] == [sum(left_out[: n + 1]) for n in range(3)]
 
 
 def test_ctrl_c_ends_the_run_and_all_its_processes(assets: Assets, tmp_path: Path) -> None:
