@@ -5,7 +5,7 @@ and again with row groups of 8,192. For each, a fresh process does what a run do
 first 1,024 prompts as token ids, in <= 10 s and <= 500 MB beyond its imports (peak of its resident memory). One prompt
 in a hundred is too long and is left out. Then it goes on to the middle of the epoch, saves its place as a checkpoint
 would, and reads the next 1,024; a second process that starts from that place must read the very same. Also shown: every
-row comes once an epoch, and rows read and tokenised a second. `--short` (CI) takes 100,000 rows as pyarrow writes them
+row comes once an epoch, and rows read and tokenised a second. `--short` takes 100,000 rows as pyarrow writes them
 and holds no times.
 """
 
