@@ -163,13 +163,15 @@ async def test_a_model_that_cannot_be_a_reward_is_refused_with_the_mend(
         assert word in str(refused.value)
 
 
-async def test_a_head_that_transformers_would_make_up_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", ["hf", "vllm"])
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+async def test_a_head_that_the_engine_would_make_up_is_refused(engine: str, shard: str, tmp_path: Path) -> None:
     config = tiny_qwen2(num_labels=1, pad_token_id=PADDING)
-    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path, max_shard_size=shard)
     config.architectures = ["Qwen2ForSequenceClassification"]
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"lacks the weights score\.weight"):
-        await HfRewardModel(str(tmp_path)).start()
+        await MAKERS[engine](str(tmp_path)).start()
 
 
 async def test_vllm_leaves_to_transformers_what_does_not_read_the_last_token(tmp_path: Path) -> None:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.utils import cached_file
 
 from verl.errors import ConfigError, EngineError
 from verl.rewards.model import SETTING, unreadable
@@ -17,6 +21,8 @@ from verl.rewards.model_hf import read_config
 from verl.rollout.vllm import VllmSettings, environment, said_last
 
 __all__ = ["VllmRewardModel"]
+
+_SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 
 
 class VllmRewardModel:
@@ -39,6 +45,15 @@ class VllmRewardModel:
                 [
                     f"{SETTING}.rollout.name: vllm runs reward models that read their score at the last token, and "
                     f"{', '.join(config.architectures or ['this one'])} is none of them; set {SETTING}.rollout.name=hf"
+                ]
+            )
+        if not any(name.endswith("score.weight") for name in _weights(settings.model_path)):
+            # vLLM starts all the same, and scores by whatever lay in the memory of the head
+            raise ConfigError(
+                [
+                    f"{SETTING}.model_path={settings.model_path}: lacks the weights score.weight in safetensors: vLLM "
+                    "finds no trained head; name a model that was saved as AutoModelForSequenceClassification, or set "
+                    f"{SETTING}.rollout.name=hf"
                 ]
             )
         text = config.get_text_config()
@@ -77,6 +92,18 @@ class VllmRewardModel:
         async for output in self._llm.encode(prompt, params, str(next(self._requests))):
             final = output
         return float(final.outputs.data[0])
+
+
+def _weights(path: str) -> set[str]:
+    """The names of the weights of a model, of which only the headers are read."""
+    found = [cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _SAFETENSORS]
+    index, whole = found
+    if index is not None:
+        return set(json.loads(Path(index).read_text())["weight_map"])
+    if whole is None:
+        return set()
+    with safe_open(whole, "pt") as file:
+        return set(file.keys())
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
