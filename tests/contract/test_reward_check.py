@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import psutil
 import pytest
+from processes import children
 
 from verl.config.load import load
 from verl.config.schema import Config
@@ -29,7 +29,7 @@ async def test_the_file_is_imported_in_another_process_which_ends(tmp_path: Path
     )
     await _check_reward(config(file, "reward.reward_manager.name=prime", "reward.num_workers=8"))
     assert int(pid.read_text()) != os.getpid()
-    assert psutil.Process().children(recursive=True) == []
+    assert children() == []
 
 
 @pytest.mark.parametrize(

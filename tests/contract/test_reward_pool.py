@@ -16,6 +16,7 @@ from typing import Any
 
 import psutil
 import pytest
+from processes import children
 
 from verl.errors import RewardError
 from verl.rewards.outcome import Answer, Failed, Outcome, Scored
@@ -57,10 +58,6 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     assert children() == []
     assert open_files() == before
     assert not any(thread.name == "score-pool" for thread in threading.enumerate())
-
-
-def children() -> list[psutil.Process]:
-    return psutil.Process().children(recursive=True)
 
 
 def open_files() -> int:
