@@ -1,48 +1,108 @@
 """Answers are scored while others are still written: with a reward as slow as generation, a step is hardly longer.
 
-A stand-in for the engine writes answers in a fixed number of seats, each as long as the other; the reward takes as long
-as the engine does, in total and for each answer. Each answer is scored the moment it is finished, by the pool. The step
-may take 1.25 times what generation alone takes; one after the other they would take 2.
+`verl train` with real engines that write a few answers at once, and a reward that is told how long to take: nothing at
+first; then as much that the scoring processes are busy as long as generation lasted. Waiting for scored answers may
+then take 1.25 times as long; one after the other it would take 2. `--pool` measures the pool alone instead, with a
+stand-in for the engine, for plain, async and batched functions.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import tempfile
 import time
 from pathlib import Path
 
-from _common import finish
+from _common import finish, metrics_of, sized_for_addition, train
 
+from verl.demo.assets import make_assets
 from verl.rewards.outcome import Scored
 from verl.rewards.pool import ScorePool
 
+BOUND = 1.25
 SEATS = 8
 SECONDS = 0.25
-PLAIN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-PLAIN += "    time.sleep(SECONDS)\n    return 1.0\n"
+PLAIN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=SECONDS):\n"
+PLAIN += "    time.sleep(seconds)\n    return 1.0\n"
 ASYNC = f"async {PLAIN}".replace("time.sleep", "await asyncio.sleep")
 BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
 BATCH += "    time.sleep(SECONDS)\n    return [1.0] * len(solution_strs)\n"
 KINDS = {"plain": (PLAIN, SEATS, None), "async": (ASYNC, 1, None), "batch": (BATCH, 2, SEATS)}
 """Name -> (function, processes, size of a batch)."""
+PROMPTS, ANSWERS_A_PROMPT, STEPS = 16, 8, 6
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--short", action="store_true", help="a third of the answers")
-    answers = 64 if parser.parse_args().short else 192
-    ratios = {}
+    parser.add_argument("--pool", action="store_true", help="the pool alone, with a stand-in for the engine")
+    parser.add_argument("--short", action="store_true", help="of --pool: a third of the answers")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="verl-overlap-") as folder:
-        for kind, (function, workers, batch_size) in KINDS.items():
-            file = Path(folder) / f"{kind}.py"
-            file.write_text(f"import asyncio, time\nSECONDS = {SECONDS}\n{function}")
-            with ScorePool({"path": str(file)}, workers=workers, batch_size=batch_size, deadline_s=60) as pool:
-                alone, step, after = asyncio.run(measure(pool, answers))
-            ratios[kind] = round(step / alone, 3)
-            print(f"{kind}: generation {alone:.2f} s, step {step:.2f} s, one after the other {after:.2f} s")
-    finish("reward_overlap", max(ratios.values()) <= 1.25, answers=answers, step_over_generation=ratios, bound=1.25)
+        if options.pool:
+            of_the_pool(Path(folder), 64 if options.short else 192)
+        of_a_run(Path(folder))
+
+
+def of_a_run(folder: Path) -> None:
+    make_assets(folder)
+    written(folder, "plain", PLAIN)
+    alone = seconds_to_answers(folder, "alone", reward_s=0.0)
+    reward_s = alone * SEATS / (PROMPTS * ANSWERS_A_PROMPT)  # all answers of a step, over all processes: as long again
+    both = seconds_to_answers(folder, "both", reward_s)
+    finish(
+        "reward_overlap",
+        both / alone <= BOUND,
+        answers=PROMPTS * ANSWERS_A_PROMPT,
+        generation_s=round(alone, 2),
+        with_reward_s=round(both, 2),
+        reward_of_an_answer_s=round(reward_s, 3),
+        step_over_generation=round(both / alone, 3),
+        bound=BOUND,
+    )
+
+
+def seconds_to_answers(folder: Path, name: str, reward_s: float) -> float:
+    """How long a step waits for its answers and their scores: the median over the steps but the first."""
+    code, _ = train(
+        *sized_for_addition(folder),
+        f"data.train_batch_size={PROMPTS}",
+        "data.max_response_length=64",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
+        f"actor_rollout_ref.rollout.n={ANSWERS_A_PROMPT}",
+        f"actor_rollout_ref.rollout.max_num_seqs={SEATS}",
+        f"reward.custom_reward_function.path={folder / 'plain.py'}",
+        f"reward.custom_reward_function.reward_kwargs.seconds={reward_s}",
+        "reward.reward_manager.name=prime",
+        f"reward.num_workers={SEATS}",
+        "trainer.n_gpus_per_node=1",
+        "trainer.val_before_train=False",
+        f"trainer.total_training_steps={STEPS}",
+        f"trainer.default_local_dir={folder / name}",
+        deadline_s=900,
+    )
+    if code != 0:
+        finish("reward_overlap", False, failed=name, exit_code=code)
+    steps = [line for line in metrics_of(folder / name) if "reward/mean" in line]
+    return statistics.median(line["timing_s/gen"] for line in steps[1:])
+
+
+def of_the_pool(folder: Path, answers: int) -> None:
+    ratios = {}
+    for kind, (function, workers, batch_size) in KINDS.items():
+        file = written(folder, kind, function)
+        with ScorePool({"path": str(file)}, workers=workers, batch_size=batch_size, deadline_s=60) as pool:
+            alone, step, after = asyncio.run(measure(pool, answers))
+        ratios[kind] = round(step / alone, 3)
+        print(f"{kind}: generation {alone:.2f} s, step {step:.2f} s, one after the other {after:.2f} s")
+    finish("reward_overlap", max(ratios.values()) <= BOUND, answers=answers, step_over_generation=ratios, bound=BOUND)
+
+
+def written(folder: Path, kind: str, function: str) -> Path:
+    file = folder / f"{kind}.py"
+    file.write_text(f"import asyncio, time\nSECONDS = {SECONDS}\n{function}")
+    return file
 
 
 async def measure(pool: ScorePool, answers: int) -> tuple[float, float, float]:

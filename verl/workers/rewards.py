@@ -7,16 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import ray
-
-from verl.cluster.group import call
 from verl.cluster.pool import DevicePool
+from verl.cluster.remote import Remote, spawn
 from verl.errors import ConfigError, EngineError
 from verl.rewards.model import SETTING, Batcher, RewardModel, Unscored
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
 
-START_DEADLINE_S = 900.0
 PATIENCE_S = 60.0
 
 
@@ -69,42 +66,22 @@ def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
     raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])
 
 
-class RemoteRewardModel:
-    """A reward model that lives in a reward actor. Can be sent to other processes."""
+class RemoteRewardModel(Remote):
+    """A reward model that lives in a reward actor."""
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self.actor, self.number = actor, number
-        self._started = False
+    kind = "reward model"
 
     @classmethod
     def place(
         cls, pool: DevicePool, number: int, *, device: int, share: float, settings: RewardModelSettings
     ) -> RemoteRewardModel:
-        """Ask Ray for the process; it comes up while the caller goes on."""
-        worker = ray.remote(RewardActor).options(max_concurrency=100_000, **pool.options(device, share=share))
-        return cls(worker.remote(settings), number)
-
-    async def start(self) -> None:
-        await self._call("start", deadline_s=START_DEADLINE_S)
-        self._started = True
+        return cls(spawn(RewardActor, settings, pool=pool, device=device, share=share), number)
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
         return await self._call("score", token_ids, deadline_s=None)  # the actor and the pool watch over these
 
     async def is_there(self) -> bool:
-        return await self._call("is_there")
-
-    async def close(self) -> None:
-        """End the process; a model that has started first ends its own children."""
-        try:
-            if self._started:
-                await self._call("close", deadline_s=30.0)
-        finally:
-            ray.kill(self.actor)
-
-    async def _call(self, method: str, *args: Any, deadline_s: float | None = PATIENCE_S) -> Any:
-        what = f"reward model {self.number}: {method}"
-        return await call(getattr(self.actor, method).remote(*args), what=what, deadline_s=deadline_s)
+        return await self._call("is_there", deadline_s=PATIENCE_S)
 
 
 class Scores(Protocol):

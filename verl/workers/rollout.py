@@ -8,14 +8,13 @@ from typing import Any
 
 import ray
 
-from verl.cluster.group import call
 from verl.cluster.pool import DevicePool
+from verl.cluster.remote import Remote, spawn
 from verl.errors import ConfigError
 from verl.types import Completion, SamplingParams
 
 __all__ = ["RemoteEngine", "RolloutActor"]
 
-START_DEADLINE_S = 900.0
 SYNC_DEADLINE_S = 900.0
 
 
@@ -66,24 +65,16 @@ def _make_engine(name: str, settings: dict[str, Any]) -> Any:
     raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not an engine; use vllm or hf"])
 
 
-class RemoteEngine:
-    """A `RolloutEngine` that lives in a rollout actor. Can be sent to other processes."""
+class RemoteEngine(Remote):
+    """A `RolloutEngine` that lives in a rollout actor."""
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self.actor, self.number = actor, number
-        self._started = False
+    kind = "rollout engine"
 
     @classmethod
     def place(
         cls, pool: DevicePool, number: int, *, device: int, share: float, name: str, settings: dict[str, Any]
     ) -> RemoteEngine:
-        """Ask Ray for the process; it comes up while the caller goes on."""
-        worker = ray.remote(RolloutActor).options(max_concurrency=100_000, **pool.options(device, share=share))
-        return cls(worker.remote(name, settings), number)
-
-    async def start(self) -> None:
-        await self._call("start", deadline_s=START_DEADLINE_S)
-        self._started = True
+        return cls(spawn(RolloutActor, name, settings, pool=pool, device=device, share=share), number)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call("generate", token_ids, sampling, deadline_s=None)  # the pool watches over these
@@ -96,15 +87,3 @@ class RemoteEngine:
 
     async def version(self) -> int:
         return await self._call("version")
-
-    async def close(self) -> None:
-        """End the process; an engine that has started first ends its own children."""
-        try:
-            if self._started:
-                await self._call("close", deadline_s=30.0)
-        finally:
-            ray.kill(self.actor)
-
-    async def _call(self, method: str, *args: Any, deadline_s: float | None = 600.0) -> Any:
-        reference = getattr(self.actor, method).remote(*args)
-        return await call(reference, what=f"rollout engine {self.number}: {method}", deadline_s=deadline_s)
