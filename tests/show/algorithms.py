@@ -37,7 +37,7 @@ PROMISED: dict[str, tuple[str, ...]] = {
     "cispo": ONE_UPDATE,
     "opo": (),
     "gpg": ONE_UPDATE,
-    "online_dpo": (),
+    "online_dpo": ONE_UPDATE,
 }
 OTHERS: dict[str, tuple[str, ...]] = {
     "sppo": (),
