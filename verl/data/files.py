@@ -23,7 +23,17 @@ import pyarrow.parquet as pq
 
 from verl.errors import DataError
 
-__all__ = ["BlockCache", "JsonlRows", "ParquetRows", "Piece", "Rows", "find_files", "open_rows", "plain"]
+__all__ = [
+    "BlockCache",
+    "JsonlRows",
+    "ParquetRows",
+    "Piece",
+    "Rows",
+    "find_files",
+    "open_rows",
+    "plain",
+    "what_is_there",
+]
 
 READ_AT_ONCE = 1024  # rows turned into Python objects at a time by a pass over a whole column
 CACHED_BYTES = 256 * 2**20  # decoded blocks that are kept, of all files of a data set together
@@ -250,11 +260,17 @@ class JsonlRows:
 
 def _not_found(path: Path) -> str:
     why = "is a folder" if path.is_dir() else "matches no file" if glob.has_magic(path.name) else "does not exist"
+    there, near = what_is_there(path)
+    mend = f"Did you mean {near}?" if near else "Set data.train_files or data.val_files to existing files"
+    return f"data file not found: {path} {why}; {there}. {mend}"
+
+
+def what_is_there(path: Path) -> tuple[str, Path | None]:
+    """What the nearest folder above a missing path has, in words, and which of it was probably meant."""
     folder = path
     while not folder.is_dir():
         folder = folder.parent
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     near = difflib.get_close_matches(path.name, names, n=1)
-    mend = f"Did you mean {folder / near[0]}?" if near else "Set data.train_files or data.val_files to existing files"
-    return f"data file not found: {path} {why}; {folder} has: {shown or 'nothing'}. {mend}"
+    return f"{folder} has: {shown or 'nothing'}", folder / near[0] if near else None

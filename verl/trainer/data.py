@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.config.needs import uses_critic
 from verl.config.schema.root import Config
 from verl.data.check import inspect_files, oddities
 from verl.data.dataset import PromptDataset
-from verl.data.files import CACHED_BYTES
+from verl.data.files import CACHED_BYTES, what_is_there
 from verl.data.order import Order
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.score import no_scorer
@@ -37,13 +39,9 @@ class RunData:
 
 
 def check_files(config: Config) -> None:
-    """In a blink: model and data are there, and the data can be read and has the columns that the settings name."""
-    models = {"actor_rollout_ref.model.path": config.actor_rollout_ref.model.path}
-    if config.reward.reward_model.enable:
-        models["reward.reward_model.model_path"] = config.reward.reward_model.model_path or ""
-    for key, model in models.items():
-        if model.startswith((".", "/", "~")) and not Path(model).expanduser().is_dir():
-            raise ConfigError([f"{key}={model}: there is no such directory"])
+    """In a blink: models and data are there, and the data can be read and has the columns that the settings name."""
+    if missing := [*_missing_models(config)]:
+        raise ConfigError(missing)
     if config.data.sampler is not None:
         load_sampler(config.data.sampler)
     problems = [problem for split in _splits(config) for problem in _inspect(config, split)]
@@ -52,6 +50,24 @@ def check_files(config: Config) -> None:
     if problems:
         lines = [f"{len(problems)} things are wrong with the data:", *(f"  - {problem}" for problem in problems)]
         raise DataError("\n".join(lines))
+
+
+def _missing_models(config: Config) -> Iterator[str]:
+    """Of the models that this run will load, those whose path is a local one where nothing is."""
+    actor, reward = config.actor_rollout_ref.model, config.reward
+    paths = {"actor_rollout_ref.model.path": actor.path, "actor_rollout_ref.model.tokenizer_path": actor.tokenizer_path}
+    if uses_critic(config):
+        paths["critic.model.path"] = config.critic.model.path
+    if reward.prime.enable:
+        paths["reward.prime.model_path"] = reward.prime.model_path
+    if reward.reward_model.enable:
+        paths["reward.reward_model.model_path"] = reward.reward_model.model_path
+    for key, path in paths.items():
+        if path is None or not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
+            continue
+        there, near = what_is_there(Path(path).expanduser())
+        mend = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
+        yield f"{key}={path}: there is no such directory; {there}; {mend}"
 
 
 def read_data(config: Config) -> RunData:

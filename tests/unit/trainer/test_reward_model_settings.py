@@ -73,3 +73,19 @@ def test_a_reward_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> Non
     check_files(config_of(*files, path))  # it is not enabled
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.model_path=.*there is no such directory"):
         check_files(config_of(*files, path, "reward.reward_model.enable=True"))
+
+
+def test_all_models_that_are_not_there_are_said_at_once_with_what_is(tmp_path: Path) -> None:
+    (tmp_path / "policy").mkdir()
+    wrong = {
+        "actor_rollout_ref.model.path": f"{tmp_path}/polcy",
+        "critic.model.path": f"{tmp_path}/critic",
+        "reward.prime.model_path": f"{tmp_path}/nowhere/at/all",
+    }
+    paths = [f"{key}={path}" for key, path in wrong.items()]
+    config = config_of(*paths, "algorithm.adv_estimator=gae", "data.train_files=never-looked-at.parquet")
+    with pytest.raises(ConfigError) as found:
+        check_files(config)
+    actor, critic = str(found.value).splitlines()[-2:]  # the process reward model is not enabled
+    assert f"set actor_rollout_ref.model.path={tmp_path}/policy" in actor
+    assert f"critic.model.path={tmp_path}/critic: there is no such directory; {tmp_path} has: policy/; set" in critic
