@@ -7,13 +7,23 @@ VerlError
 ├── WeightSyncError    an engine does not hold the weights that the trainer sent
 ├── CheckpointError    a checkpoint is incomplete or does not fit
 └── EngineError        an engine died, refused or did not answer in time
+    └── ProcessLost    the process behind a call is gone, or does not answer: its work can be done again elsewhere
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["CheckpointError", "ConfigError", "DataError", "EngineError", "RewardError", "VerlError", "WeightSyncError"]
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "DataError",
+    "EngineError",
+    "ProcessLost",
+    "RewardError",
+    "VerlError",
+    "WeightSyncError",
+]
 
 
 class VerlError(Exception):
@@ -54,3 +64,7 @@ class CheckpointError(VerlError):
 
 class EngineError(VerlError):
     """An engine died, refused a request, or did not answer before its deadline."""
+
+
+class ProcessLost(EngineError):
+    """The process behind a call has died, or does not answer. Nothing is wrong with what it was asked to do."""
