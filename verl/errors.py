@@ -7,7 +7,7 @@ VerlError
 ├── WeightSyncError    an engine does not hold the weights that the trainer sent
 ├── CheckpointError    a checkpoint is incomplete or does not fit
 └── EngineError        an engine died, refused or did not answer in time
-    └── ProcessLost    the process behind a call is gone, or does not answer: its work can be done again elsewhere
+    └── ProcessLostError  the process behind a call is gone, or does not answer: its work can be done again elsewhere
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
-    "ProcessLost",
+    "ProcessLostError",
     "RewardError",
     "VerlError",
     "WeightSyncError",
@@ -66,5 +66,5 @@ class EngineError(VerlError):
     """An engine died, refused a request, or did not answer before its deadline."""
 
 
-class ProcessLost(EngineError):
+class ProcessLostError(EngineError):
     """The process behind a call has died, or does not answer. Nothing is wrong with what it was asked to do."""

@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
-from verl.errors import ProcessLost, VerlError
+from verl.errors import ProcessLostError, VerlError
 
 __all__ = ["ActorGroup", "call"]
 
@@ -22,15 +22,15 @@ async def call(awaitable: Any, *, what: str, deadline_s: float | None = None) ->
     try:
         return await asyncio.wait_for(_awaited(awaitable), deadline_s)
     except asyncio.TimeoutError as error:
-        raise ProcessLost(f"waited {deadline_s:.0f} s for {what} and gave up") from error
+        raise ProcessLostError(f"waited {deadline_s:.0f} s for {what} and gave up") from error
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from None
         if isinstance(error.cause, (ObjectLostError, RayActorError)):  # what it was to read went with its owner
-            raise ProcessLost(f"{what}: another process that it needs has died: {error.cause}") from error
+            raise ProcessLostError(f"{what}: another process that it needs has died: {error.cause}") from error
         raise
     except RayActorError as error:
-        raise ProcessLost(f"the process behind {what} has died: {error}") from error
+        raise ProcessLostError(f"the process behind {what} has died: {error}") from error
 
 
 async def _awaited(awaitable: Any) -> Any:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.errors import EngineError, ProcessLost
+from verl.errors import EngineError, ProcessLostError
 from verl.types import Completion, SamplingParams
 from verl.weights.parcel import Parcel
 
@@ -139,7 +139,7 @@ class VllmEngine:
             async for output in self._llm.generate(prompt, params, str(next(self._requests))):
                 final = output
         except EngineDeadError as error:
-            raise ProcessLost(f"vLLM's engine process has died: {error}") from error
+            raise ProcessLostError(f"vLLM's engine process has died: {error}") from error
         return final
 
 
