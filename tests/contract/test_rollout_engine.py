@@ -98,6 +98,15 @@ async def test_the_same_seed_draws_the_same_answer(engine: RolloutEngine, model:
     assert first.token_ids != other.token_ids
 
 
+async def test_requests_that_run_together_repeat_to_the_bit(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    await publish(engine, model, 0)
+    requests = [(PROMPT[: 1 + k % 4], SamplingParams(max_tokens=3 + k % 7, seed=k)) for k in range(24)]
+    first = await engine.generate_all(requests)
+    await asyncio.gather(*(engine.generate(PROMPT, SamplingParams(max_tokens=8)) for _ in range(5)))  # history
+    assert await engine.generate_all(requests) == first
+    assert [len(answer.token_ids) for answer in first] == [3 + k % 7 for k in range(24)]
+
+
 async def test_greedy_answers_repeat(engine: RolloutEngine, model: PreTrainedModel) -> None:
     await publish(engine, model, 0)
     greedy = SamplingParams(max_tokens=8, temperature=0)

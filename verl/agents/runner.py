@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from verl.agents.episode import Episode, Generate, single_turn
+from verl.agents.lockstep import Lockstep
 from verl.agents.scoring import Score
 from verl.rewards.overlong import Overlong
 from verl.types import Failed, Prompt, Sample, SamplingParams
@@ -37,16 +39,21 @@ class EpisodeRunner:
         *,
         greedy_baseline: bool = False,
         overlong: Overlong | None = None,
+        lockstep: Lockstep | None = None,
     ) -> list[Sample]:
         """One sample per seed, in the order of the seeds (None draws freely).
 
         With `greedy_baseline` one more answer is written beside them, greedily; the others carry its score as their
         `baseline`, and it is not among them. With `overlong` a score is shaped by the length of its answer.
+        In a `lockstep` each episode asks from a seat of its own.
         """
         draws = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
             draws.append(replace(sampling, temperature=0.0, seed=None))
-        samples = await asyncio.gather(*(self._one(prompt, group, draw, overlong) for draw in draws))
+        seats = [nullcontext(self._generate) if lockstep is None else lockstep.seat() for _ in draws]
+        samples = await asyncio.gather(
+            *(self._one(prompt, group, draw, overlong, seat) for draw, seat in zip(draws, seats, strict=True))
+        )
         if not greedy_baseline:
             return samples
         greedy = samples.pop()
@@ -54,8 +61,16 @@ class EpisodeRunner:
             return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
         return [replace(sample, baseline=greedy.score) for sample in samples]
 
-    async def _one(self, prompt: Prompt, group: int, sampling: SamplingParams, overlong: Overlong | None) -> Sample:
-        transcript = await self._episode(prompt, self._generate, sampling)
+    async def _one(
+        self,
+        prompt: Prompt,
+        group: int,
+        sampling: SamplingParams,
+        overlong: Overlong | None,
+        seat: AbstractContextManager[Generate],
+    ) -> Sample:
+        with seat as generate:
+            transcript = await self._episode(prompt, generate, sampling)
         tokens = transcript.answer()
         outcome = await self._score(prompt, transcript, self.decode(tokens))
         if isinstance(outcome, Failed):

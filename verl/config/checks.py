@@ -268,12 +268,6 @@ def hints(config: Config) -> Iterator[Finding]:
             f"and the trainer's are of the whole one: training/rollout_probs_diff_mean is large by construction; to "
             f"compare the two, set {ROLLOUT}.{name}={whole}",
         )
-    if config.trainer.deterministic and rollout.name == "vllm":
-        yield Finding(
-            ("trainer.deterministic", f"{ROLLOUT}.name"),
-            "trainer.deterministic: with vLLM only the sampling is seeded, and the last bits of its log-probs may "
-            f"differ between runs; for runs that are equal to the bit, set {ROLLOUT}.name=hf",
-        )
     if actor.use_torch_compile and "use_torch_compile" in actor.model_fields_set:
         yield Finding(
             (f"{ACTOR}.use_torch_compile",),

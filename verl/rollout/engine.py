@@ -24,6 +24,13 @@ class RolloutEngine(Protocol):
         """Continue `token_ids`. The log-probs are those of the distribution that the tokens were drawn from."""
         ...
 
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        """Continue each; none begins before all are there, and nothing else runs beside them.
+
+        With a seed in every request, the same requests and weights give the same tokens and log-probs, to the bit.
+        """
+        ...
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
         ...

@@ -43,6 +43,9 @@ class FakeRolloutEngine:
         logprob = 0.0 if sampling.temperature == 0 else -float(np.log(self.vocabulary))
         return Completion(tokens, [logprob] * len(tokens), [self._version] * len(tokens), "stop" if stops else "length")
 
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
 

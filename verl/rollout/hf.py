@@ -34,6 +34,9 @@ class HfEngine:
         async with self._turn:
             return await asyncio.to_thread(self._generate, list(token_ids), sampling)
 
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        return [await self.generate(*request) for request in requests]
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         async with self._turn:
             tokens = torch.tensor(token_ids, device=self._device)

@@ -42,6 +42,14 @@ class EnginePool:
         finally:
             self._load[place] -= work
 
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        """Request i by engine i modulo their number, each engine's in one call: nothing depends on the clock."""
+        count = len(self._engines)
+        shares = await asyncio.gather(
+            *(engine.generate_all(requests[place::count]) for place, engine in enumerate(self._engines))
+        )
+        return [shares[number % count][number // count] for number in range(len(requests))]
+
     async def _watched(self, place: int, request: asyncio.Future[Completion]) -> Completion:
         since = time.monotonic()
         try:

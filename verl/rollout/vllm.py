@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.errors import EngineError, ProcessLostError
 from verl.types import Completion, SamplingParams
 from verl.weights.parcel import Parcel
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams as VllmSampling
+    from vllm.v1.engine.output_processor import RequestOutputCollector
 
 __all__ = ["VllmEngine", "VllmSettings", "environment", "said_last"]
 
@@ -45,6 +51,7 @@ class VllmEngine:
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
         self._requests = itertools.count()
+        self._alone = asyncio.Lock()
 
     async def start(self) -> None:
         os.environ.update(environment(self.settings))
@@ -57,36 +64,33 @@ class VllmEngine:
             raise EngineError(f"vLLM did not start: {error}\n{said_last()}") from error
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        from vllm import SamplingParams as VllmSampling
-        from vllm.sampling_params import RequestOutputKind
+        with _deaths_told():
+            return _completion(await self._result(await self._add(token_ids, _sampling(sampling))))
 
-        params = VllmSampling(
-            max_tokens=sampling.max_tokens,
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            stop_token_ids=list(sampling.stop_token_ids),
-            logprobs=0,
-            detokenize=False,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-        )
-        output = (await self._run(token_ids, params)).outputs[0]
-        if output.finish_reason not in ("stop", "length"):
-            raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
-        tokens = list(output.token_ids)
-        spans = output.weight_versions or []
-        versions = [_number(span.version) for span in spans for _ in range(span.start, span.end)]
-        if len(versions) != len(tokens):
-            raise EngineError(f"vLLM named the weights of {len(versions)} out of {len(tokens)} tokens")
-        logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-        return Completion(tokens, logprobs, versions, output.finish_reason)
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        """Enqueued under a pause and with empty caches: vLLM then cuts its batches the same way each time."""
+        queues: list[RequestOutputCollector] = []
+        async with self._alone:
+            with _deaths_told():
+                try:
+                    await self._llm.pause_generation(mode="wait", clear_cache=True)
+                    for token_ids, sampling in requests:
+                        queues.append(await self._add(token_ids, _sampling(sampling)))
+                    await self._llm.resume_generation()
+                    return [_completion(await self._result(queue)) for queue in queues]
+                except asyncio.CancelledError:
+                    await self._llm.abort([queue.request_id for queue in queues], internal=True)
+                    await self._llm.resume_generation()
+                    raise
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams as VllmSampling
+        from vllm.sampling_params import RequestOutputKind
 
-        params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        entries = (await self._run(token_ids, params)).prompt_logprobs
+        kind = RequestOutputKind.FINAL_ONLY
+        params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
+        with _deaths_told():
+            entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
     async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
@@ -129,18 +133,61 @@ class VllmEngine:
         await self._llm.finish_weight_update(weight_version)
         await self._llm.resume_generation()
 
-    async def _run(self, token_ids: Sequence[int], params: Any) -> Any:
+    async def _add(self, token_ids: Sequence[int], params: Any) -> RequestOutputCollector:
         from vllm.inputs import TokensPrompt
-        from vllm.v1.engine.exceptions import EngineDeadError
 
-        final = None
+        prompt = TokensPrompt(prompt_token_ids=list(token_ids))
+        return await self._llm.add_request(str(next(self._requests)), prompt, params)
+
+    async def _result(self, queue: RequestOutputCollector) -> Any:
+        """The one output of a request that gives its last only; one that nobody waits for any more is aborted."""
         try:
-            prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-            async for output in self._llm.generate(prompt, params, str(next(self._requests))):
-                final = output
-        except EngineDeadError as error:
-            raise ProcessLostError(f"vLLM's engine process has died: {error}") from error
-        return final
+            return await queue.get()
+        except asyncio.CancelledError:
+            await self._llm.abort(queue.request_id, internal=True)
+            raise
+        finally:
+            queue.close()
+
+
+@contextmanager
+def _deaths_told() -> Iterator[None]:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    try:
+        yield
+    except EngineDeadError as error:
+        raise ProcessLostError(f"vLLM's engine process has died: {error}") from error
+
+
+def _sampling(sampling: SamplingParams) -> VllmSampling:
+    from vllm import SamplingParams as VllmSampling
+    from vllm.sampling_params import RequestOutputKind
+
+    return VllmSampling(
+        max_tokens=sampling.max_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        stop_token_ids=list(sampling.stop_token_ids),
+        logprobs=0,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+def _completion(final: Any) -> Completion:
+    output = final.outputs[0]
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
+    tokens = list(output.token_ids)
+    spans = output.weight_versions or []
+    versions = [_number(span.version) for span in spans for _ in range(span.start, span.end)]
+    if len(versions) != len(tokens):
+        raise EngineError(f"vLLM named the weights of {len(versions)} out of {len(tokens)} tokens")
+    logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+    return Completion(tokens, logprobs, versions, output.finish_reason)
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:

@@ -45,7 +45,7 @@ from verl.trainer.translate import (
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
-from verl.workers.episodes import EpisodePool
+from verl.workers.episodes import EpisodePool, Job
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
@@ -107,7 +107,10 @@ async def assemble(
         models = train_settings(config, timetable.total_steps, device)
         console.note(_outlook(config, timetable, data))
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
-        episodes = EpisodePool.place(count, episode_settings(config, data, count), engines, reward_models)
+        together = config.trainer.deterministic
+        episodes = EpisodePool.place(
+            count, episode_settings(config, data, count), engines, reward_models, together=together
+        )
         closing.callback(episodes.close)
 
         async def start_policy() -> None:
@@ -306,7 +309,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
         seeds = [seed(split, group, number) for number in range(count)]
         greedy_baseline = split == "train" and method(config).estimator == "remax"
-        return await episodes.run(split, row, group, seeds, sampling[split], greedy_baseline=greedy_baseline)
+        return await episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline))
 
     return answer
 

@@ -25,9 +25,10 @@ from verl.workers.rollout import RemoteEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.agents.lockstep import Lockstep
     from verl.agents.scoring import Score
 
-__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "ModelReward", "deposit"]
+__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
 START_DEADLINE_S = 600.0
 
@@ -62,6 +63,22 @@ class EpisodeSettings:
     overlong: Overlong | None = None  # shapes the scores of training, never those of validation
 
 
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The episodes of one prompt: one per seed (None draws freely), and with `greedy_baseline` a greedy one beside."""
+
+    split: str
+    row: int
+    group: int
+    seeds: Sequence[int | None]
+    sampling: SamplingParams
+    greedy_baseline: bool = False
+
+    @property
+    def episodes(self) -> int:
+        return len(self.seeds) + self.greedy_baseline
+
+
 class EpisodeWorker:
     """Runs many episodes at once on one event loop."""
 
@@ -88,8 +105,9 @@ class EpisodeWorker:
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
+        self._pool = EnginePool(self._engines)
         self._runner = EpisodeRunner(
-            generate=EnginePool(self._engines).generate,
+            generate=self._pool.generate,
             score=await self._scoring(tokenizer),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
@@ -121,28 +139,41 @@ class EpisodeWorker:
             return by_reward_model
         return added(by_function(functions.score), by_reward_model, model.weight)
 
-    async def run(
-        self,
-        split: str,
-        row: int,
-        group: int,
-        seeds: Sequence[int | None],
-        sampling: SamplingParams,
-        greedy_baseline: bool = False,
-    ) -> list[SampleHandle] | None:
-        prompt = self._datasets[split][row]
-        if prompt is None:
-            return None
+    async def run(self, job: Job) -> list[SampleHandle] | None:
+        """The samples of one prompt; None: the row is too long, which was found when it was read, and is left out."""
+        prompt = self._datasets[job.split][job.row]
+        return None if prompt is None else await self._answered(job, prompt)
+
+    async def run_together(self, jobs: Sequence[Job]) -> list[list[SampleHandle] | None]:
+        """As `run`, for all prompts of a round in lockstep: the same round always gives the same samples."""
+        from verl.agents.lockstep import Lockstep
+
+        prompts = [self._datasets[job.split][job.row] for job in jobs]
+        episodes = sum(job.episodes for job, prompt in zip(jobs, prompts, strict=True) if prompt is not None)
+        lockstep = Lockstep(self._pool.generate_all, episodes)
+        answered = iter(
+            await asyncio.gather(
+                *(
+                    self._answered(job, prompt, lockstep)
+                    for job, prompt in zip(jobs, prompts, strict=True)
+                    if prompt is not None
+                )
+            )
+        )
+        return [None if prompt is None else next(answered) for prompt in prompts]
+
+    async def _answered(self, job: Job, prompt: Prompt, lockstep: Lockstep | None = None) -> list[SampleHandle]:
         samples = await self._runner.run(
             prompt,
-            group,
-            seeds,
-            sampling,
-            greedy_baseline=greedy_baseline,
-            overlong=self._settings.overlong if split == "train" else None,
+            job.group,
+            job.seeds,
+            job.sampling,
+            greedy_baseline=job.greedy_baseline,
+            overlong=self._settings.overlong if job.split == "train" else None,
+            lockstep=lockstep,
         )
         if scored := [sample for sample in samples if sample.failure is None]:
-            self._latest[split, prompt.data_source] = prompt, scored[0]
+            self._latest[job.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
         return await asyncio.to_thread(lambda: [deposit(sample, number) for number, sample in enumerate(samples)])
 
@@ -175,11 +206,18 @@ def deposit(sample: Sample, number: int = 0) -> SampleHandle:
 
 
 class EpisodePool:
-    """All episode workers as the trainer sees them: prompts in, handles out."""
+    """All episode workers as the trainer sees them: prompts in, handles out.
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    `together`: what is asked for in one turn of the event loop, such as all groups of a step, is one round, and rounds
+    follow one another; so what is generated beside what does not depend on the clock. This needs a single worker.
+    """
+
+    def __init__(self, actors: Sequence[Any], *, together: bool = False) -> None:
         self._actors = list(actors)
         self._turn = itertools.cycle(self._actors)
+        self._together = together
+        self._asked: list[tuple[Job, asyncio.Future[list[SampleHandle] | None]]] = []
+        self._one_round = asyncio.Lock()
 
     @classmethod
     def place(
@@ -188,30 +226,49 @@ class EpisodePool:
         settings: EpisodeSettings,
         engines: Sequence[RemoteEngine],
         reward_models: Sequence[RemoteRewardModel] = (),
+        *,
+        together: bool = False,
     ) -> EpisodePool:
         worker = ray.remote(EpisodeWorker).options(num_cpus=0, max_concurrency=100_000)
-        return cls([worker.remote(settings, engines, reward_models) for _ in range(count)])
+        actors = [worker.remote(settings, engines, reward_models) for _ in range(1 if together else count)]
+        return cls(actors, together=together)
 
     async def start(self) -> None:
         for number, actor in enumerate(self._actors):
             await call(actor.start.remote(), what=f"episode worker {number}: start", deadline_s=START_DEADLINE_S)
 
-    async def run(
-        self,
-        split: str,
-        row: int,
-        group: int,
-        seeds: Sequence[int | None],
-        sampling: SamplingParams,
-        *,
-        greedy_baseline: bool = False,
-    ) -> list[SampleHandle] | None:
+    async def run(self, job: Job) -> list[SampleHandle] | None:
         """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer.
 
         None: the row was found to be too long when it was read, and is left out.
         """
-        reference = next(self._turn).run.remote(split, row, group, seeds, sampling, greedy_baseline)
-        return await call(reference, what=f"the episodes of prompt {group}")  # engines and rewards have deadlines
+        if not self._together:
+            reference = next(self._turn).run.remote(job)
+            return await call(
+                reference, what=f"the episodes of prompt {job.group}"
+            )  # engines and rewards have deadlines
+        if not self._asked:
+            asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._run_round()))
+        answer: asyncio.Future[list[SampleHandle] | None] = asyncio.get_running_loop().create_future()
+        self._asked.append((job, answer))
+        return await answer
+
+    async def _run_round(self) -> None:
+        asked, self._asked = self._asked, []
+        async with self._one_round:
+            try:
+                reference = self._actors[0].run_together.remote([job for job, _ in asked])
+                found = await call(
+                    reference, what=f"the episodes of prompts {asked[0][0].group} to {asked[-1][0].group}"
+                )
+            except Exception as error:  # noqa: BLE001 - it is theirs who asked
+                for _, answer in asked:
+                    if not answer.done():
+                        answer.set_exception(error)
+                return
+        for (_, answer), samples in zip(asked, found, strict=True):
+            if not answer.done():
+                answer.set_result(samples)
 
     async def exhibit(self, split: str, data_source: str | None = None) -> Exhibit | None:
         """One of the latest answers of a split, and of a data source if it is named."""

@@ -31,6 +31,9 @@ class RolloutActor:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._engine.generate(token_ids, sampling)
 
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        return await self._engine.generate_all(requests)
+
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
 
@@ -78,6 +81,9 @@ class RemoteEngine(Remote):
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call("generate", token_ids, sampling, deadline_s=None)  # the pool watches over these
+
+    async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        return await self._call("generate_all", requests, deadline_s=None)  # and these
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._call("score", token_ids)

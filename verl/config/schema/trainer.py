@@ -56,7 +56,7 @@ class TrainerConfig(Section):
     wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
     seed: int = setting(1, "Seed of everything random in the run.", ge=0)
     deterministic: bool = setting(
-        False, "Seed every answer: repeatable, with rollout.name=hf to the bit, with vllm but for the last bits."
+        False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
     )
     local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)

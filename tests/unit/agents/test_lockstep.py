@@ -1,0 +1,87 @@
+"""Episodes in lockstep ask together, in the order of their seats, whatever the clock does in between."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.agents.lockstep import Lockstep
+from verl.types import Completion, SamplingParams
+
+pytestmark = pytest.mark.unit
+
+SAMPLING = SamplingParams(max_tokens=1)
+
+
+def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Episodes of so many turns, which dawdle before each of them; what the engine was asked, round by round."""
+    rounds: list[list[tuple[int, ...]]] = []
+
+    async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        rounds.append([tuple(tokens) for tokens, _ in requests])
+        await asyncio.sleep(0)
+        return [Completion([tokens[0]], [0.0], [0], "stop") for tokens, _ in requests]
+
+    async def main() -> None:
+        lockstep = Lockstep(generate_all, len(turns))
+        dawdling = iter(pauses)
+
+        async def episode(number: int) -> None:
+            with lockstep.seat() as generate:
+                for turn in range(turns[number]):
+                    for _ in range(next(dawdling, 0)):
+                        await asyncio.sleep(0)
+                    answer = await generate([number, turn], SAMPLING)
+                    assert answer.token_ids == [number]
+
+        await asyncio.gather(*map(episode, range(len(turns))))
+
+    asyncio.run(main())
+    return rounds
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=18))
+def test_rounds_follow_from_seats_and_turns_alone(turns: list[int], pauses: list[int]) -> None:
+    expected = [
+        [(number, turn) for number, length in enumerate(turns) if turn < length]
+        for turn in range(max(turns, default=0))
+    ]
+    assert play(turns, pauses) == expected
+
+
+async def test_an_episode_that_fails_leaves_its_seat_and_the_others_go_on() -> None:
+    async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        return [Completion([7], [0.0], [0], "stop") for _ in requests]
+
+    lockstep = Lockstep(generate_all, 2)
+
+    async def fails() -> None:
+        with lockstep.seat():
+            await asyncio.sleep(0)
+            raise ValueError("no tool of that name")
+
+    async def asks() -> Completion:
+        with lockstep.seat() as generate:
+            return await generate([1], SAMPLING)
+
+    failed, answered = await asyncio.gather(fails(), asks(), return_exceptions=True)
+    assert isinstance(failed, ValueError)
+    assert isinstance(answered, Completion)
+
+
+async def test_an_engine_that_fails_fails_all_who_asked() -> None:
+    async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        raise ValueError("no engine left")
+
+    lockstep = Lockstep(generate_all, 2)
+
+    async def asks() -> Completion:
+        with lockstep.seat() as generate:
+            return await generate([1], SAMPLING)
+
+    assert [str(error) for error in await asyncio.gather(asks(), asks(), return_exceptions=True)] == [
+        "no engine left"
+    ] * 2
