@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from verl.config.schema.base import Every, OneOrMany, Section, section, setting
 
-__all__ = ["RayConfig", "TrainerConfig"]
+__all__ = ["DeadlinesConfig", "RayConfig", "TrainerConfig"]
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
@@ -18,6 +18,28 @@ Sinks = Annotated[list[Sink], OneOrMany]
 class PrometheusConfig(Section):
     enable: bool = setting(False, "Serve the metrics to Prometheus.")
     port: int = setting(9090, "On this port.", ge=1, le=65535)
+
+
+class DeadlinesConfig(Section):
+    devices: float = setting(300.0, "Until the cluster's devices are reserved for the run.", unit="seconds", gt=0)
+    start: float = setting(1800.0, "Until a process is up, with its model loaded.", unit="seconds", gt=0)
+    generation: float = setting(
+        1800.0, "In which an engine must finish an answer, if it has any to write.", unit="seconds", gt=0
+    )
+    train: float = setting(
+        3600.0,
+        "Of a train worker, for its part of one step: log-probs and advantages, or the update.",
+        unit="seconds",
+        gt=0,
+    )
+    weights: float = setting(
+        900.0, "To gather weights, to load them into an engine, or to probe it.", unit="seconds", gt=0
+    )
+    checkpoint: float = setting(3600.0, "Of a train worker, to save or to load a checkpoint.", unit="seconds", gt=0)
+    reply: float = setting(
+        60.0, "For a short answer of a process that should be free to give it.", unit="seconds", gt=0
+    )
+    close: float = setting(30.0, "For an orderly end of a process, before it is killed.", unit="seconds", gt=0)
 
 
 class TrainerConfig(Section):
@@ -59,6 +81,9 @@ class TrainerConfig(Section):
         False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
     )
     local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
+    deadlines: DeadlinesConfig = section(
+        DeadlinesConfig, "How long one process waits for another before it is named, reported and given up."
+    )
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
     @property
