@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
 
-from verl.errors import CheckpointError
+from verl.checkpoint.files import FileSum
+from verl.checkpoint.format import Entry, Loading, Reader, Saving, Writer, entries
+from verl.errors import CheckpointError, VerlError
 
 __all__ = ["load", "save"]
 
@@ -21,24 +25,24 @@ PER_RANK = "rng"
 """The part of a state whose keys name ranks; a run on more ranks than wrote it finds some missing."""
 
 
-def save(state: dict[str, Any], directory: str | Path) -> None:
-    """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together."""
-    dcp.save(state, checkpoint_id=directory, no_dist=not torch.distributed.is_initialized())
+def save(state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None) -> dict[str, FileSum]:
+    """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together.
+
+    Returns what this rank has written, by the name of the file.
+    """
+    writer = Writer(directory)
+    with _plain_errors(directory, "written"):
+        dcp.save(state, storage_writer=writer, planner=Saving(), process_group=group, no_dist=not dist.is_initialized())
+    return writer.sums
 
 
-def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+def load(state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Fill `state`, of the shapes that are wanted on this rank, from `directory`; all ranks call it together.
 
     Tensors are filled in place. Entries under "rng" that the checkpoint lacks are taken out of `state`: a rank that did
     not exist when it was written keeps the random state that it has.
     """
-    reader = dcp.FileSystemReader(directory)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-    except OSError as error:
-        raise CheckpointError(
-            f"checkpoint {directory}: {error}; it was not written to its end. Resume from an earlier step"
-        ) from error
+    stored = entries(directory)
     absent = _missing_ranks(state, stored)
     wanted = dict(state)
     if absent:
@@ -47,23 +51,39 @@ def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
             del wanted[PER_RANK]
         logger.info("checkpoint %s has no random state for rank %s", directory, ", ".join(absent))
     _check_fit(wanted, stored, directory)
-    dcp.load(wanted, storage_reader=reader, no_dist=not torch.distributed.is_initialized())
+    reader = Reader(directory, stored)
+    with _plain_errors(directory, "read"):
+        dcp.load(
+            wanted, storage_reader=reader, planner=Loading(), process_group=group, no_dist=not dist.is_initialized()
+        )
     return wanted
 
 
-def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+@contextmanager
+def _plain_errors(directory: str | Path, what: str) -> Iterator[None]:
+    """torch gathers the failures of all ranks into one that is no `Exception`; what went wrong is the first of them."""
+    try:
+        yield
+    except CheckpointException as failed:
+        rank, (error, _) = next(iter(failed.failures.items()))
+        if isinstance(error, VerlError):
+            raise error from failed
+        raise CheckpointError(f"checkpoint {directory}: cannot be {what} by rank {rank}: {error}") from failed
+
+
+def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
     ranks = state.get(PER_RANK, {})
     return [rank for rank in ranks if not any(key.startswith(f"{PER_RANK}.{rank}.") for key in stored)]
 
 
-def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Any], directory: str | Path) -> None:
+def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Entry], directory: str | Path) -> None:
     problems = []
     for key, value in _flatten(state):
         there = stored.get(key)
         if there is None:
             problems.append(f"{key} is not in it")
         elif isinstance(value, torch.Tensor):
-            shape = tuple(there.size) if isinstance(there, TensorStorageMetadata) else "no tensor"
+            shape = there.shape if there.dtype is not None else "no tensor"
             if shape != tuple(value.shape):
                 problems.append(f"{key} has shape {shape} in it, {tuple(value.shape)} is wanted")
     if problems:

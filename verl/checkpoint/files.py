@@ -1,0 +1,135 @@
+"""Files of a checkpoint: summed while they are written, on the disk when they are closed; every error names its path.
+
+Everything that a checkpoint writes goes through here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FileSum", "SummedFile", "make_directory", "replace", "sum_of", "sync_directory", "write"]
+
+BLOCK = 4 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class FileSum:
+    """What a file must be: so many bytes, with this SHA-256."""
+
+    size: int
+    sha256: str
+
+
+class SummedFile(io.RawIOBase):
+    """A new file, written from its beginning to its end. `sum` is of what was meant to be written.
+
+    An error of the disk is kept: torch's serializer would replace it by one that says neither cause nor path.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path, self.error = path, None
+        self._hash, self._size = hashlib.sha256(), 0
+        with naming(path):
+            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+
+    error: OSError | None
+
+    @property
+    def sum(self) -> FileSum:
+        return FileSum(self._size, self._hash.hexdigest())
+
+    def write(self, data: Any) -> int:
+        rest = memoryview(data).cast("B")
+        size = len(rest)
+        self._hash.update(rest)
+        self._size += size
+        try:
+            with naming(self.path):
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+        except OSError as error:
+            self.error = error
+            raise
+        return size
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._size
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def close(self) -> None:
+        """Write through to the disk, and close."""
+        if self.closed:
+            return
+        super().close()
+        try:
+            if self.error is None:
+                with naming(self.path):
+                    os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+
+def write(path: Path, data: bytes) -> FileSum:
+    """All of it or nothing, also when the machine stops."""
+    draft = path.with_name(f".{path.name}.draft")
+    with SummedFile(draft) as file:
+        file.write(data)
+    replace(draft, path)
+    return file.sum
+
+
+def replace(source: Path, target: Path) -> None:
+    """Rename, for good: the directory is on the disk as well."""
+    with naming(target):
+        os.replace(source, target)
+    sync_directory(target.parent)
+
+
+def make_directory(path: Path) -> None:
+    """With those above it."""
+    with naming(path):
+        os.makedirs(path, exist_ok=True)
+
+
+def sync_directory(path: Path) -> None:
+    """The names in it, on the disk."""
+    with naming(path):
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def sum_of(path: Path) -> FileSum:
+    """What a file is."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb", buffering=0) as file:
+        while block := file.read(BLOCK):
+            digest.update(block)
+            size += len(block)
+    return FileSum(size, digest.hexdigest())
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """The system's errors say what, but not always where."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = str(path)
+        raise

@@ -1,0 +1,288 @@
+"""How a sharded state lies in a directory: the shards of torch.distributed.checkpoint, and nothing that runs code.
+
+directory/
+  __0_0.distcp, __1_0.distcp, ...   a file a rank: tensors as torch saves them (read with weights_only), values as JSON
+  metadata.json                     every entry: type, shape, and where its chunks lie
+
+torch's own metadata is a pickle, and so are its plain values; both are JSON here, and checked before they are used.
+`read_tensors` needs neither a process group nor a model.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from verl.checkpoint.files import FileSum, SummedFile, make_directory, write
+from verl.errors import CheckpointError
+
+__all__ = ["METADATA", "Chunk", "Entry", "Loading", "Reader", "Saving", "Writer", "entries", "read_tensors"]
+
+METADATA = "metadata.json"
+FORMAT = 1
+SHARD = re.compile(r"__\d+_\d+\.distcp")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, or a plain value, and the bytes that hold it."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor in chunks; or a plain value, which has no type and one chunk."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+def entries(directory: str | Path) -> dict[str, Entry]:
+    """What lies in a directory of shards, by dotted name: `model.lm_head.weight`, `schedule.step`.
+
+    Nothing in it is believed: files are shards beside it, chunks lie inside their files and fill their tensors.
+    """
+    path = Path(directory, METADATA)
+    try:
+        text = path.read_text()
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {directory}: {error}; it was not written to its end. Resume from an earlier step"
+        ) from error
+    try:
+        written = json.loads(text)
+        if written["format"] != FORMAT:
+            raise ValueError(f"format {written['format']!r}, and {FORMAT} is known here")
+        found = {str(name): _entry(entry) for name, entry in written["entries"].items()}
+        _check_places(found, Path(directory))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path}: is damaged: {error!s}") from error
+    return found
+
+
+def read_tensors(directory: str | Path, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Whole tensors by the rest of their names, one at a time, in this process alone.
+
+    >>> dict(read_tensors("global_step_20/actor", prefix="model."))["lm_head.weight"].shape
+    torch.Size([64, 64])
+    """
+    for name, entry in entries(directory).items():
+        if entry.dtype is not None and name.startswith(prefix):
+            tensor = torch.empty(entry.shape, dtype=entry.dtype)
+            for chunk in entry.chunks:
+                _part(tensor, chunk.offsets, chunk.sizes).copy_(_read(Path(directory), name, entry, chunk))
+            yield name.removeprefix(prefix), tensor
+
+
+class Writer(dcp.FileSystemWriter):
+    """Writes this rank's shard, and as rank 0 the metadata. `sums` are of the files that this process wrote."""
+
+    def __init__(self, directory: str | Path) -> None:
+        super().__init__(directory, sync_files=False)  # files write themselves through when they are closed
+        self.sums: dict[str, FileSum] = {}
+        self.fs = _SummedFiles(self.sums)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """The metadata, last: without it there is nothing to read."""
+        places = {result.index: result.storage_data for of_rank in results for result in of_rank}
+        written = {name: _written(name, kind, places) for name, kind in metadata.state_dict_metadata.items()}
+        path = Path(self.path, METADATA)
+        self.sums[METADATA] = write(path, json.dumps({"format": FORMAT, "entries": written}).encode())
+
+
+class _SummedFiles(FileSystem):
+    def __init__(self, sums: dict[str, FileSum]) -> None:
+        self._sums = sums
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[SummedFile]:
+        assert mode == "wb", "a writer only writes"
+        file = SummedFile(Path(path))
+        try:
+            yield file
+        except (OSError, RuntimeError) as error:
+            raise file.error or error from None
+        finally:
+            file.close()
+        self._sums[file.path.name] = file.sum
+
+    def mkdir(self, path: Any) -> None:
+        make_directory(Path(path))
+
+
+class Saving(DefaultSavePlanner):
+    """Plain values become JSON."""
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if write_item.type != WriteItemType.BYTE_IO:
+            return object
+        try:
+            return io.BytesIO(json.dumps(object).encode())
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"{write_item.index.fqn}: {object!r} cannot be kept in a checkpoint: {error}"
+            ) from error
+
+
+class Loading(DefaultLoadPlanner):
+    """The inverse."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        *above, last = self.mappings[read_item.dest_index.fqn]
+        target: Any = self.original_state_dict
+        for key in above:
+            target = target[key]
+        target[last] = json.loads(value.getvalue())
+
+
+class Reader(dcp.FileSystemReader):
+    """Reads what this rank wants of a directory, whoever wrote it."""
+
+    def __init__(self, directory: str | Path, found: Mapping[str, Entry]) -> None:
+        super().__init__(directory)
+        self._entries = found
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return Metadata(
+            state_dict_metadata={name: _torch_metadata(entry) for name, entry in self._entries.items()},
+            storage_data={
+                MetadataIndex(name, None if entry.dtype is None else chunk.offsets): chunk
+                for name, entry in self._entries.items()
+                for chunk in entry.chunks
+            },
+        )
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Every chunk of the plan, cut to what is wanted of it."""
+        for item in plan.items:
+            name, chunk = item.storage_index.fqn, self.storage_data[item.storage_index]
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(_bytes(Path(self.path), chunk)))
+                continue
+            tensor = _read(Path(self.path), name, self._entries[name], chunk)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(_part(tensor, item.storage_offsets, item.lengths))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+
+def _written(name: str, kind: Any, places: Mapping[MetadataIndex, Any]) -> dict[str, Any]:
+    """An entry as the metadata file holds it. What torch says of a place is a record of its own."""
+
+    def chunk(offsets: Sequence[int] | None, sizes: Sequence[int]) -> list[Any]:
+        place = places[MetadataIndex(name, offsets)]
+        return [list(offsets or ()), list(sizes), place.relative_path, place.offset, place.length]
+
+    if isinstance(kind, BytesStorageMetadata):
+        return {"chunks": [chunk(None, ())]}
+    return {
+        "dtype": str(kind.properties.dtype).removeprefix("torch."),
+        "shape": list(kind.size),
+        "chunks": [chunk(box.offsets, box.sizes) for box in kind.chunks],
+    }
+
+
+def _torch_metadata(entry: Entry) -> TensorStorageMetadata | BytesStorageMetadata:
+    if entry.dtype is None:
+        return BytesStorageMetadata()
+    chunks = [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in entry.chunks]
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), torch.Size(entry.shape), chunks)
+
+
+def _entry(written: Mapping[str, Any]) -> Entry:
+    chunks = tuple(
+        Chunk(_numbers(offsets), _numbers(sizes), str(file), *_numbers([start, length]))
+        for offsets, sizes, file, start, length in written["chunks"]
+    )
+    if "dtype" not in written:
+        return Entry(None, (), chunks)
+    dtype = getattr(torch, str(written["dtype"]), None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{written['dtype']!r} is no type of torch")
+    return Entry(dtype, _numbers(written["shape"]), chunks)
+
+
+def _numbers(values: Sequence[Any]) -> tuple[int, ...]:
+    if any(type(value) is not int or value < 0 for value in values):
+        raise ValueError(f"{values!r} must be whole numbers, 0 or more")
+    return tuple(values)
+
+
+def _check_places(found: Mapping[str, Entry], directory: Path) -> None:
+    sizes: dict[str, int] = {}
+    for name, entry in found.items():
+        for chunk in entry.chunks:
+            if chunk.file not in sizes:
+                if not SHARD.fullmatch(chunk.file):
+                    raise ValueError(f"{name}: {chunk.file!r} is not the name of a shard")
+                path = directory / chunk.file
+                if not path.is_file():
+                    raise ValueError(f"{name}: {path} is not there")
+                sizes[chunk.file] = path.stat().st_size
+            if chunk.start + chunk.length > sizes[chunk.file]:
+                end = chunk.start + chunk.length
+                raise ValueError(f"{name}: ends at byte {end} of {chunk.file}, which has {sizes[chunk.file]}")
+            boxes = zip(chunk.offsets, chunk.sizes, entry.shape, strict=True)
+            if any(offset + size > whole for offset, size, whole in boxes):
+                raise ValueError(f"{name}: a chunk at {chunk.offsets} of {chunk.sizes} does not lie in {entry.shape}")
+        filled = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+        apart = len({chunk.offsets for chunk in entry.chunks if math.prod(chunk.sizes)})
+        if filled != math.prod(entry.shape) or apart != sum(math.prod(chunk.sizes) > 0 for chunk in entry.chunks):
+            raise ValueError(f"{name}: its chunks do not fill {entry.shape}")
+
+
+def _bytes(directory: Path, chunk: Chunk) -> bytes:
+    with (directory / chunk.file).open("rb") as file:
+        file.seek(chunk.start)
+        return file.read(chunk.length)
+
+
+def _read(directory: Path, name: str, entry: Entry, chunk: Chunk) -> Tensor:
+    place = f"checkpoint {directory / chunk.file}: {name}"
+    try:
+        tensor = torch.load(io.BytesIO(_bytes(directory, chunk)), map_location="cpu", weights_only=True)
+    except (RuntimeError, UnpicklingError, EOFError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{place} cannot be read: {error}") from error
+    if not isinstance(tensor, Tensor) or tensor.shape != chunk.sizes or tensor.dtype != entry.dtype:
+        found = f"{tensor.dtype} {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
+        raise CheckpointError(f"{place} is {found}, and the metadata says {entry.dtype} {chunk.sizes}")
+    return tensor
+
+
+def _part(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dimension, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dimension, offset, size)
+    return tensor
