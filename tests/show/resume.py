@@ -1,8 +1,8 @@
 """A run that is stopped and resumed is the run that was not: the same metrics from the next step on, to the last digit.
 
-One run of 4 steps; another that is given only 2, saves, ends, and is started again for all 4. With the transformers
-engine and `trainer.deterministic=True`, every metric of steps 3 and 4 (but for times) must be equal. `--ppo` does it
-with a critic, its warm-up, and a KL in the reward whose weight adapts.
+One run of 4 steps; another that is given only 2, saves, ends, and is started again for all 4. With
+`trainer.deterministic=True`, every metric of steps 3 and 4 (but for times) must be equal. `--ppo` does it with a
+critic, its warm-up, and a KL in the reward whose weight adapts; `--engine hf` with transformers instead of vLLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ PPO = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ppo", action="store_true")
-    proof, algorithm = ("resume_ppo", PPO) if parser.parse_args().ppo else ("resume", GRPO)
+    parser.add_argument("--engine", default="vllm", choices=["vllm", "hf"])
+    options = parser.parse_args()
+    proof, algorithm = ("resume_ppo", PPO) if options.ppo else ("resume", GRPO)
+    algorithm += (f"actor_rollout_ref.rollout.name={options.engine}",)
     with tempfile.TemporaryDirectory(prefix="verl-resume-") as directory:
         folder = Path(directory)
         make_assets(folder)
@@ -52,6 +55,7 @@ def main() -> None:
     finish(
         proof,
         not differences and not repeated and set(resumed) == set(whole),
+        engine=options.engine,
         steps=STEPS,
         stopped_after=STOP,
         metrics_compared=sum(len(whole[step]) for step in range(STOP + 1, STEPS + 1)),
@@ -67,7 +71,6 @@ def run(folder: Path, name: str, steps: int, algorithm: tuple[str, ...]) -> dict
         f"trainer.default_local_dir={folder / name}",
         "trainer.resume_mode=auto",
         "trainer.deterministic=True",
-        "actor_rollout_ref.rollout.name=hf",
         "data.train_batch_size=8",
         "actor_rollout_ref.rollout.n=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",

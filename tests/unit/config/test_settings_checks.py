@@ -137,7 +137,6 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
         ([f"{A}.clip_ratio_low=0.3"], "is above clip_ratio_high=0.2"),
         ([f"{R}.top_p=0.9"], f"set {R}.top_p=1.0"),
         ([f"{R}.top_k=50"], f"set {R}.top_k=-1"),
-        (["trainer.deterministic=true"], f"set {R}.name=hf"),
         ([f"{A}.use_torch_compile=true"], "nothing is compiled yet"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "for nothing"),
     ],
@@ -248,7 +247,7 @@ def test_bounds_that_nothing_uses_are_not_compared() -> None:
 
 
 def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> None:
-    assert hints("trainer.deterministic=true", f"{R}.name=hf") == []
+    assert hints("trainer.deterministic=true") == []
     assert hints(f"{A}.use_torch_compile=false") == []
 
 
