@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 import ray
+from ray._private import ray_constants
 
 from verl.cluster.session import connect
 from verl.errors import EngineError
@@ -17,7 +19,9 @@ pytestmark = pytest.mark.unit
 def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The arguments of every start."""
     made: list[dict[str, Any]] = []
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    monkeypatch.setattr(os, "environ", kept)
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     return made
@@ -54,7 +58,39 @@ def test_a_cluster_that_does_not_answer_is_named_at_once(
 ) -> None:
     failing(monkeypatch, starts, times=9)
     if by == "environment":
-        monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+        os.environ["RAY_ADDRESS"] = "head:6379"
     with pytest.raises(EngineError, match=r"a cluster running at head:6379 .*ray start --head"):
         connect({"address": "head:6379"} if by == "setting" else {})
     assert len(starts) == 1
+
+
+def test_a_cluster_of_this_run_listens_on_loopback_and_has_a_token_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    connect({})
+    assert starts[0]["_node_ip_address"] == "127.0.0.1"
+    assert not ray_constants.ENABLE_RAY_CLUSTER
+    assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
+    assert len(bytes.fromhex(os.environ["RAY_AUTH_TOKEN"])) == 32
+
+
+def test_another_address_and_another_token_are_the_users_to_choose(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    os.environ["RAY_AUTH_TOKEN_PATH"] = "token-file"
+    connect({"_node_ip_address": "10.0.0.5"})
+    assert starts[0]["_node_ip_address"] == "10.0.0.5"
+    assert ray_constants.ENABLE_RAY_CLUSTER
+    assert {"VLLM_HOST_IP", "RAY_AUTH_TOKEN"}.isdisjoint(os.environ)
+
+
+def test_a_cluster_that_is_joined_keeps_its_own_token_and_address(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    connect({"address": "head:6379"})
+    assert "_node_ip_address" not in starts[0]
+    assert ray_constants.ENABLE_RAY_CLUSTER
+    assert "RAY_AUTH_TOKEN" not in os.environ

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private import ray_constants
 
 from verl.errors import EngineError
 
@@ -16,9 +18,35 @@ __all__ = ["connect", "detect_device", "disconnect", "free_port", "require"]
 
 STARTS = 2
 
+LOOPBACK = "127.0.0.1"
+_LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+OWN_CLUSTER = {
+    "OMP_NUM_THREADS": "1",  # several processes share the cores
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_gcs_server_port_wait_time_s": "120",
+    # Ray's pages for Prometheus ask for no token, and nobody reads them: these numbers are no ports.
+    "RAY_enable_metrics_collection": "0",
+    "AUTOSCALER_METRIC_PORT": "-1",
+    "DASHBOARD_METRIC_PORT": "-1",
+}
+"""Environment of a cluster that is started here, which its processes inherit; what the user has set stays."""
+
+ON_LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
+    "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
+    "VLLM_HOST_IP": LOOPBACK,
+}
+"""The same, of one that listens on this machine alone."""
+
 
 def connect(options: Mapping[str, Any]) -> None:
-    """Join the cluster that `options` or RAY_ADDRESS name; without either, start one here, for this run alone."""
+    """Join the cluster that `options` or RAY_ADDRESS name; without either, start one here, for this run alone.
+
+    One that is started here listens on loopback, unless `options` name another `_node_ip_address`, and asks for a token
+    that only its own processes know, unless RAY_AUTH_MODE=disabled.
+    """
     if ray.is_initialized():
         return
     arguments: dict[str, Any] = {
@@ -29,11 +57,11 @@ def connect(options: Mapping[str, Any]) -> None:
     }
     address = options.get("address", os.environ.get("RAY_ADDRESS"))
     if address is None:
-        # Workers inherit this; one OpenMP thread each, for several processes share the cores.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        arguments["_node_ip_address"] = "127.0.0.1"
-        os.environ.setdefault("RAY_gcs_server_port_wait_time_s", "120")
+        _inherit(OWN_CLUSTER)
+        _ask_for_a_token()
+        arguments["_node_ip_address"] = LOOPBACK
+        if options.get("_node_ip_address", LOOPBACK) == LOOPBACK:
+            _stay_on_loopback()
     else:
         arguments.pop("include_dashboard")
     try:
@@ -46,6 +74,32 @@ def connect(options: Mapping[str, Any]) -> None:
             "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
         )
         raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+
+
+def _inherit(variables: Mapping[str, str]) -> None:
+    for name, value in variables.items():
+        os.environ.setdefault(name, value)
+
+
+def _ask_for_a_token() -> None:
+    """Ray asks for a token in the clusters that it starts; this gives it one of this run's own.
+
+    It travels in the environment of the cluster's processes, which no other user can read, and is in no file. Left to
+    itself Ray keeps one token for all clusters, in a file in the home directory.
+    """
+    if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
+        os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+
+
+def _stay_on_loopback() -> None:
+    """Make Ray mean it when it is told `_node_ip_address="127.0.0.1"`.
+
+    Ray 2.60 puts the machine's own address in its place (`resolve_ip_for_localhost`), except where it cannot be a
+    cluster: on macOS and Windows. It is told that this is such a place: its processes by the environment, and this one,
+    which read the environment when it imported Ray, by the constant. To go when `ray.init` can listen on loopback.
+    """
+    _inherit(ON_LOOPBACK)
+    ray_constants.ENABLE_RAY_CLUSTER = False
 
 
 def _init(arguments: Mapping[str, Any], tries: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import socket
 from datetime import timedelta
 
 import torch
@@ -18,19 +20,24 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 def init_process_group(
     rank: int, world_size: int, address: str, port: int, device: str = "cpu", timeout_seconds: float = 600.0
 ) -> None:
-    """Join `world_size` processes that all name the same address and port; returns when every one is there."""
+    """Join `world_size` processes that all name the same address and port; returns when every one is there.
+
+    Rank 0 listens there, and on no other address of its machine; with 127.0.0.1 no rank listens on any other.
+    """
     kind = torch.device(device).type
     if kind not in BACKENDS:
         raise EngineError(f"device {device!r}: no collective backend is known for it; use one of {', '.join(BACKENDS)}")
+    if address == "127.0.0.1":  # gloo and NCCL would listen on the address of the host's name
+        loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
+    timeout = timedelta(seconds=timeout_seconds)
     try:
-        dist.init_process_group(
-            BACKENDS[kind],
-            init_method=f"tcp://{address}:{port}",
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-        )
-    except dist.DistError as error:
+        # Without a socket of its own the store would listen on all addresses.
+        listener = socket.create_server((address, port), backlog=world_size).detach() if rank == 0 else None
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+        dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
+    except (dist.DistError, OSError) as error:
         raise EngineError(
             f"rank {rank} of {world_size} could not join {address}:{port} within {timeout_seconds:g} s: {error}; "
             "see that every rank started and can reach that address"
