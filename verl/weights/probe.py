@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 
@@ -31,18 +31,18 @@ class Probe:
 def compare(
     probe: Probe,
     trainer: Sequence[Sequence[float]],
-    engines: Sequence[Sequence[Sequence[float]]],
+    engines: Mapping[int, Sequence[Sequence[float]]],
     *,
     version: int,
     before: Sequence[Sequence[float]] | None = None,
 ) -> float:
     """The largest mean |difference| over the engines; raises `WeightSyncError` when it exceeds the tolerance.
 
-    `trainer[s][t]` and `engines[e][s][t]` are log-probs; `before` are the trainer's at the version before this one:
-    they tell an engine that kept its old weights from one that received wrong ones.
+    `trainer[s][t]` and `engines[number][s][t]` are log-probs; `before` are the trainer's at the version before this
+    one: they tell an engine that kept its old weights from one that received wrong ones.
     """
     worst = 0.0
-    for number, engine in enumerate(engines):
+    for number, engine in engines.items():
         difference = _distance(trainer, engine)
         worst = max(worst, difference)
         if difference <= probe.tolerance:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol, TypeVar, cast
 
-from verl.errors import WeightSyncError
+from verl.errors import ProcessLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
 
-__all__ = ["DeviceTransport", "HostTransport", "Publisher", "Receiver", "Source", "Transport"]
+__all__ = ["Crew", "DeviceTransport", "Everybody", "HostTransport", "Publisher", "Receiver", "Source", "Transport"]
+
+T = TypeVar("T")
 
 
 class Source(Protocol):
@@ -40,59 +43,183 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """One way to carry weights from a source to receivers."""
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> None: ...
+    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+        """For each receiver how it was lost on the way, or None: it has the weights."""
+        ...
 
 
 class HostTransport:
     """Through host memory: the source packs once, every receiver loads. Works everywhere, also for late joiners."""
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> None:
+    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         parcels = await source.pack_weights()
-        await asyncio.gather(*(receiver.load_weights(parcels, version) for receiver in receivers))
+        loads = (receiver.load_weights(parcels, version) for receiver in receivers)
+        return [_loss(outcome) for outcome in await asyncio.gather(*loads, return_exceptions=True)]
 
 
 class DeviceTransport:
-    """From device to device by vLLM's own trainer-side engine: "nccl" (other devices) or "ipc" (the same ones)."""
+    """From device to device by vLLM's own trainer-side engine: "nccl" (other devices) or "ipc" (the same ones).
+
+    All receivers take part in one transfer: with one of them lost it fails for all, and for the run.
+    """
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> None:
+    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         await source.send_weights(self.backend, receivers, version)
+        return [None] * len(receivers)
+
+
+class Crew(Protocol):
+    """Who of the receivers takes part, by their numbers: the publisher asks, and tells what it finds."""
+
+    def present(self) -> Sequence[int]:
+        """Those that a publish goes to."""
+        ...
+
+    def lost(self, number: int, error: ProcessLostError) -> None:
+        """One of them was lost on the way; it is somebody else's task to bring it back and let it join."""
+        ...
+
+    def carried(self, number: int) -> None:
+        """One that joins has got the weights, and is about to be probed."""
+        ...
+
+    async def proved(self, number: int, version: int) -> None:
+        """One holds the weights of `version`, and may answer."""
+        ...
+
+    async def silenced(self) -> None:
+        """Returns when none that is not present can answer anybody: it would do so with old weights."""
+        ...
+
+
+class Everybody:
+    """A crew of which nobody may be lost."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def present(self) -> Sequence[int]:
+        return range(self._count)
+
+    def lost(self, number: int, error: ProcessLostError) -> None:
+        raise error
+
+    def carried(self, number: int) -> None: ...
+    async def proved(self, number: int, version: int) -> None: ...
+    async def silenced(self) -> None: ...
 
 
 class Publisher:
-    """Owns the move of all engines to a new version. The controller calls it between updates; nobody else does."""
+    """Owns the move of the engines to a new version. The controller publishes between updates; who was lost may join
+    at any time, and waits while the trained weights are not those of the last publish."""
 
-    def __init__(self, source: Source, receivers: Sequence[Receiver], transport: Transport, probe: Probe) -> None:
+    def __init__(
+        self,
+        source: Source,
+        receivers: Sequence[Receiver],
+        transport: Transport,
+        probe: Probe,
+        crew: Crew | None = None,
+    ) -> None:
         self._source, self._receivers, self._transport, self._probe = source, receivers, transport, probe
-        self._before: list[list[float]] | None = None
+        self._crew = Everybody(len(receivers)) if crew is None else crew
+        self._turn = asyncio.Lock()
+        self._is_settled = asyncio.Event()  # the trained weights are those of the last publish
+        self._version = -1
+        self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last publish
+
+    @asynccontextmanager
+    async def changing(self) -> AsyncIterator[None]:
+        """Around whatever changes the trained weights: from here to the next publish no engine joins."""
+        async with self._turn:
+            self._is_settled.clear()
+            yield
 
     async def publish(self, version: int) -> dict[str, float]:
-        """Bring every engine to `version`; raises `WeightSyncError` unless each of them proves that it is there."""
-        start = time.perf_counter()
-        await self._transport.carry(self._source, self._receivers, version)
-        carried = time.perf_counter()
-        gap = await self._prove(version)
-        return {
-            "weights/version": version,
-            "weights/probe_gap": gap,
-            "timing_s/sync": carried - start,
-            "timing_s/probe": time.perf_counter() - carried,
-        }
+        """Bring every engine to `version`; raises `WeightSyncError` unless each of them proves that it is there.
 
-    async def _prove(self, version: int) -> float:
-        reported, expected, answers = await asyncio.gather(
-            asyncio.gather(*(receiver.version() for receiver in self._receivers)),
+        When it returns, no engine answers with older weights. One that is lost on the way is left to the crew.
+        """
+        async with self._turn:
+            self._is_settled.clear()
+            start = time.perf_counter()
+            numbers = self._crew.present()
+            receivers = [self._receivers[number] for number in numbers]
+            numbers = list(self._outcomes(numbers, await self._transport.carry(self._source, receivers, version)))
+            carried = time.perf_counter()
+            gap = await self._prove(numbers, version)
+            await self._crew.silenced()
+            self._version = version
+            self._is_settled.set()
+            return {
+                "weights/version": version,
+                "weights/probe_gap": gap,
+                "timing_s/sync": carried - start,
+                "timing_s/probe": time.perf_counter() - carried,
+            }
+
+    async def join(self, number: int) -> None:
+        """Bring one engine to the version of the others; raises unless it proves that it is there."""
+        while True:
+            await self._is_settled.wait()
+            async with self._turn:
+                if self._is_settled.is_set():  # an update may have had its turn first
+                    return await self._join(number)
+
+    async def _join(self, number: int) -> None:
+        [loss] = await self._transport.carry(self._source, [self._receivers[number]], self._version)
+        if loss is not None:
+            raise loss
+        self._crew.carried(number)
+        self._compare({number: await self._ask(number)}, self._version)
+        await self._crew.proved(number, self._version)
+
+    async def _prove(self, numbers: Sequence[int], version: int) -> float:
+        expected, outcomes = await asyncio.gather(
             self._source.score(self._probe.sequences),
-            asyncio.gather(*(self._ask(receiver) for receiver in self._receivers)),
+            asyncio.gather(*(self._ask(number) for number in numbers), return_exceptions=True),
         )
-        late = {number: seen for number, seen in enumerate(reported) if seen != version}
-        if late:
-            raise WeightSyncError(f"rollout engines that did not reach version {version} (engine: its version): {late}")
-        gap = compare(self._probe, expected, answers, version=version, before=self._before)
-        self._before = expected
+        before, self._expected = self._expected, expected
+        answers = self._outcomes(numbers, outcomes)
+        gap = self._compare(answers, version, before)
+        proofs = (self._crew.proved(number, version) for number in answers)
+        self._outcomes(list(answers), await asyncio.gather(*proofs, return_exceptions=True))
         return gap
 
-    async def _ask(self, receiver: Receiver) -> list[list[float]]:
-        return [await receiver.score(sequence) for sequence in self._probe.sequences]
+    async def _ask(self, number: int) -> tuple[int, list[list[float]]]:
+        receiver = self._receivers[number]
+        return await receiver.version(), [await receiver.score(sequence) for sequence in self._probe.sequences]
+
+    def _compare(
+        self,
+        answers: Mapping[int, tuple[int, list[list[float]]]],
+        version: int,
+        before: list[list[float]] | None = None,
+    ) -> float:
+        late = {number: seen for number, (seen, _) in answers.items() if seen != version}
+        if late:
+            raise WeightSyncError(f"rollout engines that did not reach version {version} (engine: its version): {late}")
+        assert self._expected is not None
+        logprobs = {number: found for number, (_, found) in answers.items()}
+        return compare(self._probe, self._expected, logprobs, version=version, before=before)
+
+    def _outcomes(self, numbers: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
+        """What those gave who are still there: of one that was replaced in the meantime nothing counts."""
+        for number, outcome in zip(numbers, outcomes, strict=True):
+            if isinstance(outcome, ProcessLostError):
+                self._crew.lost(number, outcome)
+        present = self._crew.present()
+        found = {number: outcome for number, outcome in zip(numbers, outcomes, strict=True) if number in present}
+        for outcome in found.values():
+            if isinstance(outcome, BaseException):
+                raise outcome
+        return cast(dict[int, T], found)
+
+
+def _loss(outcome: BaseException | None) -> ProcessLostError | None:
+    if outcome is not None and not isinstance(outcome, ProcessLostError):
+        raise outcome
+    return outcome

@@ -1,61 +1,244 @@
-"""The pool sends a request to the engine with the least to do, and names one that does not answer."""
+"""The pool sends a request to the engine with the least to do, and once more elsewhere when that one is lost."""
 
 import asyncio
 from collections.abc import Sequence
 
 import pytest
+from simulated_clock import simulate
 
-from verl.errors import EngineError
+from verl.errors import EngineError, ProcessLostError
 from verl.rollout.fake import FakeRolloutEngine
-from verl.rollout.pool import EnginePool
+from verl.rollout.keeper import EngineState
+from verl.rollout.pool import MOST_LOSSES, EnginePool, Request
 from verl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.unit
 
+READY, LOST = EngineState.READY, EngineState.LOST
+SHORT = SamplingParams(max_tokens=4, seed=7)
 
-class Counting(FakeRolloutEngine):
-    def __init__(self, seconds_per_token: float) -> None:
+
+class Engine(FakeRolloutEngine):
+    """One second a token; counts, dies and hangs as it is told."""
+
+    def __init__(self, seconds_per_token: float = 1.0) -> None:
         super().__init__(seconds_per_token=seconds_per_token)
-        self.requests = 0
+        self.requests: list[Request] = []
+        self.batches: list[list[Request]] = []
+        self.is_up, self.hangs, self.was_shut = True, False, ""
+        self._running: set[asyncio.Task[object]] = set()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        self.requests += 1
-        return await super().generate(token_ids, sampling)
+        self.requests.append((token_ids, sampling))
+        return await self._until_death(super().generate(token_ids, sampling))
+
+    async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
+        self.batches.append(list(requests))
+        return await self._until_death(super().generate_all(requests))
+
+    async def ready(self) -> bool:
+        if not self.is_up:
+            raise ProcessLostError("no process")
+        return not self.was_shut
+
+    async def shut(self, why: str) -> None:
+        self.was_shut = why
+
+    def die(self) -> None:
+        self.is_up = False
+        for task in self._running:
+            task.cancel("died")
+
+    def come_back(self) -> None:
+        self.is_up, self.hangs, self.was_shut = True, False, ""
+
+    async def _until_death(self, answer):  # type: ignore[no-untyped-def]
+        if not self.is_up:
+            answer.close()
+            raise ProcessLostError("no process")
+        task = asyncio.ensure_future(answer)
+        self._running.add(task)
+        try:
+            await asyncio.wait([task])
+            while self.hangs:
+                await asyncio.sleep(1)
+        finally:
+            self._running.discard(task)
+        if task.cancelled():
+            raise ProcessLostError("killed")
+        return task.result()
 
 
+def in_simulated_time(test):  # type: ignore[no-untyped-def]
+    def run() -> None:
+        simulate(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+@in_simulated_time
 async def test_equal_requests_are_spread_evenly() -> None:
-    engines = [Counting(0.001), Counting(0.001)]
+    engines = [Engine(), Engine()]
     pool = EnginePool(engines)
-    await asyncio.gather(*(pool.generate([1, 2], SamplingParams(max_tokens=4)) for _ in range(10)))
-    assert [engine.requests for engine in engines] == [5, 5]
+    await asyncio.gather(*(pool.generate([1, 2], SHORT) for _ in range(10)))
+    assert [len(engine.requests) for engine in engines] == [5, 5]
     assert pool.load == (0, 0)
 
 
+@in_simulated_time
 async def test_a_long_request_keeps_others_away_from_its_engine() -> None:
-    engines = [Counting(0.0005), Counting(0.0005)]
+    engines = [Engine(), Engine()]
     pool = EnginePool(engines)
     sizes = [40, *[4] * 6]
     await asyncio.gather(*(pool.generate([1], SamplingParams(max_tokens=size)) for size in sizes))
-    assert sorted(engine.requests for engine in engines) == [1, 6]
+    assert sorted(len(engine.requests) for engine in engines) == [1, 6]
 
 
-async def test_an_engine_that_finishes_nothing_is_named() -> None:
-    pool = EnginePool([FakeRolloutEngine(seconds_per_token=10)], stall_s=0.01)
-    with pytest.raises(EngineError, match=r"engine 0 has finished no request .* 11 tokens"):
-        await pool.generate([1, 2, 3], SamplingParams(max_tokens=8))
+@in_simulated_time
+async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_they_were_asked() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines)
+    asked = [pool.generate([number], SamplingParams(max_tokens=9, seed=number)) for number in range(6)]
+    answers = asyncio.gather(*asked)
+    await asyncio.sleep(2)
+    engines[0].die()
+    alone = FakeRolloutEngine()
+    assert [answer.token_ids for answer in await answers] == [
+        (await alone.generate([n], SamplingParams(max_tokens=9, seed=n))).token_ids for n in range(6)
+    ]
+    assert len(engines[1].requests) == 6
+    assert all(request in engines[1].requests for request in engines[0].requests)
+    assert (pool.losses, pool.runs_again, pool.load) == (1, 3, (0, 0))
+    assert pool.states == (LOST, READY)
 
 
+@in_simulated_time
+async def test_an_engine_that_comes_back_is_used_again() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines)
+    engines[0].die()
+    await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(4)))
+    assert pool.states == (LOST, READY)
+    engines[0].come_back()
+    await asyncio.sleep(2)
+    assert pool.states == (READY, READY)
+    await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(4)))
+    assert len(engines[0].requests) >= 2
+
+
+@in_simulated_time
+async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines)
+    for engine in engines:
+        engine.die()
+    asyncio.get_running_loop().call_later(100, engines[1].come_back)
+    await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(4)))
+    assert 100 <= asyncio.get_running_loop().time() <= 110
+
+
+@in_simulated_time
+async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines, patience_s=300)
+    for engine in engines:
+        engine.die()
+    with pytest.raises(EngineError, match=r"came back within 300 s.*engine 0: no process; engine 1: no process"):
+        await pool.generate([1], SHORT)
+
+
+@in_simulated_time
+async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsewhere() -> None:
+    engines = [Engine(), Engine()]
+    engines[0].hangs = True
+    pool = EnginePool(engines, stall_s=50)
+    await asyncio.gather(*(pool.generate([1, 2, 3], SamplingParams(max_tokens=8)) for _ in range(2)))
+    await asyncio.sleep(10)
+    assert "engine 0 has finished no request for 50 s, with 11 tokens" in engines[0].was_shut
+    assert pool.states == (LOST, READY)
+
+
+@in_simulated_time
 async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> None:
-    class OneAtATime(FakeRolloutEngine):
+    class OneAtATime(Engine):
         turn = asyncio.Lock()
 
         async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             async with self.turn:
                 return await super().generate(token_ids, sampling)
 
-    pool = EnginePool([OneAtATime(seconds_per_token=0.1)], stall_s=1.0)
-    requests = (pool.generate([1], SamplingParams(max_tokens=2)) for _ in range(8))  # the last waits 1.6 s
-    assert len(await asyncio.gather(*requests)) == 8
+    pool = EnginePool([OneAtATime()], stall_s=10)
+    assert len(await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(8)))) == 8  # the last waits 32 s
+    assert pool.losses == 0
+
+
+@in_simulated_time
+async def test_a_request_that_ends_every_engine_is_named() -> None:
+    class Fragile(Engine):
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            if token_ids == [6, 6, 6]:
+                asyncio.get_running_loop().call_later(1, self.die)
+                asyncio.get_running_loop().call_later(30, self.come_back)
+            return await super().generate(token_ids, sampling)
+
+    engines = [Fragile(), Fragile()]
+    pool = EnginePool(engines)
+    with pytest.raises(EngineError, match=r"3 tokens that begin with \[6, 6, 6\].*engine 0: killed"):
+        await pool.generate([6, 6, 6], SHORT)
+    assert sum(len(engine.requests) for engine in engines) == MOST_LOSSES
+
+
+@in_simulated_time
+async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes() -> None:
+    engines = [Engine() for _ in range(2 * MOST_LOSSES)]
+    pool = EnginePool(engines)
+    for engine in engines:
+        engine.die()
+    asyncio.get_running_loop().call_later(60, engines[0].come_back)
+    await pool.generate([1], SHORT)
+    assert sum(len(engine.requests) for engine in engines) == 2
+
+
+@in_simulated_time
+async def test_an_error_of_the_request_is_its_own_and_nobody_is_lost() -> None:
+    class Refusing(Engine):
+        async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            raise EngineError("longer than max_model_len")
+
+    pool = EnginePool([Refusing()])
+    with pytest.raises(EngineError, match="max_model_len"):
+        await pool.generate([1], SHORT)
+    assert pool.states == (READY,)
+
+
+@in_simulated_time
+async def test_together_each_engine_gets_its_share_in_one_call_and_answers_keep_their_order() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(7)]
+    answers = await EnginePool(engines).generate_all(requests)
+    assert [engine.batches for engine in engines] == [[requests[place::3]] for place in range(3)]
+    alone = FakeRolloutEngine()
+    assert [answer.token_ids for answer in answers] == [(await alone.generate(*r)).token_ids for r in requests]
+
+
+@in_simulated_time
+async def test_the_batch_of_a_lost_engine_runs_again_unchanged_and_beside_no_other() -> None:
+    engines = [Engine(), Engine()]
+    requests = [([number], SamplingParams(max_tokens=3, seed=number)) for number in range(5)]
+    asyncio.get_running_loop().call_later(1, engines[0].die)
+    await EnginePool(engines).generate_all(requests)
+    assert engines[1].batches == [requests[1::2], requests[0::2]]
+    assert asyncio.get_running_loop().time() == pytest.approx(6)  # one after the other
+
+
+@in_simulated_time
+async def test_fewer_requests_than_engines_and_none_at_all() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    pool = EnginePool(engines)
+    assert await pool.generate_all([]) == []
+    assert len(await pool.generate_all([([1], SHORT)])) == 1
+    assert [len(engine.batches) for engine in engines] == [1, 0, 0]
 
 
 def test_an_empty_pool_is_refused() -> None:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl.errors import WeightSyncError
+from verl.errors import ProcessLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
 from verl.weights.publish import HostTransport, Publisher
 
@@ -75,14 +75,32 @@ async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
     with pytest.raises(WeightSyncError, match="lost, renamed, cast or not repacked"):
-        compare(PROBE, [[0.0]], [[[9.0]]], version=2, before=[[0.1]])
+        compare(PROBE, [[0.0]], {0: [[9.0]]}, version=2, before=[[0.1]])
 
 
 def test_rounding_within_the_tolerance_passes_and_is_reported() -> None:
-    assert compare(PROBE, [[0.0, 1.0]], [[[0.0, 1.0005]]], version=1) == pytest.approx(0.00025)
+    assert compare(PROBE, [[0.0, 1.0]], {0: [[0.0, 1.0005]]}, version=1) == pytest.approx(0.00025)
 
 
 def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
     probe = Probe.random(50, tolerance=1e-3)
     assert probe == Probe.random(50, tolerance=1e-3)
     assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
+
+
+async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
+    class Dying(Engine):
+        async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+            raise ProcessLostError("it has died")
+
+    with pytest.raises(ProcessLostError, match="it has died"):
+        await Publisher(Model(), [Engine(), Dying()], HostTransport(), PROBE).publish(0)
+
+
+async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines() -> None:
+    class Refusing(Engine):
+        async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+            raise WeightSyncError("weights do not fit")
+
+    with pytest.raises(WeightSyncError, match="do not fit"):
+        await Publisher(Model(), [Refusing()], HostTransport(), PROBE).publish(0)
