@@ -24,6 +24,7 @@ from _common import finish
 
 from verl.cluster.group import ActorGroup
 from verl.cluster.session import connect, disconnect
+from verl.cluster.waits import DEFAULTS
 from verl.data.order import Shuffled
 from verl.data.plan import Planner, RankPlan
 from verl.data.stream import PromptStream
@@ -120,7 +121,7 @@ async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle
     plan = planner_of(samples, BUDGET).plan(handles)
     plan_s = time.perf_counter() - planning
     sent = sum(len(ray.cloudpickle.dumps(rank)) for rank in plan.ranks)
-    pulled = sum(await policy.call("prepare", per_rank=plan.ranks))
+    pulled = sum(await policy.call("prepare", per_rank=plan.ranks, deadline=DEFAULTS.train))
     grown = psutil.Process().memory_info().rss - before
     for actor in (*episodes, *workers):
         ray.kill(actor)

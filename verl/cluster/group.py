@@ -7,46 +7,86 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
+from verl.cluster.census import introduce
+from verl.cluster.waits import Deadline, Owner, Progress, reported, waiting
 from verl.errors import ProcessLostError, VerlError
 
-__all__ = ["ActorGroup", "call"]
+__all__ = ["ActorGroup", "call", "fetch"]
 
 
-async def call(awaitable: Any, *, what: str, deadline_s: float | None = None) -> Any:
-    """Await a Ray reference under a name, with a deadline unless somebody else watches over it.
+async def call(
+    awaitable: Any,
+    *,
+    what: str,
+    of: Owner,
+    deadline: Deadline | None = None,
+    progress: Progress | None = None,
+    peers: int = 0,
+) -> Any:
+    """Await a Ray reference: `of` is to do `what`, before a deadline unless somebody else watches over it.
 
+    With `progress` the deadline runs from the last thing that `of` has finished; this one is noted there as well.
     Our own exceptions come through as they were raised, with no wrapper around the message.
     """
+    if deadline is None:
+        return await _answer(awaitable, what, of)
+    answer = asyncio.ensure_future(_answer(awaitable, what, of))
     try:
-        return await asyncio.wait_for(_awaited(awaitable), deadline_s)
-    except asyncio.TimeoutError as error:
-        raise ProcessLostError(f"waited {deadline_s:.0f} s for {what} and gave up") from error
+        with waiting(what, of=of, deadline=deadline, progress=progress, peers=peers) as wait:
+            while not (await asyncio.wait([answer], timeout=wait.left))[0]:
+                if wait.left <= 0:
+                    raise ProcessLostError(
+                        f"waited {wait.age:.0f} s for {of} to {what} and gave up; if it only needs longer, raise "
+                        f"{deadline}{await reported(wait)}"
+                    )
+            if progress is not None:
+                progress.at = wait.clock()
+            return answer.result()
+    finally:
+        answer.cancel()  # of no effect on one that is done
+
+
+async def _answer(awaitable: Any, what: str, of: Owner) -> Any:
+    try:
+        return await awaitable
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from None
         if isinstance(error.cause, (ObjectLostError, RayActorError)):  # what it was to read went with its owner
-            raise ProcessLostError(f"{what}: another process that it needs has died: {error.cause}") from error
+            raise ProcessLostError(f"{of}: {what}: another process that it needs has died: {error.cause}") from error
         raise
     except RayActorError as error:
-        raise ProcessLostError(f"the process behind {what} has died: {error}") from error
+        raise ProcessLostError(f"{of}: {what}: its process has died: {error}") from error
 
 
-async def _awaited(awaitable: Any) -> Any:
-    return await awaitable
+def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline) -> list[Any]:
+    """`ray.get` for workers without an event loop: a wait like any other."""
+    with waiting(what, of=of, deadline=deadline) as wait:
+        try:
+            return ray.get(list(references), timeout=deadline.seconds)
+        except GetTimeoutError as error:
+            told = asyncio.run(reported(wait))
+            raise ProcessLostError(
+                f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}"
+            ) from error
 
 
 class ActorGroup:
     """The actors of one distributed job, by rank. Collective by nature: every call goes to all of them."""
 
-    def __init__(self, name: str, actors: Sequence[Any], *, deadline_s: float = 1800.0) -> None:
-        self.name, self.actors, self._deadline_s = name, list(actors), deadline_s
+    def __init__(self, name: str, actors: Sequence[Any]) -> None:
+        self.name, self.actors = name, list(actors)
+        for rank, actor in enumerate(self.actors):
+            introduce(actor, Owner(name, rank))
 
     def __len__(self) -> int:
         return len(self.actors)
 
-    async def call(self, method: str, *args: Any, per_rank: Sequence[Any] | None = None) -> list[Any]:
+    async def call(
+        self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
+    ) -> list[Any]:
         """Call `method` on every rank with the same `args`, or with its own item of `per_rank` before them.
 
         The first failure ends the wait: the other ranks may be stuck in a collective that will never complete.
@@ -56,8 +96,10 @@ class ActorGroup:
             asyncio.ensure_future(
                 call(
                     getattr(actor, method).remote(*first, *args),
-                    what=f"{self.name} rank {rank}: {method}",
-                    deadline_s=self._deadline_s,
+                    what=method,
+                    of=Owner(self.name, rank),
+                    deadline=deadline,
+                    peers=len(self.actors),
                 )
             )
             for rank, (actor, first) in enumerate(zip(self.actors, own, strict=True))

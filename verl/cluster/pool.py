@@ -9,6 +9,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from verl.cluster.session import require
+from verl.cluster.waits import DEFAULTS, Deadline, Owner, waiting
 from verl.errors import EngineError
 
 __all__ = ["DevicePool"]
@@ -17,15 +18,18 @@ __all__ = ["DevicePool"]
 class DevicePool:
     """`count` devices (GPUs, or CPU cores on a machine without) reserved together, or not at all."""
 
-    def __init__(self, count: int, device: str, *, mend: str, deadline_s: float = 120.0) -> None:
+    def __init__(self, count: int, device: str, *, mend: str, deadline: Deadline = DEFAULTS.devices) -> None:
         self.count = count
         self.resource = "CPU" if device == "cpu" else "GPU"
         require(self.resource, count, mend)
         bundle = {self.resource: 1} if device == "cpu" else {"GPU": 1, "CPU": 1}
         self._group: PlacementGroup = placement_group([bundle] * count, strategy="PACK")
-        ready, _ = ray.wait([self._group.ready()], timeout=deadline_s)
+        with waiting(f"give {count} x {self.resource}", of=Owner("cluster"), deadline=deadline):
+            ready, _ = ray.wait([self._group.ready()], timeout=deadline.seconds)
         if not ready:
-            raise EngineError(f"{count} x {self.resource} were not free within {deadline_s:.0f} s; {mend}")
+            raise EngineError(
+                f"{count} x {self.resource} were not free within {deadline.seconds:.0f} s ({deadline}); {mend}"
+            )
 
     def options(self, place: int, *, share: float) -> dict[str, Any]:
         """Ray options that put an actor on device `place` with a `share` of it; shares on a device sum to at most 1."""

@@ -6,12 +6,12 @@ from typing import Any
 
 import ray
 
+from verl.cluster.census import introduce
 from verl.cluster.group import call
 from verl.cluster.pool import DevicePool
+from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress
 
 __all__ = ["Remote", "spawn"]
-
-START_DEADLINE_S, CLOSE_DEADLINE_S, PATIENCE_S = 900.0, 30.0, 600.0
 
 
 def spawn(actor: type, *args: Any, pool: DevicePool, device: int, share: float) -> Any:
@@ -24,23 +24,29 @@ class Remote:
 
     kind: str
 
-    def __init__(self, actor: Any, number: int) -> None:
-        self.actor, self.number = actor, number
+    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULTS) -> None:
+        self.actor, self.number, self.deadlines = actor, number, deadlines
         self._started = False
 
+    @property
+    def owner(self) -> Owner:
+        """How it is named where it is waited for."""
+        return Owner(self.kind, self.number)
+
     async def start(self) -> None:
-        await self._call("start", deadline_s=START_DEADLINE_S)
+        introduce(self.actor, self.owner)
+        await self._call("start", deadline=self.deadlines.start)
         self._started = True
 
     async def close(self) -> None:
         """End the process; what has started first ends its own children."""
         try:
             if self._started:
-                await self._call("close", deadline_s=CLOSE_DEADLINE_S)
+                await self._call("close", deadline=self.deadlines.close)
         finally:
             ray.kill(self.actor)
 
-    async def _call(self, method: str, *args: Any, deadline_s: float | None = PATIENCE_S) -> Any:
+    async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
         """Without a deadline somebody else must watch over it."""
         reference = getattr(self.actor, method).remote(*args)
-        return await call(reference, what=f"{self.kind} {self.number}: {method}", deadline_s=deadline_s)
+        return await call(reference, what=method, of=self.owner, deadline=deadline, progress=progress)

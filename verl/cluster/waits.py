@@ -15,7 +15,19 @@ from typing import NamedTuple
 
 from verl.config.schema.trainer import DeadlinesConfig
 
-__all__ = ["DEFAULTS", "Deadline", "Deadlines", "Owner", "Progress", "Wait", "Waits", "open_waits", "waiting"]
+__all__ = [
+    "DEFAULTS",
+    "WAITS",
+    "Deadline",
+    "Deadlines",
+    "Owner",
+    "Progress",
+    "Wait",
+    "Waits",
+    "reported",
+    "together",
+    "waiting",
+]
 
 
 class Owner(NamedTuple):
@@ -64,6 +76,10 @@ class Deadlines:
     reply: Deadline
     close: Deadline
 
+    @property
+    def longest_s(self) -> float:
+        return max(getattr(self, name).seconds for name in DeadlinesConfig.model_fields)
+
     @classmethod
     def read(cls, section: DeadlinesConfig) -> Deadlines:
         return cls(**{name: Deadline(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
@@ -81,15 +97,15 @@ class Progress:
 
 @dataclass(eq=False, slots=True)
 class Wait:
-    """One wait that is going on. `clock` counts seconds; the wall clock is for people."""
+    """One wait that is going on."""
 
     what: str
     of: Owner
     deadline: Deadline
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
+    peers: int = 0  # how many are asked the same thing together, as the ranks of a group are
     begun: float = 0.0
-    begun_at: float = field(default_factory=time.time)
     report: str = ""
     """Where the watchdog wrote what it saw, once it has."""
 
@@ -115,13 +131,15 @@ class Waits:
         self.is_watched = False
 
     @contextmanager
-    def waiting(self, what: str, *, of: Owner, deadline: Deadline, progress: Progress | None = None) -> Iterator[Wait]:
+    def waiting(
+        self, what: str, *, of: Owner, deadline: Deadline, progress: Progress | None = None, peers: int = 0
+    ) -> Iterator[Wait]:
         """Inside of it, this process waits until `of` has done `what`. It names the wait; who waits keeps its deadline.
 
         >>> with waiting("load the weights", of=Owner("rollout engine", 0), deadline=deadlines.weights) as wait:
         ...     await asyncio.wait([request], timeout=wait.left)
         """
-        wait = Wait(what, of, deadline, self.clock, progress or Progress())
+        wait = Wait(what, of, deadline, self.clock, progress or Progress(), peers)
         self._open[id(wait)] = wait
         try:
             yield wait
@@ -139,5 +157,7 @@ class Waits:
         return f"; who waited for whom, and the stacks: {wait.report}" if wait.report else ""
 
 
-_WAITS = Waits()
-waiting, open_waits, reported = _WAITS.waiting, _WAITS.open, _WAITS.reported
+WAITS = Waits()
+"""Those of this process."""
+
+waiting, reported = WAITS.waiting, WAITS.reported

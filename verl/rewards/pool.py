@@ -70,6 +70,10 @@ class ScorePool:
         self._noted: set[str] = set()
         self._thread = threading.Thread(target=self._run, name="score-pool", daemon=True)
 
+    @property
+    def deadline_s(self) -> float:
+        return self._scoring.deadline_s
+
     async def start(self) -> None:
         """Start the workers; a `RewardError` when the function cannot be loaded. The first ready one is waited for."""
         self._thread.start()

@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
+from verl.cluster.census import watched
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
+from verl.cluster.waits import Deadlines
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
@@ -85,9 +87,12 @@ async def assemble(
         closing.callback(disconnect)
         with timer(times, "start_ray"):
             connect(config.ray_kwargs.ray_init.arguments())
+        closing.enter_context(watched(config.trainer.checkpoint_dir / "stalls", console.note, console.advice))
+        deadlines = Deadlines.read(config.trainer.deadlines)
         device = detect_device() if config.trainer.device == "auto" else config.trainer.device
         ranks = train_ranks(config)
-        pool = DevicePool(ranks, device, mend=f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}")
+        mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
+        pool = DevicePool(ranks, device, mend=mend, deadline=deadlines.devices)
         closing.callback(pool.close)
         engines = _place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
@@ -97,7 +102,7 @@ async def assemble(
         closing.push_async_callback(_close_all, reward_models)
         models_up = asyncio.create_task(timed("reward_models", _all(model.start() for model in reward_models)))
         closing.callback(models_up.cancel)
-        policy = PolicyGroup.place(pool, ranks, share=0.5)
+        policy = PolicyGroup.place(pool, ranks, share=0.5, deadlines=deadlines)
         closing.callback(policy.close)
 
         data = await timed("data", asyncio.to_thread(read_data, config))
@@ -243,6 +248,7 @@ def _place_engines(config: Config, pool: DevicePool, device: str) -> list[Remote
             share=_engines_share(config) / -(-count * width // pool.count),
             name=rollout.name,
             settings=engine_settings(config, device, number),
+            deadlines=Deadlines.read(config.trainer.deadlines),
         )
         for number in range(count)
     ]
@@ -261,6 +267,7 @@ def _place_reward_models(config: Config, pool: DevicePool, device: str) -> list[
             device=pool.count - 1 - number % pool.count,
             share=share,
             settings=reward_model_settings(config, device, number),
+            deadlines=Deadlines.read(config.trainer.deadlines),
         )
         for number in range(model.replicas)
     ]

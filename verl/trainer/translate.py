@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
+from verl.cluster.waits import Deadlines
 from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference, uses_reward_function
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.reward import RewardConfig
@@ -63,6 +64,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     process_path = prime.model_path or model.path
     reference_stays = config.trainer.ref_update_freq < 1
     return TrainSettings(
+        deadlines=Deadlines.read(config.trainer.deadlines),
         actor=FsdpSettings(
             model.path,
             grad_clip=actor.grad_clip,
@@ -191,6 +193,7 @@ def episode_settings(config: Config, data: RunData, workers: int) -> EpisodeSett
         _model_reward(config),
         model.trust_remote_code,
         Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
+        Deadlines.read(config.trainer.deadlines),
     )
 
 

@@ -9,16 +9,20 @@ import asyncio
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 import ray
 
+from verl.cluster.census import introduce, tell_of
 from verl.cluster.group import call
+from verl.cluster.vigil import Vigil
+from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
-from verl.types import Exhibit, Prompt, Sample, SampleHandle, SamplingParams
+from verl.types import Exhibit, Failed, Prompt, Sample, SampleHandle, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
 
@@ -27,10 +31,13 @@ if TYPE_CHECKING:
 
     from verl.agents.lockstep import Lockstep
     from verl.agents.scoring import Score
+    from verl.rewards.outcome import Outcome
+    from verl.rewards.pool import ScorePool
 
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
-START_DEADLINE_S = 600.0
+KIND = "episode worker"
+MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,7 @@ class EpisodeSettings:
     model_reward: ModelReward | None = None
     trust_remote_code: bool = False
     overlong: Overlong | None = None  # shapes the scores of training, never those of validation
+    deadlines: Deadlines = DEFAULTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +113,8 @@ class EpisodeWorker:
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
-        self._pool = EnginePool(self._engines)
+        # The engines keep that deadline themselves, and name who does not; the pool's is for those that cannot.
+        self._pool = EnginePool(self._engines, stall_s=settings.deadlines.generation.seconds + MARGIN_S)
         self._runner = EpisodeRunner(
             generate=self._pool.generate,
             score=await self._scoring(tokenizer),
@@ -124,8 +133,9 @@ class EpisodeWorker:
         if settings.reward is not None:
             functions = ScorePool(**settings.reward)
             await functions.start()
+            by_own = by_function(partial(self._scored, functions))
             if model is None:
-                return by_function(functions.score)
+                return by_own
         assert model is not None
         try:
             own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=settings.trust_remote_code)
@@ -134,10 +144,21 @@ class EpisodeWorker:
             raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error
         example = next(iter(next(iter(self._datasets.values()))))
         read = reader(tokenizer, own, example, model_path=model.path, again=model.again)
-        by_reward_model = by_model(read, RewardModelPool(self._reward_models).score)
+        by_reward_model = by_model(
+            read, RewardModelPool(self._reward_models, patience_s=settings.deadlines.reply.seconds).score
+        )
         if settings.reward is None:
             return by_reward_model
-        return added(by_function(functions.score), by_reward_model, model.weight)
+        return added(by_own, by_reward_model, model.weight)
+
+    async def _scored(self, functions: ScorePool, *answer: Any) -> Outcome:
+        """A call that never ends is ended by the pool; it is told of now, for its group may have more of its kind."""
+        outcome = await functions.score(*answer)
+        if isinstance(outcome, Failed) and outcome.kind == "timeout":
+            deadline = Deadline(functions.deadline_s, "reward.deadline_s")
+            late = partial(tell_of, "score an answer", Owner("reward function"), deadline, outcome.message)
+            self._telling = asyncio.ensure_future(asyncio.to_thread(late))  # kept: the loop itself holds tasks weakly
+        return outcome
 
     async def run(self, job: Job) -> list[SampleHandle] | None:
         """The samples of one prompt; None: the row is too long, which was found when it was read, and is left out."""
@@ -177,6 +198,9 @@ class EpisodeWorker:
         # In a thread: half of this worker's time would go into waiting for the object store.
         return await asyncio.to_thread(lambda: [deposit(sample, number) for number, sample in enumerate(samples)])
 
+    async def is_there(self) -> bool:
+        return True
+
     async def exhibit(self, split: str, data_source: str | None) -> Exhibit | None:
         """One of the latest answers, as its scorer saw it; None where there was none."""
         found = [pair for key, pair in self._latest.items() if key[0] == split and data_source in (None, key[1])]
@@ -212,9 +236,12 @@ class EpisodePool:
     follow one another; so what is generated beside what does not depend on the clock. This needs a single worker.
     """
 
-    def __init__(self, actors: Sequence[Any], *, together: bool = False) -> None:
-        self._actors = list(actors)
-        self._turn = itertools.cycle(self._actors)
+    def __init__(self, actors: Sequence[Any], *, together: bool = False, deadlines: Deadlines = DEFAULTS) -> None:
+        self._actors, self._deadlines = list(actors), deadlines
+        self._turn = itertools.cycle(range(len(self._actors)))
+        self._vigils = [
+            Vigil(partial(self._is_there, number), deadlines.reply.seconds) for number in range(len(self._actors))
+        ]
         self._together = together
         self._asked: list[tuple[Job, asyncio.Future[list[SampleHandle] | None]]] = []
         self._one_round = asyncio.Lock()
@@ -231,11 +258,12 @@ class EpisodePool:
     ) -> EpisodePool:
         worker = ray.remote(EpisodeWorker).options(num_cpus=0, max_concurrency=100_000)
         actors = [worker.remote(settings, engines, reward_models) for _ in range(1 if together else count)]
-        return cls(actors, together=together)
+        return cls(actors, together=together, deadlines=settings.deadlines)
 
     async def start(self) -> None:
         for number, actor in enumerate(self._actors):
-            await call(actor.start.remote(), what=f"episode worker {number}: start", deadline_s=START_DEADLINE_S)
+            introduce(actor, Owner(KIND, number))
+            await call(actor.start.remote(), what="start", of=Owner(KIND, number), deadline=self._deadlines.start)
 
     async def run(self, job: Job) -> list[SampleHandle] | None:
         """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer.
@@ -243,10 +271,7 @@ class EpisodePool:
         None: the row was found to be too long when it was read, and is left out.
         """
         if not self._together:
-            reference = next(self._turn).run.remote(job)
-            return await call(
-                reference, what=f"the episodes of prompt {job.group}"
-            )  # engines and rewards have deadlines
+            return await self._ask(next(self._turn), "run", job)
         if not self._asked:
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._run_round()))
         answer: asyncio.Future[list[SampleHandle] | None] = asyncio.get_running_loop().create_future()
@@ -257,10 +282,7 @@ class EpisodePool:
         asked, self._asked = self._asked, []
         async with self._one_round:
             try:
-                reference = self._actors[0].run_together.remote([job for job, _ in asked])
-                found = await call(
-                    reference, what=f"the episodes of prompts {asked[0][0].group} to {asked[-1][0].group}"
-                )
+                found = await self._ask(0, "run_together", [job for job, _ in asked])
             except Exception as error:  # noqa: BLE001 - it is theirs who asked
                 for _, answer in asked:
                     if not answer.done():
@@ -272,11 +294,25 @@ class EpisodePool:
 
     async def exhibit(self, split: str, data_source: str | None = None) -> Exhibit | None:
         """One of the latest answers of a split, and of a data source if it is named."""
-        for actor in self._actors:
-            found: Exhibit | None = await call(actor.exhibit.remote(split, data_source), what="an answer to show")
+        for number, actor in enumerate(self._actors):
+            found: Exhibit | None = await call(
+                actor.exhibit.remote(split, data_source),
+                what="show an answer",
+                of=Owner(KIND, number),
+                deadline=self._deadlines.reply,
+            )
             if found is not None:
                 return found
         return None
+
+    async def _ask(self, number: int, method: str, work: Any) -> Any:
+        """Engines and rewards have deadlines of their own: the worker has only to be there."""
+        reference = getattr(self._actors[number], method).remote(work)
+        return await self._vigils[number].watch(call(reference, what=method, of=Owner(KIND, number)))
+
+    async def _is_there(self, number: int) -> None:
+        reference = self._actors[number].is_there.remote()
+        await call(reference, what="say that it is there", of=Owner(KIND, number), deadline=self._deadlines.reply)
 
     def close(self) -> None:
         for actor in self._actors:

@@ -9,12 +9,11 @@ from typing import Any, Protocol
 
 from verl.cluster.pool import DevicePool
 from verl.cluster.remote import Remote, spawn
+from verl.cluster.waits import DEFAULTS, Deadlines
 from verl.errors import ConfigError, EngineError
 from verl.rewards.model import SETTING, Batcher, RewardModel, Unscored
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
-
-PATIENCE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +72,22 @@ class RemoteRewardModel(Remote):
 
     @classmethod
     def place(
-        cls, pool: DevicePool, number: int, *, device: int, share: float, settings: RewardModelSettings
+        cls,
+        pool: DevicePool,
+        number: int,
+        *,
+        device: int,
+        share: float,
+        settings: RewardModelSettings,
+        deadlines: Deadlines = DEFAULTS,
     ) -> RemoteRewardModel:
-        return cls(spawn(RewardActor, settings, pool=pool, device=device, share=share), number)
+        return cls(spawn(RewardActor, settings, pool=pool, device=device, share=share), number, deadlines)
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
-        return await self._call("score", token_ids, deadline_s=None)  # the actor and the pool watch over these
+        return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
 
     async def is_there(self) -> bool:
-        return await self._call("is_there", deadline_s=PATIENCE_S)
+        return await self._call("is_there", deadline=self.deadlines.reply)
 
 
 class Scores(Protocol):
@@ -98,7 +104,7 @@ class RewardModelPool:
     there. One that is not is asked no more, and what it was to score is failed.
     """
 
-    def __init__(self, models: Sequence[Scores], *, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, models: Sequence[Scores], *, patience_s: float = DEFAULTS.reply.seconds) -> None:
         self._there = list(models)
         self._load = {id(model): 0 for model in models}
         self._patience_s = patience_s

@@ -10,12 +10,11 @@ import ray
 
 from verl.cluster.pool import DevicePool
 from verl.cluster.remote import Remote, spawn
+from verl.cluster.waits import DEFAULTS, Deadlines, Progress
 from verl.errors import ConfigError
 from verl.types import Completion, SamplingParams
 
 __all__ = ["RemoteEngine", "RolloutActor"]
-
-SYNC_DEADLINE_S = 900.0
 
 
 class RolloutActor:
@@ -73,23 +72,37 @@ class RemoteEngine(Remote):
 
     kind = "rollout engine"
 
+    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULTS) -> None:
+        super().__init__(actor, number, deadlines)
+        self._progress = Progress()  # an engine may take its time as long as it finishes something
+
     @classmethod
     def place(
-        cls, pool: DevicePool, number: int, *, device: int, share: float, name: str, settings: dict[str, Any]
+        cls,
+        pool: DevicePool,
+        number: int,
+        *,
+        device: int,
+        share: float,
+        name: str,
+        settings: dict[str, Any],
+        deadlines: Deadlines = DEFAULTS,
     ) -> RemoteEngine:
-        return cls(spawn(RolloutActor, name, settings, pool=pool, device=device, share=share), number)
+        return cls(spawn(RolloutActor, name, settings, pool=pool, device=device, share=share), number, deadlines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._call("generate", token_ids, sampling, deadline_s=None)  # the pool watches over these
+        return await self._call(
+            "generate", token_ids, sampling, deadline=self.deadlines.generation, progress=self._progress
+        )
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        return await self._call("generate_all", requests, deadline_s=None)  # and these
+        return await self._call("generate_all", requests, deadline=self.deadlines.generation)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._call("score", token_ids)
+        return await self._call("score", token_ids, deadline=self.deadlines.weights)
 
     async def load_weights(self, parcels: Sequence[Any], version: int) -> None:
-        await self._call("load_weights", parcels, version, deadline_s=SYNC_DEADLINE_S)
+        await self._call("load_weights", parcels, version, deadline=self.deadlines.weights)
 
     async def version(self) -> int:
-        return await self._call("version")
+        return await self._call("version", deadline=self.deadlines.weights)

@@ -10,9 +10,10 @@ from typing import Any
 import ray
 
 from verl.algorithms.settings import Method
-from verl.cluster.group import ActorGroup
+from verl.cluster.group import ActorGroup, fetch
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
+from verl.cluster.waits import DEFAULTS, Deadlines, Owner
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
@@ -20,6 +21,7 @@ from verl.training.settings import FsdpSettings
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
 PARCEL_BYTES = 512 * 1024 * 1024
+MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,7 @@ class TrainSettings:
     process: FsdpSettings | None = None  # PRIME's reward model
     process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
+    deadlines: Deadlines = DEFAULTS
 
 
 class TrainWorker:
@@ -56,7 +59,10 @@ class TrainWorker:
 
         functions_of(settings.method)
         host, port = address
-        init_process_group(self._rank, self._world_size, host, port, settings.actor.device)
+        self._deadlines = settings.deadlines
+        # The controller gives up first: it names the rank that is missing, which those in the collective cannot know.
+        patience_s = self._deadlines.longest_s + MARGIN_S
+        init_process_group(self._rank, self._world_size, host, port, settings.actor.device, patience_s)
         method, reference = settings.method, engine(settings.reference)
         process = None
         if settings.process is not None:
@@ -72,7 +78,8 @@ class TrainWorker:
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
-        return self._policy.prepare(ray.get(plan.refs), plan) | {"perf/train_worker_rss_gib": resident_gib()}
+        samples = fetch(plan.refs, what="give the samples", of=Owner("object store"), deadline=self._deadlines.train)
+        return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
     def update(self, plan: RankPlan) -> dict[str, float]:
         return self._policy.update(plan)
@@ -101,7 +108,8 @@ class TrainWorker:
         from verl.rollout.vllm_send import VllmSender
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
-            ray.get([engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)])
+            asked = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
+            fetch(asked, what=method, of=Owner("rollout engines"), deadline=self._deadlines.weights)
 
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
@@ -131,40 +139,42 @@ class TrainWorker:
 class PolicyGroup:
     """All train workers as the trainer sees them: one policy."""
 
-    def __init__(self, group: ActorGroup) -> None:
-        self._group = group
+    def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULTS) -> None:
+        self._group, self._deadlines = group, deadlines
 
     @classmethod
-    def place(cls, pool: DevicePool, ranks: int, *, share: float) -> PolicyGroup:
+    def place(cls, pool: DevicePool, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> PolicyGroup:
         """Ask Ray for the processes; they come up while the caller goes on."""
         worker = ray.remote(TrainWorker)
         actors = [worker.options(**pool.options(rank, share=share)).remote(rank, ranks) for rank in range(ranks)]
-        return cls(ActorGroup("train worker", actors))
+        return cls(ActorGroup("train worker", actors), deadlines)
 
     async def start(self, settings: TrainSettings) -> None:
-        address = (await self._group.call("address"))[0]
-        await self._group.call("start", address, settings)
+        address = (await self._group.call("address", deadline=self._deadlines.start))[0]
+        await self._group.call("start", address, settings, deadline=self._deadlines.start)
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self._group.call("prepare", per_rank=plan.ranks))[0]
+        return (await self._group.call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
 
     async def update(self, plan: Plan) -> dict[str, float]:
-        return (await self._group.call("update", per_rank=[rank.without_refs() for rank in plan.ranks]))[0]
+        parts = [rank.without_refs() for rank in plan.ranks]
+        return (await self._group.call("update", per_rank=parts, deadline=self._deadlines.train))[0]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self._group.call("score", sequences))[0]
+        return (await self._group.call("score", sequences, deadline=self._deadlines.weights))[0]
 
     async def pack_weights(self) -> Sequence[Any]:
-        return (await self._group.call("pack_weights"))[0]
+        return (await self._group.call("pack_weights", deadline=self._deadlines.weights))[0]
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
-        await self._group.call("send_weights", backend, [receiver.actor for receiver in receivers], version)
+        engines = [receiver.actor for receiver in receivers]
+        await self._group.call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
 
     async def save(self, directory: str) -> None:
-        await self._group.call("save", directory)
+        await self._group.call("save", directory, deadline=self._deadlines.checkpoint)
 
     async def load(self, directory: str) -> None:
-        await self._group.call("load", directory)
+        await self._group.call("load", directory, deadline=self._deadlines.checkpoint)
 
     def close(self) -> None:
         self._group.close()

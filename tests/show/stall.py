@@ -1,0 +1,223 @@
+"""Who hangs is named within 30 s of its deadline: who, what, since when, and where it stands, with real engines.
+
+Runs of `verl train`, in which, once a step is done, something is made to hang: vLLM's engine process and the actor that
+hosts it are frozen with SIGSTOP, a reward function never returns, a rank does not come to a collective (its estimator
+sleeps), another is frozen. Each time the console must name it, and a report in the run's folder must hold the table of
+waits and its state or stack. Whether the run then goes on is shown elsewhere (`show-kills`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import psutil
+from _common import Stopwatch, finish, sized_for_addition
+from _stall_hooks import FOLDER
+
+from verl.demo.assets import make_assets
+
+DEADLINE_S, REWARD_S, NAMED_S = 20, 8, 30
+START_S, NAMING_S = 300, 150
+HERE = Path(__file__).parent
+LATE = re.compile(
+    r"has waited \d+ s, since (\d\d:\d\d:\d\d), for (.+?) to (.+?): that is its deadline \((.+?)\)\. (.*)"
+)
+REPORT = re.compile(r"The whole report: (\S+\.txt)")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`hang` makes something hang in the processes of a run, and gives the pid that must be named (0: any)."""
+
+    name: str
+    hang: Callable[[Run], int]
+    owner: str  # who is waited for, in the line on the console
+    deadline: str
+    seconds: float
+    said: str  # what the line must say of him
+    stack: str  # what the report must hold
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="one run with transformers' engine: a reward, and a rank")
+    short = parser.parse_args().short
+    reward = Case(
+        "a reward that never ends",
+        lambda run: run.ask_for("reward"),
+        "reward function",
+        "reward.deadline_s",
+        REWARD_S,
+        "gave no score within its deadline",
+        "in never_ends",
+    )
+    core = frozen("vLLM's engine process, frozen", "VLLM::EngineCore", "rollout engine 0", "generation")
+    actor = frozen("an engine's actor, frozen", "ray::RolloutActor", "rollout engine 0", "generation")
+    rank = frozen("a train worker, frozen", "ray::TrainWorker", "train worker", "train")
+    absent = Case(
+        "a rank that misses a collective",
+        lambda run: run.ask_for("rank"),
+        "train workers 0-1",
+        "trainer.deadlines.train",
+        DEADLINE_S,
+        "misses the collective in which train worker 0 waits: it is alive (sleeping): it stands in never_ends",
+        "never_ends",
+    )
+    runs = (
+        [("hf", [reward, absent])]
+        if short
+        else [
+            ("vllm", [reward, core]),
+            ("vllm", [actor]),
+            ("hf", [absent]),
+            ("hf", [rank]),
+        ]
+    )
+    results: dict[str, float | None] = {}
+    with tempfile.TemporaryDirectory(prefix="verl-stall-") as directory:
+        make_assets(Path(directory))
+        for number, (engine, cases) in enumerate(runs):
+            with Run(Path(directory), f"run{number}", engine) as run:
+                for case in cases:
+                    results[case.name] = run.case(case)
+    print("\n".join(f"{'named' if late is not None else 'NOT NAMED'}: {name}" for name, late in results.items()))
+    finish(
+        "stall",
+        all(late is not None and late <= NAMED_S for late in results.values()),
+        cases=len(results),
+        seconds_after_deadline={name: late if late is None else round(late, 1) for name, late in results.items()},
+        bound_s=NAMED_S,
+    )
+
+
+def frozen(name: str, process: str, owner: str, deadline: str) -> Case:
+    setting = f"trainer.deadlines.{deadline}"
+    return Case(name, lambda run: run.freeze(process), owner, setting, DEADLINE_S, "is frozen", "is frozen")
+
+
+class Run:
+    """One `verl train`, whose lines are read as they come. Leaving it ends all its processes."""
+
+    def __init__(self, folder: Path, name: str, engine: str) -> None:
+        self.folder, self._engine = folder / name, engine
+        self._assets, self._lines = folder, queue.Queue[str | None]()
+        self._frozen: list[int] = []
+
+    def __enter__(self) -> Run:
+        self._asked = self.folder.parent / f"{self.folder.name}-asked"
+        self._asked.mkdir()
+        path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "verl", "train", *self._overrides()],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            bufsize=1,
+            env={**os.environ, FOLDER: str(self._asked), "PYTHONPATH": path},
+        )
+        self._watch = Stopwatch()
+        threading.Thread(target=self._read, daemon=True).start()
+        self._await("step ", START_S)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        tree = psutil.Process(self._process.pid).children(recursive=True) if self._process.poll() is None else []
+        self._process.terminate()
+        for process in tree:
+            for kind in (signal.SIGCONT, signal.SIGKILL):
+                try:
+                    process.send_signal(kind)
+                except psutil.NoSuchProcess:
+                    break
+        self._process.kill()
+        self._process.wait()
+
+    def _overrides(self) -> list[str]:
+        deadlines = ("generation", "train", "weights")
+        return [
+            *sized_for_addition(self._assets),
+            f"trainer.default_local_dir={self.folder}",
+            f"actor_rollout_ref.rollout.name={self._engine}",
+            "data.train_batch_size=8",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.rollout.num_engines=1",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+            "algorithm.adv_estimator=_stall_hooks:estimator",
+            f"reward.custom_reward_function.path={HERE / '_stall_hooks.py'}",
+            f"reward.deadline_s={REWARD_S}",
+            "reward.max_failure_rate=0.5",
+            "trainer.total_training_steps=100000",
+            "trainer.val_before_train=False",
+            *(f"trainer.deadlines.{name}={DEADLINE_S}" for name in deadlines),
+        ]
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            print(f"{self._watch.seconds():6.1f}s {line}", end="", flush=True)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def _await(self, text: str, seconds: float) -> str | None:
+        """The first line from now on that holds `text`; None when none came in time."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            try:
+                line = self._lines.get(timeout=left)
+            except queue.Empty:
+                return None
+            if line is None or text in line:
+                return line
+        return None
+
+    def ask_for(self, what: str) -> int:
+        (self._asked / what).touch()
+        return 0
+
+    def freeze(self, name: str) -> int:
+        found = [p for p in psutil.Process(self._process.pid).children(recursive=True) if name in " ".join(p.cmdline())]
+        victim = max(found, key=lambda process: process.pid)
+        victim.send_signal(signal.SIGSTOP)
+        return victim.pid
+
+    def case(self, case: Case) -> float | None:
+        """Seconds from the deadline until it was named; None if it was not, or not with all that belongs to it."""
+        print(f"--- {case.name}", flush=True)
+        pid = case.hang(self)
+        line = self._await("that is its deadline", NAMING_S)
+        now, found = datetime.now(), LATE.search(line or "")
+        if line is None or found is None:
+            return None
+        since = datetime.combine(now.date(), datetime.strptime(found[1], "%H:%M:%S").time())
+        said = found[5]
+        report = REPORT.search(line)
+        text = Path(report[1]).read_text() if report else ""
+        right = {
+            "the owner": case.owner in found[2],
+            "the deadline": found[4] == f"{case.deadline}={case.seconds:g}",
+            "what became of him": case.said in said,
+            "the process": not pid or str(pid) in said,
+            "the report": case.stack in text and "Who waits, for whom" in text,
+        }
+        for what, is_there in right.items():
+            if not is_there:
+                print(f"NOT SAID: {what}")
+        print(text)
+        return (now - since).total_seconds() % 86400 - case.seconds if all(right.values()) else None
+
+
+if __name__ == "__main__":
+    main()
