@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import verl
 from verl.errors import VerlError
+from verl.redaction import redact, remember_arguments
 
 if TYPE_CHECKING:
     import argparse
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "read_data_arguments"]
 
+FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
 
@@ -42,12 +45,17 @@ class Command:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; what a user can mend is said without a traceback, and ends with exit code 2."""
+    """Run a subcommand; what a user can mend is said without a traceback, and ends with exit code 2.
+
+    Secrets leave neither in a message nor in a traceback. Trackers that keep `sys.argv` keep it without them.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    remember_arguments(arguments)
+    sys.argv[1:] = map(redact, sys.argv[1:])
     try:
         return _dispatch(arguments)
     except VerlError as error:
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(redact(f"{error}\n"))
         return USAGE_ERROR
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
@@ -55,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `verl config | head`: the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:  # noqa: BLE001 - the edge of the process; Python would print it with its secrets
+        sys.stderr.write(redact(traceback.format_exc()))
+        return FAILED
 
 
 def _dispatch(arguments: list[str]) -> int:
@@ -104,7 +115,7 @@ def _config(argv: list[str]) -> int:
         return 0
     runs = load(argv, complete=False)
     for hint in dict.fromkeys(hint for run in runs for hint in run.hints):
-        sys.stderr.write(f"hint: {hint}\n")
+        sys.stderr.write(redact(f"hint: {hint}\n"))
     for run in runs:
         if run.sweep:
             sys.stdout.write(f"---\n# {' '.join(run.sweep)}\n")

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,23 @@ def test_data_without_a_model_imports_no_torch_and_no_transformers(tmp_path: Pat
     )
     done = subprocess.run([sys.executable, "-c", script, "data", path], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_error_nobody_foresaw_is_told_without_secrets(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(argv: list[str]) -> int:
+        raise RuntimeError("cannot log in with plain-old-words at http://ann:pa55word@host")
+
+    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=fail))
+    assert main(["train", "+x.api_key=plain-old-words"]) == 1
+    told = capsys.readouterr().err
+    assert told.endswith("RuntimeError: cannot log in with *** at http://ann:***@host\n")
+
+
+def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
+    secret = "reward.custom_reward_function.reward_kwargs"
+    assert main(["config", f"+{secret}.api_key=plain-old-words", "reward.sandbox.url=http://u:plain-old@h/"]) == 0
+    told = capsys.readouterr().out
+    assert "reward_kwargs: {api_key: '***'}" in told
+    assert "plain-old" not in told

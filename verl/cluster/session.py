@@ -74,6 +74,8 @@ def connect(options: Mapping[str, Any]) -> None:
             "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
         )
         raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+    if address is None:
+        _close_to_others()
 
 
 def _inherit(variables: Mapping[str, str]) -> None:
@@ -100,6 +102,13 @@ def _stay_on_loopback() -> None:
     """
     _inherit(ON_LOOPBACK)
     ray_constants.ENABLE_RAY_CLUSTER = False
+
+
+def _close_to_others() -> None:
+    """Logs, sockets and spilled objects of the session are this user's alone; Ray makes their folder for everybody."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        os.chmod(node.get_session_dir_path(), 0o700)
 
 
 def _init(arguments: Mapping[str, Any], tries: int) -> None:

@@ -24,6 +24,7 @@ from verl.config.aliases import KEYS, canonical, canonical_tree, short_names
 from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
 from verl.config.schema import MISSING, OWN_FUNCTION, Config, Setting, settings_of
 from verl.errors import ConfigError
+from verl.redaction import remember
 
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
@@ -109,6 +110,7 @@ def _build(
     for override in overrides:
         _apply(override, tree, hints, problems)
     _resolve(tree, problems)
+    remember(tree)
     config, wrong = _validate(_known(tree, problems), problems)
 
     def say(findings: Iterable[checks.Finding], into: list[str]) -> None:

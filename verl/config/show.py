@@ -10,6 +10,7 @@ from verl.config.aliases import KEYS, canonical_path
 from verl.config.keys import declared, key_of, look_up, nearest, written
 from verl.config.schema import MISSING, Config, Setting, settings_of
 from verl.errors import ConfigError
+from verl.redaction import redacted
 
 __all__ = ["describe", "documentation", "render", "type_in_words"]
 
@@ -18,7 +19,8 @@ _COLUMN = 52
 
 
 def render(config: Config) -> str:
-    """The settings as YAML that can be loaded again. Comments document each, and mark what differs from its default."""
+    """The settings as YAML that can be loaded again, but for secrets, which are hidden. Comments document each, and
+    mark what differs from its default."""
     lines: list[str] = []
     for setting in settings_of(Config).values():
         indent = "  " * (len(setting.path) - 1)
@@ -28,12 +30,12 @@ def render(config: Config) -> str:
                 lines.append("")
             lines.append(_comment(f"{indent}{setting.path[-1]}:", _marks(setting) + setting.doc))
             extra: dict[str, Any] = value.model_extra or {}
-            lines += [f"{indent}  {name}: {_yaml(item)}" for name, item in extra.items()]
+            lines += [f"{indent}  {name}: {_yaml(redacted(item, name))}" for name, item in extra.items()]
             continue
         changed = "" if value == setting.default else f"[changed from {written(setting.default)}] "
         required = "[required] " if value == MISSING else ""
         text = changed + required + _marks(setting) + documentation(setting)
-        lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(value)}", text))
+        lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redacted(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import rich.console
 from rich.text import Text
 
+from verl.redaction import redact
+
 __all__ = ["Console", "duration"]
 
 
@@ -45,7 +47,8 @@ _RECENT = 20
 
 
 class Console:
-    """Writes to standard output. The columns are those that some step has had; a number that is missing is a dash."""
+    """Writes to standard output, without secrets. The columns are those that some step has had; a number that is
+    missing is a dash."""
 
     def __init__(self, total_steps: int | None = None, out: rich.console.Console | None = None) -> None:
         self.total_steps = total_steps
@@ -57,7 +60,7 @@ class Console:
         """What will be run, before it runs: the table of derived sizes, the model, the folder."""
         rule = f"── {title} " if title else ""
         self._write(Text(rule + "─" * (72 - len(rule)), style="dim"))
-        self._write(Text(text.rstrip("\n")))
+        self._write(Text(redact(text).rstrip("\n")))
         self._write(Text("─" * 72, style="dim"))
 
     def step(self, metrics: Mapping[str, float], step: int) -> None:
@@ -85,11 +88,11 @@ class Console:
 
     def advice(self, text: str) -> None:
         """One line of advice, from the diagnosis."""
-        self._write(Text("  ! ", style="bold yellow").append(text, style="yellow"))
+        self._write(Text("  ! ", style="bold yellow").append(redact(text), style="yellow"))
 
     def note(self, text: str) -> None:
         """One plain line: what was saved, loaded, waited for or dropped."""
-        self._write(Text(text))
+        self._write(Text(redact(text)))
 
     def _progress(self, step: int) -> str:
         if self.total_steps is None:

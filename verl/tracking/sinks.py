@@ -8,12 +8,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
 from verl.errors import ConfigError
+from verl.redaction import redacted
 from verl.tracking.console import Console
 
 __all__ = [
@@ -160,7 +161,10 @@ _OPENERS: dict[str, Callable[[Run, Console], Sink]] = {
 
 
 def open_sinks(names: Sequence[str], run: Run, console: Console | None = None) -> Sinks:
-    """The sinks of `trainer.logger`, as one. All unknown names are reported together, before any is opened."""
+    """The sinks of `trainer.logger`, as one. None of them sees a secret.
+
+    All unknown names are reported together, before any is opened.
+    """
     problems = [
         f"trainer.logger: {name!r} is not a sink; known are {', '.join(sorted(_OPENERS))}"
         for name in names
@@ -169,6 +173,7 @@ def open_sinks(names: Sequence[str], run: Run, console: Console | None = None) -
     if problems:
         raise ConfigError(problems)
     console = console or Console(run.total_steps)
+    run = replace(run, settings=redacted(run.settings))
     opened: list[Sink] = []
     try:
         for name in dict.fromkeys(names):

@@ -84,11 +84,12 @@ def test_wandb_is_told_the_run_and_every_step(tmp_path: Path, monkeypatch: pytes
     told: list[Any] = []
     run = SimpleNamespace(log=lambda metrics, step: told.append((metrics, step)), finish=lambda: told.append("end"))
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **given: told.append(given) or run))
-    sinks = open_sinks(["wandb"], Run(tmp_path, project="p", name="n", settings={"lr": 1}, resumed_step=3))
+    settings = {"lr": 1, "api_key": "plain-old-words"}
+    sinks = open_sinks(["wandb"], Run(tmp_path, project="p", name="n", settings=settings, resumed_step=3))
     sinks.log({"x": 1.0}, 4)
     sinks.close()
     assert told == [
-        {"project": "p", "name": "n", "dir": tmp_path, "config": {"lr": 1}, "resume": "auto"},
+        {"project": "p", "name": "n", "dir": tmp_path, "config": {"lr": 1, "api_key": "***"}, "resume": "auto"},
         ({"x": 1.0}, 4),
         "end",
     ]

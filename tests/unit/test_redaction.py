@@ -1,0 +1,78 @@
+"""What is a secret is hidden wherever it turns up, and what is none stays."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import verl.redaction as redaction
+from verl.config.schema import Config, settings_of
+from verl.redaction import HIDDEN, is_secret_name, redact, redacted, remember, remember_arguments
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture(autouse=True)
+def _nothing_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redaction, "_known", set())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["api_key", "OPENAI_API_KEY", "HF_TOKEN", "password", "AWS_SECRET_ACCESS_KEY", "apiKey", "db.passwd", "x-auth"],
+)
+def test_a_name_that_says_secret_is_one(name: str) -> None:
+    assert is_secret_name(name)
+
+
+@pytest.mark.parametrize("name", ["prompt_key", "max_tokens", "key_env", "pad_token", "tokenizer_path", "monkey", ""])
+def test_other_names_are_none(name: str) -> None:
+    assert not is_secret_name(name)
+
+
+def test_no_declared_setting_is_taken_for_a_secret() -> None:
+    assert [setting.key for setting in settings_of(Config).values() if is_secret_name(setting.key)] == []
+
+
+def test_settings_are_shown_without_secrets() -> None:
+    shown = redacted(
+        {"url": "http://ann:pa55word@host/v1?api_key=abc123&n=1", "args": {"token": "t", "n": 3, "key": ""}}
+    )
+    assert shown == {"url": "http://ann:***@host/v1?api_key=***&n=1", "args": {"token": HIDDEN, "n": 3, "key": ""}}
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        ("https://ann:pa55word@host/x", "https://ann:***@host/x"),
+        ("https://onlyatoken@host/x", "https://***@host/x"),
+        ("GET /x?page=2&access_token=abc", "GET /x?page=2&access_token=***"),
+        ("Authorization: Bearer abcdefgh12345678", "Authorization: *** ***"),
+        ("{'api_key': 'abc', 'n': 2}", "{'api_key': '***', 'n': 2}"),
+        ("it said sk-abcdefghijklmnop1234", "it said ***"),
+        ("data.prompt_key=question", "data.prompt_key=question"),
+        ("step 3: reward 0.5 at http://host:80/x", "step 3: reward 0.5 at http://host:80/x"),
+    ],
+)
+def test_text_is_shown_without_secrets(text: str, kept: str) -> None:
+    assert kept in redact(text)
+    assert "pa55word" not in redact(text)
+
+
+def test_the_value_of_a_secret_variable_is_hidden_wherever_it_turns_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "plain-old-words")
+    assert redact("KeyError: plain-old-words, and more") == "KeyError: ***, and more"
+
+
+def test_a_secret_of_the_command_line_is_hidden_wherever_it_turns_up() -> None:
+    remember_arguments(["+reward.kwargs.api_key=correct-horse", "a.url=http://u:battery%20staple@h/"])
+    assert redact("correct-horse, battery%20staple, battery staple") == "***, ***, ***"
+
+
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=redaction._SHORTEST))
+def test_a_secret_that_is_remembered_is_in_no_redacted_text(secret: str) -> None:
+    redaction._known.clear()
+    remember({"nested": [{"password": secret}]})
+    shown = redact(f"before {secret} after")
+    assert secret == HIDDEN * (len(secret) // 3) or secret not in shown
