@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
+from verl.artefacts import model_problems
 from verl.errors import ConfigError
 from verl.rewards.model import SETTING, unreadable
 
@@ -51,7 +54,7 @@ class HfRewardModel:
                 trust_remote_code=self._trust,
                 output_loading_info=True,
             )
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
             raise ConfigError([f"{SETTING}.model_path={self._path}: cannot be loaded: {error}"]) from error
         missing = sorted(told["missing_keys"])
         if missing:  # transformers makes them up, and a made-up head scores at random
@@ -81,7 +84,9 @@ class HfRewardModel:
 
 
 def read_config(path: str, *, trust: bool = False) -> PreTrainedConfig:
-    """The model's configuration; a `ConfigError` unless it has exactly one label."""
+    """The model's configuration; a `ConfigError` unless it has one label, and nothing that must not be loaded."""
+    if problems := [*model_problems(path, trust_remote_code=trust)]:
+        raise ConfigError([f"{SETTING}.model_path: {problem}" for problem in problems])
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:

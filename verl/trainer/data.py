@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl.artefacts import model_problems
 from verl.config.needs import uses_critic
 from verl.config.schema.root import Config
 from verl.data.check import inspect_files, oddities
@@ -40,8 +41,8 @@ class RunData:
 
 def check_files(config: Config) -> None:
     """In a blink: models and data are there, and the data can be read and has the columns that the settings name."""
-    if missing := [*_missing_models(config)]:
-        raise ConfigError(missing)
+    if wrong := [*_wrong_models(config)]:
+        raise ConfigError(wrong)
     if config.data.sampler is not None:
         load_sampler(config.data.sampler)
     problems = [problem for split in _splits(config) for problem in _inspect(config, split)]
@@ -52,8 +53,8 @@ def check_files(config: Config) -> None:
         raise DataError("\n".join(lines))
 
 
-def _missing_models(config: Config) -> Iterator[str]:
-    """Of the models that this run will load, those whose path is a local one where nothing is."""
+def _wrong_models(config: Config) -> Iterator[str]:
+    """Of the models that this run will load, those of a local path where nothing is, or what must not be loaded."""
     actor, reward = config.actor_rollout_ref.model, config.reward
     paths = {"actor_rollout_ref.model.path": actor.path, "actor_rollout_ref.model.tokenizer_path": actor.tokenizer_path}
     if uses_critic(config):
@@ -63,7 +64,11 @@ def _missing_models(config: Config) -> Iterator[str]:
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
     for key, path in paths.items():
-        if path is None or not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
+        if path is None:
+            continue
+        problems = model_problems(path, trust_remote_code=actor.trust_remote_code)
+        yield from (f"{key}: {problem}" for problem in problems)
+        if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
             continue
         there, near = what_is_there(Path(path).expanduser())
         mend = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -18,6 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
+from verl.artefacts import model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
@@ -205,6 +208,8 @@ def load_model(
 
     It has no dropout, whatever its configuration says: an update must see the log-probs that were computed before it.
     """
+    for problem in model_problems(path, trust_remote_code=trust_remote_code):
+        raise EngineError(problem)
     attention.register()
     disable_progress_bar()  # the console is ours
     try:
@@ -214,7 +219,7 @@ def load_model(
         hf = _auto_class(config, head).from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
         raise EngineError(f"model {path}: cannot be loaded: {error}") from error
     for module in hf.modules():
         if isinstance(module, nn.Dropout):

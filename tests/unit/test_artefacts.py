@@ -1,0 +1,54 @@
+"""What must not be loaded of a model is named before anything is read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.artefacts import model_problems
+
+pytestmark = pytest.mark.unit
+
+
+def write(folder: Path, name: str, content: Any) -> None:
+    (folder / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("shard", ["../../x", "/etc/x", "sub/x", "..", "", "..\\x", "C:x", 3])
+def test_a_shard_that_does_not_lie_beside_its_index_is_named(tmp_path: Path, shard: Any) -> None:
+    write(tmp_path, "model.safetensors.index.json", {"weight_map": {"a": "model-1.safetensors", "b": shard}})
+    (problem,) = model_problems(str(tmp_path))
+    assert f"names the shard {str(shard)!r}" in problem
+
+
+def test_an_ordinary_model_has_no_problems(tmp_path: Path) -> None:
+    write(tmp_path, "model.safetensors.index.json", {"weight_map": {"a": "model-00001-of-00002.safetensors"}})
+    write(tmp_path, "config.json", {"model_type": "qwen2", "attn_implementation": "sdpa"})
+    assert [*model_problems(str(tmp_path))] == []
+    assert [*model_problems("Qwen/Qwen2.5-0.5B-Instruct")] == []
+
+
+@pytest.mark.parametrize("content", [[], {"weight_map": ["x"]}, {}])
+def test_an_index_that_is_none_is_named(tmp_path: Path, content: Any) -> None:
+    write(tmp_path, "pytorch_model.bin.index.json", content)
+    (problem,) = model_problems(str(tmp_path))
+    assert "no index of weights" in problem
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"attn_implementation": "evil/kernel"},
+        {"text_config": {"_attn_implementation": "evil/kernel"}},
+        {"attn_implementation": {"": "sdpa", "vision": "evil/kernel:f"}},
+    ],
+)
+def test_a_kernel_from_elsewhere_is_code(tmp_path: Path, config: Any) -> None:
+    write(tmp_path, "config.json", config)
+    (problem,) = model_problems(str(tmp_path))
+    assert "'evil/kernel" in problem
+    assert "trust_remote_code=True" in problem
+    assert [*model_problems(str(tmp_path), trust_remote_code=True)] == []

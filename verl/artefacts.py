@@ -1,0 +1,69 @@
+"""Models come from elsewhere: their small files are looked at before anybody loads what they point to.
+
+transformers reads weights as safetensors, or with torch's `weights_only`, and runs code beside a model only with
+`trust_remote_code`. Two things it takes on trust: where the shards of an index lie, and whose attention kernel a
+configuration names.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+__all__ = ["model_problems"]
+
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
+"""Names of functions; with a slash they name a repository, whose code would be fetched and run."""
+
+
+def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
+    """What must not be loaded in the model folder `path`, in words. Nothing is said of a name that is no folder."""
+    folder = Path(path).expanduser()
+    for name in INDICES:
+        yield from _index_problems(folder / name)
+    if not trust_remote_code:
+        yield from _code_problems(folder / "config.json")
+
+
+def _index_problems(path: Path) -> Iterator[str]:
+    index = _read(path)
+    if index is None:
+        return
+    shards = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(shards, dict):
+        yield f"{path}: is no index of weights: it lacks weight_map, a dictionary"
+        return
+    for shard in sorted({str(shard) for shard in shards.values() if not _lies_beside(shard)}):
+        yield (
+            f"{path}: names the shard {shard!r}, and shards lie beside their index; nothing was read. "
+            "Take the model from a source that you trust"
+        )
+
+
+def _lies_beside(name: Any) -> bool:
+    """Whether it is the plain name of a file, on any system."""
+    return isinstance(name, str) and name not in ("", ".", "..") and PureWindowsPath(name).name == name
+
+
+def _code_problems(path: Path) -> Iterator[str]:
+    config = _read(path)
+    for part in (config, *config.values()) if isinstance(config, dict) else ():
+        for name in CODE if isinstance(part, dict) else ():
+            named = part.get(name)
+            for kernel in named.values() if isinstance(named, dict) else (named,):
+                if isinstance(kernel, str) and len(PurePosixPath(kernel).parts) > 1:
+                    yield (
+                        f"{path}: {name}={kernel!r} is code from elsewhere, which the model asks to run; take the line "
+                        "away, or set actor_rollout_ref.model.trust_remote_code=True if you trust both"
+                    )
+
+
+def _read(path: Path) -> Any:
+    """The JSON of a file; None if there is none, or if it is none, which is left to who loads the model."""
+    try:
+        return json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return None
