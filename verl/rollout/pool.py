@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import randrange
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.keeper import EngineState, within
@@ -47,7 +47,6 @@ class _Seat:
     load: int = 0  # outstanding tokens
     last_finish: float = float("-inf")
     has_batch: bool = False
-    running: dict[asyncio.Future[Any], None] = field(default_factory=dict)  # in order, unlike a set
     returning: asyncio.Future[None] | None = None
 
 
@@ -184,10 +183,9 @@ class EnginePool:
                 self._tell()
 
     async def _watched(self, seat: _Seat, request: asyncio.Future[T]) -> T:
-        """The answer, or `ProcessLostError`: because the engine says so, or because somebody has found it lost."""
+        """The answer; `ProcessLostError` also if the engine has finished nothing for too long."""
         clock = asyncio.get_running_loop().time
         since = clock()
-        seat.running[request] = None
         try:
             while not request.done():
                 sign_of_life = max(since, seat.last_finish)
@@ -198,17 +196,13 @@ class EnginePool:
                         f"{seat.load:,} tokens still to do: it hangs, or one answer takes longer than that"
                     )
                     self._lose(seat, why, hangs=True)
-                    break
-        finally:
-            del seat.running[request]
-            request.cancel()  # of no effect on one that is done
-        if request.cancelled() or not request.done():
-            raise ProcessLostError(seat.why)
-        try:
+                    raise ProcessLostError(why)
             answer = request.result()
         except ProcessLostError as error:
             self._lose(seat, str(error))
             raise
+        finally:
+            request.cancel()  # of no effect on one that is done
         seat.last_finish = clock()
         return answer
 
@@ -223,13 +217,11 @@ class EnginePool:
         return is_ready and seat.state is EngineState.READY
 
     def _lose(self, seat: _Seat, why: str, *, hangs: bool = False) -> None:
-        """The engine answers nobody here until it says that it is ready; who waits for it goes elsewhere."""
+        """It gets nothing more until it says that it is ready; what runs on it notices by itself, or is lucky."""
         if seat.state is EngineState.LOST:
             return
         seat.state, seat.why = EngineState.LOST, why
         self.losses += 1
-        for request in seat.running:
-            request.cancel()
         seat.returning = asyncio.ensure_future(self._return(seat, hangs))
 
     async def _return(self, seat: _Seat, hangs: bool) -> None:

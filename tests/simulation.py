@@ -1,0 +1,703 @@
+"""The controller of a run, simulated: buffer, pools, keeper and publisher as they are, around engines and a trainer
+that are not there, on a simulated clock. One seed decides all that happens: sizes, delays, deaths, hangs, lost replies,
+failing starts. `run_seed` raises `Violation` where a promise is broken; the same seed breaks it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from simulated_clock import Deadlock, simulate
+
+from verl.data.order import InOrder
+from verl.data.stream import PromptStream
+from verl.errors import EngineError, ProcessLostError, VerlError
+from verl.rollout.keeper import EngineEvent, EngineKeeper, EngineState
+from verl.rollout.pool import MOST_LOSSES, EnginePool, Request
+from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.types import Completion, SampleHandle, SamplingParams
+from verl.weights.probe import Probe
+from verl.weights.publish import HostTransport, Publisher
+
+__all__ = ["Outcome", "Scenario", "Violation", "run_seed"]
+
+T = TypeVar("T")
+
+ROWS = 1000
+MAX_RESTARTS = 4
+ANSWER_S, STALL_S, START_S, SYNC_S, PATIENCE_S = 20.0, 90.0, 120.0, 300.0, 5_000.0
+LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few thousand
+PROBE = Probe(sequences=((1, 2),), tolerance=1e-3)
+GARBAGE = -1e6  # the weights of a new process
+
+
+class Violation(AssertionError):  # noqa: N818 - it is what was found, not what went wrong in here
+    """A promise was broken."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What a seed decides before anything happens."""
+
+    engines: int
+    workers: int  # episode workers, each with a pool of its own
+    batch: int
+    answers: int  # to each prompt
+    steps: int
+    max_staleness: int
+    dynamic: bool
+    max_batches: int
+    left_out_rate: float
+    save_every: int
+    trainer_deaths: int
+    faults: int
+    fault_every_s: float
+    fault_in_call: float
+    broken: tuple[int, ...]  # engines that never start again
+    together: bool  # requests go out in rounds, and results must not depend on faults
+
+    @classmethod
+    def draw(cls, seed: int) -> Scenario:
+        draw = random.Random(f"scenario {seed}")
+        engines, together = draw.choice([1, 2, 2, 3, 4]), draw.random() < 0.2
+        dynamic = not together and draw.random() < 0.4
+        scenario = cls(
+            engines=engines,
+            workers=1 if together else draw.randint(1, 3),
+            batch=draw.randint(1, 4),
+            answers=2 if dynamic else draw.randint(1, 2),  # one alone always has signal
+            steps=draw.randint(2, 6),
+            max_staleness=0 if together else draw.randint(0, 3),
+            dynamic=dynamic,
+            max_batches=draw.choice([0, 2, 3, 4]) if dynamic else 0,
+            left_out_rate=0.0 if together else draw.choice([0.0, 0.0, 0.1, 0.3]),
+            save_every=draw.randint(1, 3),
+            trainer_deaths=draw.choice([0, 0, 1, 2]),
+            faults=draw.choice([0, 2, 4, 6, 8]),
+            fault_every_s=draw.choice([3.0, 10.0, 30.0]),
+            fault_in_call=draw.choice([0.0, 0.02, 0.1]),
+            broken=tuple(number for number in range(engines) if draw.random() < 0.05),
+            together=together,
+        )
+        empty = any(not batch for batch in scenario.batches(seed))
+        return replace(scenario, max_batches=0) if empty else scenario
+
+    def without_faults(self) -> Scenario:
+        return replace(self, faults=0, fault_in_call=0.0, broken=(), trainer_deaths=0)
+
+    def is_left_out(self, position: int, seed: int) -> bool:
+        return _chance("left out", seed, position) < self.left_out_rate
+
+    def has_signal(self, position: int, seed: int) -> bool:
+        return not self.dynamic or _chance("signal", seed, position) < 0.6
+
+    def batches(self, seed: int) -> list[list[int]]:
+        """The positions that each step has to train, written down without any concurrency."""
+        batches, position = [], 0
+        for _ in range(self.steps):
+            batch: list[int] = []
+            looked_at = 0
+            while len(batch) < self.batch and not (self.max_batches and looked_at == self.max_batches * self.batch):
+                if not self.is_left_out(position, seed):
+                    looked_at += 1
+                    if self.has_signal(position, seed):
+                        batch.append(position)
+                position += 1
+            batches.append(batch)
+        return batches
+
+
+@dataclass
+class Outcome:
+    """What happened in a run that kept its promises."""
+
+    seconds: float = 0.0  # simulated
+    steps: int = 0  # with those that were repeated
+    faults: int = 0
+    restarts: int = 0
+    runs_again: int = 0
+    resumes: int = 0
+    given_up: int = 0
+    ended_early: str = ""  # by an error that is right: no engine left, or a request that lost too many
+    results: dict[int, Any] = field(default_factory=dict)  # of each position
+    history: list[str] = field(default_factory=list)
+
+
+def run_seed(seed: int) -> Outcome:
+    """One run, and with rounds a second one without faults to compare it with."""
+    scenario = Scenario.draw(seed)
+    outcome = _run(scenario, seed)
+    if scenario.together:
+        calm = _run(scenario.without_faults(), seed)
+        if wrong := [place for place, result in outcome.results.items() if calm.results[place] != result]:
+            raise Violation(f"results of the positions {wrong} are others than without faults")
+    return outcome
+
+
+def _run(scenario: Scenario, seed: int) -> Outcome:
+    random.seed(seed)  # of the pools
+    world = _World(scenario, seed)
+    try:
+        simulate(world.live())
+    except Deadlock as error:
+        raise Violation(f"deadlock: {error}") from error
+    if world.violations:
+        raise Violation(world.violations[0])
+    return world.outcome
+
+
+def _chance(what: str, seed: int, position: int) -> float:
+    return random.Random(f"{what} {seed} {position}").random()
+
+
+class _Process:
+    """One life of an engine's process. What it is asked to do goes on when the one who asked has gone."""
+
+    def __init__(self, world: _World, number: int) -> None:
+        self._world, self.number = world, number
+        self.is_alive, self.is_started, self.is_open, self.hangs = True, False, False, False
+        self.is_deaf = self.mislabels = self.is_cut_off = False
+        self.slowness = 1.0
+        self.weights, self.version, self.proved = GARBAGE, -1, GARBAGE
+        self.loading = asyncio.Lock()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    async def work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * self.slowness)
+        await self._thawed.wait()
+
+    def die(self) -> None:
+        self.is_alive = self.is_open = False
+        for task in list(self._tasks):
+            task.cancel()
+
+    def freeze(self, seconds: float) -> None:
+        self._thawed.clear()
+        asyncio.get_running_loop().call_later(seconds, self._thawed.set)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled():
+            task.exception()
+
+
+class _Engine:
+    """A handle that stays while processes come and go: what `RemoteEngine` and `RolloutActor` are on a cluster."""
+
+    def __init__(self, world: _World, number: int) -> None:
+        self._world, self.number = world, number
+        self.process = _Process(world, number)
+        self.process.is_started = True
+        self.failures = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        async def answer(process: _Process) -> Completion:
+            _demand(process.is_open, "not open")
+            draw = random.Random(f"{list(token_ids)} {sampling.seed}")
+            tokens, logprobs, versions = [], [], []
+            for _ in range(sampling.max_tokens):
+                await process.work(self._world.draw.expovariate(1.0))
+                await self._until_it_does_not_hang(process)
+                tokens.append(draw.randrange(100))
+                logprobs.append(process.weights)
+                versions.append(process.version)
+            return Completion(tokens, logprobs, versions, "length")
+
+        return await self._call(answer, None)
+
+    async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
+        async def answer(process: _Process) -> list[Completion]:
+            _demand(process.is_open, "not open")
+            await process.work(self._world.draw.expovariate(0.2))
+            await self._until_it_does_not_hang(process)
+            text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
+            draw = random.Random(f"{text} {process.weights}")  # all of a batch goes into every answer
+            return [
+                Completion([draw.randrange(100)] * n, [process.weights] * n, [process.version] * n, "length")
+                for n in (sampling.max_tokens for _, sampling in requests)
+            ]
+
+        return await self._call(answer, None)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        async def answer(process: _Process) -> list[float]:
+            _demand(process.is_started, "not started")
+            await process.work(0.1)
+            await self._world.maybe_die(process, "probed")
+            process.proved = process.weights
+            return [process.weights - token for token in token_ids[1:]]
+
+        return await self._call(answer, SYNC_S)
+
+    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+        async def load(process: _Process) -> None:
+            _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
+            async with process.loading:
+                await process.work(self._world.draw.expovariate(0.5))
+                await self._world.maybe_die(process, "loading")
+                await self._until_it_does_not_hang(process)
+                if process.is_deaf or process.mislabels:
+                    self.failures += 1
+                if not process.is_deaf:
+                    [process.weights] = parcels
+                process.version = version - process.mislabels
+
+        await self._call(load, SYNC_S)
+
+    async def version(self) -> int:
+        async def answer(process: _Process) -> int:
+            _demand(process.is_started, "not started")
+            return process.version
+
+        return await self._call(answer, SYNC_S)
+
+    async def ready(self) -> bool:
+        async def answer(process: _Process) -> bool:
+            return process.is_open
+
+        return await self._call(answer, SYNC_S)
+
+    async def open(self, version: int) -> None:
+        async def opening(process: _Process) -> None:
+            _demand(process.is_started and process.version == version, f"does not hold version {version}")
+            await self._world.maybe_die(process, "opened")
+            self._world.check(process.proved == process.weights, "an engine is opened that has not proved its weights")
+            process.is_open = True
+
+        await self._call(opening, SYNC_S)
+
+    async def shut(self, why: str) -> None:
+        async def shutting(process: _Process) -> None:
+            process.is_open = False
+
+        await self._call(shutting, SYNC_S)
+
+    async def end(self) -> None:
+        await asyncio.sleep(self._world.delay() * 5)
+        self.die()
+        await asyncio.sleep(self._world.delay())
+
+    async def start(self) -> None:
+        draw = self._world.draw
+        self.process = process = _Process(self._world, self.number)
+        will = draw.choice(["fail", "die", "hang", "be deaf", "mislabel"]) if self._world.may_fail(0.3) else ""
+        if self.number in self._world.scenario.broken:
+            will = "fail"
+        process.is_deaf, process.mislabels = will == "be deaf", will == "mislabel"
+        self.failures += will in ("fail", "die", "hang")
+
+        async def boot() -> None:
+            await process.work(draw.uniform(2, 20))
+            if will == "fail":
+                raise EngineError("it does not start")
+            if will == "die":
+                process.die()
+            await process.work(LONGEST_S if will == "hang" else 0)
+            process.is_started = True
+
+        booting = process.run(boot())
+        await asyncio.wait([booting])
+        if booting.cancelled():
+            raise ProcessLostError("it died while it started")
+        booting.result()
+
+    def die(self) -> None:
+        """The process ends; sometimes the cluster puts a new one there, which nobody has started."""
+        dead = self.process
+        dead.die()
+        if self._world.draw.random() < 0.5:
+
+            def replace_it() -> None:
+                if self.process is dead:
+                    self.process = _Process(self._world, self.number)
+
+            asyncio.get_running_loop().call_later(self._world.delay(), replace_it)
+
+    async def _call(self, ask: Callable[[_Process], Coroutine[Any, Any, T]], deadline_s: float | None) -> T:
+        await asyncio.sleep(self._world.delay())
+        process = self.process
+        if not process.is_alive:
+            raise ProcessLostError("there is no process")
+
+        async def answer() -> T:
+            await process.work(0)
+            return await ask(process)
+
+        task = process.run(answer())
+        await asyncio.wait([task], timeout=deadline_s)
+        if not task.done():
+            raise ProcessLostError(f"no answer within {deadline_s} s")
+        await asyncio.sleep(self._world.delay())
+        if task.cancelled() or (not process.is_alive and self._world.draw.random() < 0.5):
+            raise ProcessLostError("the process has died")  # in the second case it had done the work
+        return task.result()
+
+    async def _until_it_does_not_hang(self, process: _Process) -> None:
+        if process.hangs:
+            await asyncio.get_running_loop().create_future()
+
+
+class _Model:
+    """The trained weights: one number, another one after every update of every life."""
+
+    def __init__(self, world: _World) -> None:
+        self._world = world
+        self.weights = 0.0
+        self.is_up = True
+        self.failures = 0
+
+    async def pack_weights(self) -> Sequence[float]:
+        return [await self._steady(1.0)]
+
+    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
+        raise AssertionError("not this way")
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        weights = await self._steady(0.3)
+        return [[weights - token for token in sequence[1:]] for sequence in sequences]
+
+    async def compute(self, seconds: float) -> None:
+        await asyncio.sleep(self._world.draw.expovariate(1 / seconds))
+        if not self.is_up:
+            self.failures += 1
+            raise ProcessLostError("a train worker has died")
+
+    async def _steady(self, seconds: float) -> float:
+        before = self.weights
+        await self.compute(seconds)
+        self._world.check(self.weights == before, "the trained weights changed while they were packed or scored")
+        return before
+
+
+@dataclass
+class _Checkpoint:
+    version: int = 0
+    weights: float = 0.0
+    data: dict[str, Any] | None = None
+
+
+_FAULTS = (
+    "dies",
+    "dies",
+    "freezes",
+    "freezes for long",
+    "hangs",
+    "is cut off from the weights",
+    "its core dies",
+    "slow",
+)
+
+
+class _World:
+    """Everything of one run, and the book-keeping that its promises are checked by."""
+
+    def __init__(self, scenario: Scenario, seed: int) -> None:
+        self.scenario, self.seed = scenario, seed
+        self.draw = random.Random(seed)
+        self.outcome = Outcome()
+        self.violations: list[str] = []
+        self._faults_left = scenario.faults
+        self._version_of: dict[float, int] = {}  # of weights
+        self._life = 0
+        self._saved = _Checkpoint()
+        self._round: list[tuple[int, asyncio.Future[list[SampleHandle] | None]]] = []
+        self._returned: dict[Any, int] = {}
+
+    # What goes wrong
+
+    def delay(self) -> float:
+        return self.draw.choice((0.0, 0.0, 0.01, 0.01, 0.01, 0.2, 0.2, 2.0))
+
+    def may_fail(self, chance: float) -> bool:
+        if self._faults_left <= 0 or self.draw.random() >= chance:
+            return False
+        self._faults_left -= 1
+        self.outcome.faults += 1
+        return True
+
+    async def maybe_die(self, process: _Process, where: str) -> None:
+        if self.may_fail(self.scenario.fault_in_call):
+            self.note(f"engine {process.number} dies while it is {where}")
+            self.engines[process.number].failures += 1
+            self.engines[process.number].die()
+            await asyncio.sleep(0)
+
+    async def _torment(self) -> None:
+        while self._faults_left > 0:
+            await asyncio.sleep(self.draw.expovariate(1 / self.scenario.fault_every_s))
+            engine = self.draw.choice(self.engines)
+            if not engine.process.is_alive or not self.may_fail(1.0):
+                continue
+            engine.failures += 1
+            fault = self.draw.choice(_FAULTS)
+            self.note(f"engine {engine.number}: {fault}")
+            process = engine.process
+            if fault == "dies":
+                engine.die()
+            elif fault == "freezes":
+                process.freeze(self.draw.uniform(0, ANSWER_S))
+            elif fault == "freezes for long":
+                process.freeze(self.draw.choice([60.0, 600.0, LONGEST_S]))
+            elif fault == "hangs":
+                process.hangs = True
+            elif fault == "is cut off from the weights":
+                process.is_cut_off = True
+            elif fault == "its core dies":
+                process.is_open = False
+            else:
+                process.slowness = 5.0
+
+    # What is checked
+
+    def note(self, line: str) -> None:
+        self.outcome.history.append(f"{asyncio.get_running_loop().time():9.2f} {line}")
+
+    def check(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self.violations.append(otherwise)  # who is told now may be one that carries on
+            self.note(f"VIOLATION: {otherwise}")
+            raise Violation(otherwise)
+
+    def _check_step(self, version: int, samples: Sequence[SampleHandle], expected: Sequence[int]) -> None:
+        places = [(sample.group, sample.number) for sample in samples]
+        wanted = [(position, number) for position in expected for number in range(self.scenario.answers)]
+        self.check(places == wanted, f"step {version} trains {places} instead of {wanted}")
+        for sample in samples:
+            completion: Completion = sample.ref
+            for weights, label in zip(completion.logprobs, completion.versions, strict=True):
+                real = self._version_of.get(weights)
+                self.check(real == label, f"a token is labelled version {label}, and was drawn by {real} ({weights})")
+                stale = version - label
+                self.check(
+                    0 <= stale <= self.scenario.max_staleness,
+                    f"step {version} trains a token of version {label} of position {sample.group}",
+                )
+        for sample in samples:
+            completion = sample.ref
+            if self.scenario.together:
+                result = (completion.token_ids, completion.logprobs, completion.versions)
+                self.outcome.results[sample.group * 10 + sample.number] = result
+
+    def _event(self, event: EngineEvent) -> None:
+        self.note(str(event))
+        if event.now is EngineState.READY and event.before is EngineState.PROBING:
+            self.outcome.restarts += 1
+        if event.now is EngineState.GIVEN_UP:
+            self.outcome.given_up += 1
+            failures = self.engines[event.number].failures + self.model.failures
+            if event.number not in self.scenario.broken:
+                self.check(failures >= MAX_RESTARTS, f"engine {event.number} was given up after {failures} faults")
+
+    # The run
+
+    async def live(self) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(self._unheard)
+        running = asyncio.ensure_future(self._run())
+        await asyncio.wait([running], timeout=LONGEST_S)
+        self.check(running.done(), "the run does not end")
+        self.outcome.seconds = loop.time()
+        running.result()
+
+    def _unheard(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, (VerlError, Violation, asyncio.CancelledError)):
+            self.violations.append(f"an error that nobody heard: {context['message']}: {error!r}")
+
+    async def _run(self) -> None:
+        self._build()
+        torment = asyncio.ensure_future(self._torment())
+        deaths = self.scenario.trainer_deaths
+        while True:
+            life = asyncio.ensure_future(self._train())
+            kind = self.draw.choice(["controller", "train worker"]) if deaths else ""
+            if kind:
+                await asyncio.wait([life], timeout=self.draw.uniform(0, 60.0 * self.scenario.steps))
+            if kind == "train worker" and not life.done():
+                self.note("a train worker dies")
+                self.model.is_up = False
+            if kind == "controller" and not life.done():
+                self.note("the controller dies")
+                life.cancel()
+            await asyncio.wait([life])
+            if not life.cancelled() and (error := life.exception()) is None:
+                break
+            if not life.cancelled() and not (isinstance(error, ProcessLostError) and not self.model.is_up):
+                await self._check_end(error)
+                return
+            deaths -= 1
+            self.outcome.resumes += 1
+            if kind == "controller":
+                await self.keeper.close()
+                for pool in self.pools:
+                    pool.close()
+                for engine in self.engines:
+                    engine.process.die()
+                self._build()
+            else:
+                async with self.publisher.changing():
+                    await asyncio.sleep(20)
+                    self.model.is_up = True
+        await self._check_rest()
+        torment.cancel()
+        await self.keeper.close()
+
+    def _build(self) -> None:
+        scenario = self.scenario
+        self.model = _Model(self)
+        self.engines = [_Engine(self, number) for number in range(scenario.engines)]
+        self.keeper = EngineKeeper(
+            self.engines,
+            self._event,
+            beat_s=15.0,
+            answer_s=ANSWER_S,
+            start_s=START_S,
+            max_restarts=MAX_RESTARTS,
+        )
+        self.publisher = Publisher(self.model, self.engines, HostTransport(), PROBE, self.keeper)
+        self.pools = [
+            EnginePool(self.engines, stall_s=STALL_S, patience_s=PATIENCE_S, answer_s=ANSWER_S, ask_every_s=3.0)
+            for _ in range(scenario.workers)
+        ]
+        self._one_round = asyncio.Lock()
+        self.keeper.start(self.publisher.join)
+
+    async def _train(self) -> None:
+        scenario, saved = self.scenario, self._saved
+        self._life += 1
+        stream = PromptStream(InOrder(ROWS))
+        if saved.data is not None:
+            stream.load(saved.data)
+        version = saved.version
+        async with self.publisher.changing():
+            self.model.weights = saved.weights
+        self._version_of[saved.weights] = version
+        expected = scenario.batches(self.seed)
+        buffer = EpisodeBuffer(
+            self._run_group,
+            stream,
+            scenario.batch,
+            max_staleness=scenario.max_staleness,
+            has_signal=differs("score") if scenario.dynamic else None,
+            max_batches=scenario.max_batches,
+        )
+        try:
+            await self.publisher.publish(version)
+            while version < scenario.steps:
+                buffer.advance(version)
+                samples = await buffer.take(scenario.batch)
+                self._check_step(version, samples, expected[version])
+                await self.model.compute(2.0)
+                async with self.publisher.changing():
+                    await self.model.compute(5.0)
+                    self.model.weights = version + 1 if scenario.together else version + 1 + 1000.0 * self._life
+                    self._version_of[self.model.weights] = version + 1
+                await asyncio.sleep(self.delay())
+                await self.publisher.publish(version + 1)
+                version += 1
+                self.outcome.steps += 1
+                self.note(f"step {version} is done")
+                if version % scenario.save_every == 0:
+                    self._saved = _Checkpoint(version, self.model.weights, buffer.state())
+        finally:
+            await buffer.close()
+
+    async def _run_group(self, position: int, row: int) -> list[SampleHandle] | None:
+        # Shielded: nobody tells an episode worker that its answer is not waited for any more.
+        work = self._ask_together(position) if self.scenario.together else self._episodes(position)
+        return await self.keeper.guard(asyncio.shield(asyncio.ensure_future(work)))
+
+    async def _episodes(self, position: int) -> list[SampleHandle] | None:
+        if self.scenario.is_left_out(position, self.seed):
+            await asyncio.sleep(self.delay())
+            return None
+        pool = self.pools[position % len(self.pools)]
+        run = self._life, position, self.draw.random()
+        asked = (pool.generate(*_request(position, number)) for number in range(self.scenario.answers))
+        completions = await asyncio.gather(*asked)
+        self._returned[run] = self._returned.get(run, 0) + 1
+        self.check(self._returned[run] == 1, f"position {position} was answered twice")
+        await asyncio.sleep(self.delay())  # the reward
+        return self._handles(position, completions)
+
+    async def _ask_together(self, position: int) -> list[SampleHandle] | None:
+        """Who asks in one turn of the loop asks together; rounds follow one another."""
+        answer: asyncio.Future[list[SampleHandle] | None] = asyncio.get_running_loop().create_future()
+        self._round.append((position, answer))
+        await asyncio.sleep(0)
+        async with self._one_round:
+            asked, self._round = self._round, []
+            if asked:
+                n = self.scenario.answers
+                requests = [_request(position, number) for position, _ in asked for number in range(n)]
+                completions = await self.pools[0].generate_all(requests)
+                for place, (asker, waiting) in enumerate(asked):
+                    if not waiting.done():
+                        waiting.set_result(self._handles(asker, completions[place * n : place * n + n]))
+        return await answer
+
+    def _handles(self, position: int, completions: Sequence[Completion]) -> list[SampleHandle]:
+        same = not self.scenario.has_signal(position, self.seed)
+        return [
+            SampleHandle(
+                ref=completion,
+                group=position,
+                tokens=2 + len(completion.token_ids),
+                generated=len(completion.token_ids),
+                score=0.0 if same else float(number),
+                version=min(completion.versions),
+                number=number,
+            )
+            for number, completion in enumerate(completions)
+        ]
+
+    # The end
+
+    async def _check_end(self, error: BaseException | None) -> None:
+        """A run may end early by two errors, if there is reason for them."""
+        text = str(error)
+        if isinstance(error, EngineError) and "no rollout engine is left" in text:
+            self.check(self.outcome.given_up >= self.scenario.engines, f"it ended although engines are left: {text}")
+            self.outcome.ended_early = "no engine left"
+        elif isinstance(error, EngineError) and "may be what ends them" in text:
+            self.check(self.outcome.faults >= MOST_LOSSES, f"a request was given up after fewer losses: {text}")
+            self.outcome.ended_early = "a request lost too many engines"
+        else:
+            self.violations.append(f"the run ended with {error!r}")
+            assert error is not None
+            raise Violation(self.violations[-1]) from error
+
+    async def _check_rest(self) -> None:
+        """After the last step, whatever was lost comes back, and nobody holds on to anything."""
+        up = (EngineState.READY, EngineState.GIVEN_UP)
+        for _ in range(2000):
+            if self._faults_left <= 0 and all(state in up for state in self.keeper.states):
+                break
+            self._faults_left = 0
+            await asyncio.sleep(5)
+        else:
+            self.check(False, f"engines did not come back: {self.keeper.states}")
+        await asyncio.sleep(60)
+        for pool in self.pools:
+            self.outcome.runs_again += pool.runs_again
+
+
+def _request(position: int, number: int) -> Request:
+    return [position, number], SamplingParams(max_tokens=2 + (position + number) % 3, seed=position * 10 + number)
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ProcessLostError(otherwise)
