@@ -1,27 +1,34 @@
-"""Which checkpoints there are. A checkpoint is complete or it is not there: its last file is `trainer.json`.
+"""Which checkpoints there are, and whether they are whole. A checkpoint is complete or it is not there.
 
 root/
   global_step_20/                       one directory per saved step
     actor/ ...                          shards, written by all ranks
-    trainer.json                        step, data position and the like: written last, so it marks completeness
-  latest_checkpointed_iteration.txt     the step to resume from; a user may write an older one into it
+    trainer.json                        step, data position and the like
+    ckpt_contents.json                  the manifest: every file, its size and SHA-256; written after all of them
+    INCOMPLETE                          as long as it is written, or while it is deleted
+  latest_checkpointed_iteration.txt     the step to resume from, written last; a user may write an older one into it
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
-import os
 import shutil
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+from verl.checkpoint.files import FileSum, make_directory, naming, replace, sum_of, sync_directory, write
 from verl.errors import CheckpointError
 
-__all__ = ["CheckpointDir"]
+__all__ = ["CheckpointDir", "damage_of", "writing"]
 
 PREFIX = "global_step_"
-MARKER = "trainer.json"
+TRAINER = "trainer.json"
+MANIFEST = "ckpt_contents.json"
+MARK = "INCOMPLETE"
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -29,8 +36,8 @@ class CheckpointDir:
     """The checkpoints of one run. One process writes: `begin(n)`, then the shards into `step_dir(n)`, then `commit(n)`.
 
     >>> checkpoints = CheckpointDir("checkpoints/run")
-    >>> save(engine.state(), checkpoints.begin(20) / "actor")
-    >>> checkpoints.commit(20, {"data": {"epoch": 0, "position": 640}})
+    >>> sums = save(engine.state(), checkpoints.begin(20) / "actor")
+    >>> checkpoints.commit(20, {f"actor/{name}": each for name, each in sums.items()}, {"data": {"position": 640}})
     """
 
     def __init__(self, root: str | Path) -> None:
@@ -41,45 +48,66 @@ class CheckpointDir:
         return self.root / f"{PREFIX}{step}"
 
     def begin(self, step: int) -> Path:
-        """An empty directory for `step`; what lay there before is gone."""
+        """An empty directory for `step`; what lay there before is gone, and so is what killed saves have left."""
         directory = self.step_dir(step)
-        self._remove(step)
-        directory.mkdir(parents=True)
+        for leftover in {step, *(other for other in self._all() if self._is_leftover(other))}:
+            self._remove(leftover)
+        with writing(directory):
+            make_directory(directory)
+            write(directory / MARK, b"This checkpoint is being written, or was not written to its end.\n")
+            sync_directory(self.root)
         return directory
 
-    def commit(self, step: int, trainer: Mapping[str, Any] | None = None) -> None:
-        """Declare `step` complete, with what the trainer itself must remember, and make it the one to resume from."""
+    def commit(self, step: int, files: Mapping[str, FileSum], trainer: Mapping[str, Any] | None = None) -> None:
+        """Declare `step` complete: these files, by their paths inside it, and what the trainer itself must remember.
+
+        It becomes the one to resume from.
+        """
         directory = self.step_dir(step)
-        if not directory.is_dir():
-            raise CheckpointError(f"checkpoint {directory}: cannot be committed, nothing was saved there")
-        _write(directory / MARKER, json.dumps({"step": step, **(trainer or {})}, indent=2))
-        _write(self.root / LATEST, str(step))
+        if missing := [name for name, wanted in files.items() if _size(directory / name) != wanted.size]:
+            raise CheckpointError(
+                f"checkpoint {directory / missing[0]}: was written by a rank and is not whole here; all machines must "
+                "see the same directory: set trainer.default_local_dir to one on a shared file system"
+            )
+        with writing(directory):
+            own = write(directory / TRAINER, json.dumps({"step": step, **(trainer or {})}, indent=2).encode())
+            for folder in {(directory / name).parent for name in files}:
+                sync_directory(folder)
+            contents = {"step": step, "files": {name: asdict(each) for name, each in {**files, TRAINER: own}.items()}}
+            write(directory / MANIFEST, json.dumps({**contents, "seal": _seal(contents)}, indent=2).encode())
+            with naming(directory / MARK):
+                (directory / MARK).unlink(missing_ok=True)
+            write(self.root / LATEST, str(step).encode())
 
     def trainer(self, step: int) -> dict[str, Any]:
         """What was given to `commit`, and the step."""
-        try:
-            return dict(json.loads((self.step_dir(step) / MARKER).read_text()))
-        except (OSError, ValueError) as error:
+        if damage := damage_of(self.step_dir(step), sums=False):
             raise CheckpointError(
-                f"checkpoint {self.step_dir(step)}: {MARKER} cannot be read ({error}), so it is not complete; "
+                f"checkpoint {self.step_dir(step)}: {damage[0]}, so it is not complete; "
                 f"complete ones there: {', '.join(f'{PREFIX}{found}' for found in self.steps()) or 'none'}"
-            ) from error
+            )
+        return dict(json.loads((self.step_dir(step) / TRAINER).read_text()))
 
     def steps(self) -> list[int]:
-        """All complete steps, oldest first."""
-        numbers = (path.parent.name.removeprefix(PREFIX) for path in self.root.glob(f"{PREFIX}*/{MARKER}"))
-        return sorted(int(number) for number in numbers if number.isdigit())
+        """All complete steps, oldest first: with a manifest, and every file of it in its size."""
+        return [step for step in self._all() if not damage_of(self.step_dir(step), sums=False)]
+
+    def candidates(self) -> list[int]:
+        """All steps, whole or not, in the order in which to try them: the one named in the latest file, those before
+        it, the newest first, and those after it, which somebody has gone back from. The newest first, if none is."""
+        named = self.named()
+        return sorted(self._all(), key=lambda step: (step != named, named is not None and step > named, -step))
+
+    def named(self) -> int | None:
+        """The step in the latest file."""
+        try:
+            return int((self.root / LATEST).read_text())
+        except (OSError, ValueError):
+            return None
 
     def latest(self) -> int | None:
-        """The step to resume from: the one named in the latest file if it is complete, else the newest complete one."""
-        complete = self.steps()
-        try:
-            named = int((self.root / LATEST).read_text())
-        except (OSError, ValueError):
-            named = None
-        if named in complete:
-            return named
-        return complete[-1] if complete else None
+        """The step to resume from, as far as can be seen without reading the files: the first complete candidate."""
+        return next((step for step in self.candidates() if not damage_of(self.step_dir(step), sums=False)), None)
 
     def prune(self, keep: int | None) -> list[int]:
         """Delete all complete steps but the newest `keep` and the one to resume from; None keeps all."""
@@ -87,22 +115,102 @@ class CheckpointDir:
             return []
         if keep < 1:
             raise CheckpointError(f"prune: keep {keep} must be at least 1, or None to keep all")
-        surplus = [step for step in self.steps()[:-keep] if step != self.latest()]
+        resumable = self.latest()
+        surplus = [step for step in self.steps()[:-keep] if step != resumable]
         for step in surplus:
             self._remove(step)
         return surplus
 
+    def _all(self) -> list[int]:
+        numbers = (path.name.removeprefix(PREFIX) for path in self.root.glob(f"{PREFIX}*") if path.is_dir())
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def _is_leftover(self, step: int) -> bool:
+        directory = self.step_dir(step)
+        return (directory / MARK).exists() and not (directory / MANIFEST).exists()
+
     def _remove(self, step: int) -> None:
-        """The marker goes first, so that a removal that is interrupted leaves nothing that looks complete."""
-        (self.step_dir(step) / MARKER).unlink(missing_ok=True)
-        shutil.rmtree(self.step_dir(step), ignore_errors=True)
+        """The manifest goes first, so that a removal that is interrupted leaves nothing that looks complete."""
+        directory = self.step_dir(step)
+        if not directory.exists():
+            return
+        with writing(directory, "deleted"):
+            with suppress(FileNotFoundError):
+                replace(directory / MANIFEST, directory / MARK)
+            shutil.rmtree(directory)
 
 
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, also when the machine stops."""
-    draft = path.with_name(f".{path.name}.draft")
-    with draft.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(draft, path)
+def damage_of(directory: Path, *, sums: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:
+    """What is wrong with a checkpoint, in words; empty if it is whole.
+
+    The manifest and the sizes of all files are always looked at. With `sums` every file is read; over several ranks
+    each reads its part.
+    """
+    try:
+        files = _manifest(directory)
+    except FileNotFoundError:
+        unfinished = (directory / MARK).exists()
+        return [
+            "it was not written to its end" if unfinished else f"{MANIFEST} is missing: it was not written to its end"
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return [f"{MANIFEST} is damaged: {error}"]
+    damage = []
+    for number, (name, wanted) in enumerate(sorted(files.items(), key=lambda item: (-item[1].size, item[0]))):
+        size = _size(directory / name)
+        if size is None:
+            damage.append(f"{name} is missing")
+        elif size != wanted.size:
+            damage.append(f"{name} has {size:,} bytes, {wanted.size:,} were written")
+        elif sums and number % ranks == rank:
+            damage += _sum_damage(directory / name, name, wanted)
+    return damage
+
+
+def _sum_damage(path: Path, name: str, wanted: FileSum) -> list[str]:
+    try:
+        found = sum_of(path)
+    except OSError as error:
+        return [f"{name} cannot be read: {error}"]
+    if found == wanted:
+        return []
+    return [f"{name} has changed: its SHA-256 is {found.sha256[:12]}..., {wanted.sha256[:12]}... was written"]
+
+
+def _manifest(directory: Path) -> dict[str, FileSum]:
+    written = json.loads((directory / MANIFEST).read_bytes())
+    contents = {"step": written["step"], "files": written["files"]}
+    if written["seal"] != _seal(contents):
+        raise ValueError("it is not what was written")
+    if directory.name != f"{PREFIX}{written['step']}":
+        raise ValueError(f"it is that of step {written['step']}")
+    files = {str(name): FileSum(int(each["size"]), str(each["sha256"])) for name, each in written["files"].items()}
+    for name in files:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"{name!r} does not lie in the checkpoint")
+    return files
+
+
+def _seal(contents: Mapping[str, Any]) -> str:
+    """Of the manifest itself."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+@contextmanager
+def writing(directory: Path, what: str = "written") -> Iterator[None]:
+    """The system's errors become ours."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"checkpoint {directory}: cannot be {what}: {error}. Earlier checkpoints are as they were; "
+            f"see that {directory.parent} is writable and has room, and start again"
+        ) from error

@@ -254,6 +254,12 @@ _TRAINING = (
         ("trainer.save_freq",),
     ),
     Mute(
+        (f"{ACTOR}.checkpoint.load_contents", "critic.checkpoint.load_contents"),
+        lambda c: c.trainer.resume_mode == "disable",
+        "trainer.resume_mode=disable loads nothing",
+        ("trainer.resume_mode",),
+    ),
+    Mute(
         ("trainer.resume_from_path",),
         lambda c: c.trainer.resume_mode != "path",
         "trainer.resume_mode is not path",

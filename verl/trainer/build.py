@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.checkpoint.manifest import CheckpointDir
+from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.cluster.census import watched
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
@@ -32,6 +32,7 @@ from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
 from verl.trainer.loop import Timetable, Trainer
+from verl.trainer.saving import Saver, find_checkpoint
 from verl.trainer.translate import (
     compute_dtype,
     engine_settings,
@@ -153,7 +154,12 @@ async def assemble(
             policy=policy,
             weights=Publisher(policy, engines, _transport(config), _probe(config, data, device)),
             evaluator=_evaluator(config, data, answer, exhibit),
-            checkpoints=CheckpointDir(config.trainer.checkpoint_dir),
+            saver=Saver(
+                policy,
+                CheckpointDir(config.trainer.checkpoint_dir),
+                console,
+                keep=config.trainer.max_ckpts_to_keep,
+            ),
             timetable=timetable,
             tracker=tracker,
             console=console,
@@ -286,7 +292,6 @@ def _timetable(config: Config, data: RunData) -> Timetable:
         save_every=config.trainer.save_freq,
         validate_every=config.trainer.test_freq,
         validate_first=config.trainer.val_before_train,
-        keep_checkpoints=config.trainer.max_ckpts_to_keep,
     )
 
 
@@ -367,14 +372,18 @@ async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, con
     mode = config.trainer.resume_mode
     if mode == "disable":
         return 0
-    source = CheckpointDir(config.trainer.checkpoint_dir)
-    step = source.latest()
     if mode == "path":
         path = Path(config.trainer.resume_from_path or "").expanduser()
         number = path.name.removeprefix("global_step_")
         if not number.isdigit():
             raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
-        source, step = CheckpointDir(path.parent), int(number)
+        source = CheckpointDir(path.parent)
+        step: int | None = int(number)
+        if damage := damage_of(path, sums=False) or await policy.verify(str(path)):
+            raise CheckpointError(f"trainer.resume_from_path={path}: is not whole: {'; '.join(damage)}")
+    else:
+        source = CheckpointDir(config.trainer.checkpoint_dir)
+        step = await find_checkpoint(source, policy.verify, console)
     if step is None:
         return 0
     saved = source.trainer(step)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import Plan, Planner
+from verl.errors import ProcessLostError, VerlError
 from verl.rewards.tally import FailureTally
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
@@ -16,6 +16,8 @@ from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
 from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.evaluate import Evaluator
+from verl.trainer.saving import Saver
+from verl.trainer.stopping import Stopping
 from verl.weights.publish import Publisher
 
 __all__ = ["Timetable", "TrainedPolicy", "Trainer"]
@@ -26,8 +28,6 @@ class TrainedPolicy(Protocol):
 
     async def prepare(self, plan: Plan) -> dict[str, float]: ...
     async def update(self, plan: Plan) -> dict[str, float]: ...
-    async def save(self, directory: str) -> None: ...
-    async def load(self, directory: str) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,6 @@ class Timetable:
     save_every: int = -1
     validate_every: int = -1
     validate_first: bool = True
-    keep_checkpoints: int | None = None
 
     def saves_at(self, version: int) -> bool:
         return self.save_every > 0 and (version % self.save_every == 0 or version == self.total_steps)
@@ -58,7 +57,7 @@ class Trainer:
         policy: TrainedPolicy,
         weights: Publisher,
         evaluator: Evaluator | None,
-        checkpoints: CheckpointDir,
+        saver: Saver,
         timetable: Timetable,
         tracker: Sink,
         console: Console,
@@ -67,7 +66,7 @@ class Trainer:
         version: int = 0,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
-        self.evaluator, self.checkpoints, self.timetable = evaluator, checkpoints, timetable
+        self.evaluator, self.saver, self.timetable = evaluator, saver, timetable
         self.tracker, self.console, self.version = tracker, console, version
         self.tally, self.exhibit, self._diagnosis = tally, exhibit, Diagnosis()
 
@@ -96,14 +95,28 @@ class Trainer:
             self.buffer.metrics(), self.tally.end_step(), plan.metrics, stats, update, sync, times, whole
         )
 
-    async def fit(self) -> None:
-        """Steps until the timetable is done, from wherever a checkpoint left off."""
+    async def fit(self, stopping: Stopping | None = None) -> None:
+        """Steps until the timetable is done or `stopping` says so, from wherever a checkpoint left off.
+
+        However it ends, what is being written is written to its end, unless the train workers are lost.
+        """
         if self.version >= self.timetable.total_steps:
             self.console.note(f"nothing left to do: {self.version} of {self.timetable.total_steps} steps are done")
             return
+        try:
+            await self._fit(stopping or Stopping())
+        except ProcessLostError:
+            raise
+        except Exception:
+            with suppress(VerlError):  # what ended the run comes first
+                await self.saver.finish()
+            raise
+
+    async def _fit(self, stopping: Stopping) -> None:
         await self.weights.publish(self.version)
         if self.timetable.validate_first:
             await self._validate()
+        stopping.stepped()
         while self.version < self.timetable.total_steps:
             metrics = await self.step(self.version)
             self.version += 1
@@ -112,17 +125,21 @@ class Trainer:
             self._advise_all(self._diagnosis.advise(metrics, self.version, exhibit))
             if self.timetable.validates_at(self.version):
                 await self._validate()
-            if self.timetable.saves_at(self.version):
+            await self.saver.look()
+            reason = stopping.reason(self.saver.longest_s)
+            if reason or self.timetable.saves_at(self.version):
                 await self.save()
+            if reason:
+                break
+            stopping.stepped()
+        await self.saver.finish()
+        if self.version < self.timetable.total_steps:
+            self.console.note(f"{reason}: saved and ended after step {self.version}; start again to go on")
 
-    async def save(self) -> Path:
-        """A checkpoint of the current version: complete, or not there."""
-        directory = self.checkpoints.begin(self.version)
-        await self.policy.save(str(directory))
-        self.checkpoints.commit(self.version, {"data": self.buffer.state()})
-        self.checkpoints.prune(self.timetable.keep_checkpoints)
-        self.console.note(f"saved {directory}")
-        return directory
+    async def save(self) -> None:
+        """Begin a checkpoint of the current version; it is written beside what comes next."""
+        seconds = await self.saver.save(self.version, {"data": self.buffer.state()})
+        self.tracker.log({"timing_s/save": seconds}, self.version)
 
     def _advise_all(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -11,17 +11,26 @@ from verl.config.load import Loaded, load
 from verl.config.schema.root import Config
 from verl.config.sizes import derived_sizes, render_sizes
 from verl.tracking.console import Console
+from verl.trainer.stopping import Stopping
 
 __all__ = ["main", "train"]
 
 
-async def train(config: Config, console: Console) -> None:
-    """One run, from settings to the last step."""
+async def train(config: Config, console: Console) -> int:
+    """One run, from settings to the last step; its exit code."""
     from verl.trainer.build import assemble  # late: settings are checked before Ray is imported
 
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
-    async with assemble(config, console) as trainer:
-        await trainer.fit()
+    stopping = Stopping.by_time(config.trainer.max_hours, config.trainer.stop_margin)
+    try:
+        async with assemble(config, console) as trainer:
+            with stopping.on_sigterm():
+                await trainer.fit(stopping)
+    except asyncio.CancelledError:
+        if not stopping.exit_code:
+            raise
+        console.note("asked to end at once (SIGTERM twice)")
+    return stopping.exit_code
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +41,8 @@ def main(argv: Sequence[str]) -> int:
             console.note(f"hint: {hint}")
         if loaded.sweep:
             console.note(f"sweep: {' '.join(loaded.sweep)}")
-        asyncio.run(train(own_folder(loaded), console))
+        if code := asyncio.run(train(own_folder(loaded), console)):
+            return code
     return 0
 
 

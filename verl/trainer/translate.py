@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
@@ -93,7 +94,15 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         else None,
         method=method(config),
         publish_dtype=rollout_dtype(config, device),
+        tokenizer_path=model.tokenizer_path,
+        save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
+        load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
     )
+
+
+def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Of the folders of a checkpoint; what belongs to neither follows the actor."""
+    return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
 
 
 def method(config: Config) -> Method:

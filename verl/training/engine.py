@@ -100,5 +100,5 @@ class TrainEngine(Protocol[Output]):
         ...
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
+        """The inverse of `state`; parts that are not in it stay as they are."""
         ...

@@ -103,12 +103,16 @@ class FakeTrainEngine:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`."""
-        with torch.no_grad():
-            self.table.copy_(state["model"]["table"])
-        self.optimizer.state[self.table] = dict(state["optimizer"])
-        self.step = int(state["schedule"]["step"])
-        torch.set_rng_state(state["rng"]["0"]["cpu"])
+        """The inverse of `state`; what is not in it stays as it is."""
+        if "model" in state:
+            with torch.no_grad():
+                self.table.copy_(state["model"]["table"])
+        if "optimizer" in state:
+            self.optimizer.state[self.table] = dict(state["optimizer"])
+        if "schedule" in state:
+            self.step = int(state["schedule"]["step"])
+        if "rng" in state:
+            torch.set_rng_state(state["rng"]["0"]["cpu"])
 
     def _run(
         self, batch: FlatBatch, temperature: float | None = None, reference: Any = None

@@ -163,13 +163,15 @@ class FsdpEngine:
             moments["step"].zero_()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`. Without an entry of its own, a rank keeps the random state that it has.
+        """The inverse of `state`; what is not in it stays as it is, so also the random state of a rank without one.
 
         What the optimiser is told (betas, eps, weight decay) comes from the settings, not from the checkpoint.
         """
-        set_model_state_dict(self.model.hf, state["model"])
-        self.step = int(state["schedule"]["step"])
-        if self.optimizer is not None:
+        if "model" in state:
+            set_model_state_dict(self.model.hf, state["model"])
+        if "schedule" in state:
+            self.step = int(state["schedule"]["step"])
+        if self.optimizer is not None and "optimizer" in state:
             set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
             for group in self.optimizer.param_groups:
                 group.update(_adamw(self.settings))

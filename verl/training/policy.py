@@ -5,7 +5,7 @@ Between `prepare` and `update` all arrays stay here; what other ranks must know 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,6 +33,9 @@ from verl.types import Sample
 __all__ = ["Policy", "ProcessRewards", "functions_of"]
 
 Engine = TrainEngine[ModelOutput]
+
+CONTENTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
+"""What a checkpoint may hold of an engine, and the parts of its state that this is."""
 
 
 class Policy:
@@ -116,8 +119,11 @@ class Policy:
         logprobs = self.actor.forward([batch], temperature=1.0)[0].logprobs
         return [part[1:].tolist() for part in logprobs.split(batch.lengths.tolist())]
 
-    def states(self) -> dict[str, dict[str, Any]]:
-        """What a checkpoint must hold, by folder. A reference that never changes is not kept."""
+    def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
+        """What a checkpoint must hold, by folder. A reference that never changes is not kept.
+
+        `contents` says what is wanted of a folder (model, optimizer, extra); all of it, where it says nothing.
+        """
         own = {"steps": self._steps, "kl_beta": 0.0 if self._reward_kl is None else self._reward_kl.beta}
         states = {"actor": self.actor.state() | {"policy": own}}
         if self.critic is not None:
@@ -126,21 +132,23 @@ class Policy:
             states["process"] = self.process.model.state()
         if self.reference is not None and self.method.ref_update_freq > 0:
             states["reference"] = self.reference.state()
-        return states
+        chosen = {folder: _chosen(state, (contents or {}).get(folder, CONTENTS)) for folder, state in states.items()}
+        return {folder: state for folder, state in chosen.items() if state}
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """The inverse of `states`."""
-        own = states["actor"]["policy"]
-        self._steps = int(own["steps"])
-        if self._reward_kl is not None:
-            self._reward_kl = replace(self._reward_kl, beta=float(own["kl_beta"]))
-        self.actor.load_state(states["actor"])
+        """The inverse of `states`; what is not in them stays as it is."""
+        actor = states.get("actor", {})
+        if (own := actor.get("policy")) is not None:
+            self._steps = int(own["steps"])
+            if self._reward_kl is not None:
+                self._reward_kl = replace(self._reward_kl, beta=float(own["kl_beta"]))
+        self.actor.load_state(actor)
         if self.critic is not None:
-            self.critic.load_state(states["critic"])
+            self.critic.load_state(states.get("critic", {}))
         if self.process is not None:
-            self.process.model.load_state(states["process"])
-        if self.reference is not None and "reference" in states:
-            self.reference.load_state(states["reference"])
+            self.process.model.load_state(states.get("process", {}))
+        if self.reference is not None:
+            self.reference.load_state(states.get("reference", {}))
 
     def _rewarded(self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None) -> tuple[Episodes, dict[str, float]]:
         """The score of each sample on its last generated token, less the KL to the reference on all of them."""
@@ -271,6 +279,11 @@ def functions_of(method: Method) -> tuple[Estimator, LossFunction]:
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+
+
+def _chosen(state: dict[str, Any], contents: Collection[str]) -> dict[str, Any]:
+    wanted = {part for content in contents for part in CONTENTS.get(content, ())}
+    return {part: value for part, value in state.items() if part in wanted}
 
 
 def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:

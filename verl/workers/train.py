@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 
@@ -17,6 +17,9 @@ from verl.cluster.waits import DEFAULTS, Deadlines, Owner
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
+
+if TYPE_CHECKING:  # torch is imported where it is used: see TrainWorker
+    from verl.checkpoint.files import FileSum
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
@@ -35,6 +38,9 @@ class TrainSettings:
     process: FsdpSettings | None = None  # PRIME's reward model
     process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
+    tokenizer_path: str | None = None  # None: with the model
+    save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
+    load_contents: Mapping[str, Sequence[str]] | None = None
     deadlines: Deadlines = DEFAULTS
 
 
@@ -74,7 +80,7 @@ class TrainWorker:
         self._policy = Policy(
             FsdpEngine(settings.actor), method, reference=reference, critic=engine(settings.critic), process=process
         )
-        self._publish_dtype = settings.publish_dtype
+        self._publish_dtype, self._settings = settings.publish_dtype, settings
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
@@ -123,16 +129,41 @@ class TrainWorker:
             )
         self._sender.send(version)
 
-    def save(self, directory: str) -> None:
-        from verl.checkpoint.save import save
+    def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        """Copy the state; it is written while training goes on. See `saved`."""
+        if not hasattr(self, "_writer"):
+            from verl.checkpoint.background import BackgroundWriter
 
-        for folder, state in self._policy.states().items():
-            save(state, Path(directory, folder))
+            self._writer = BackgroundWriter()
+        states = self._policy.states(self._settings.save_contents)
+        self._writer.start(states, Path(directory), trainer, [self._write_model_files])
+
+    def saved(self, wait: bool) -> bool:
+        """Whether it is written; what went wrong with it is raised here."""
+        return not hasattr(self, "_writer") or self._writer.finished(wait=wait)
+
+    def _write_model_files(self, directory: Path) -> dict[str, FileSum]:
+        """What `from_pretrained` needs beside the weights, for whoever exports them."""
+        from verl.checkpoint.files import make_directory, write
+        from verl.training.model_files import model_files
+
+        if not hasattr(self, "_model_files"):
+            model, tokenizer = self._settings.actor, self._settings.tokenizer_path
+            self._model_files = model_files(model.model_path, tokenizer, trust_remote_code=model.trust_remote_code)
+        folder = Path("actor", "huggingface")
+        make_directory(directory / folder)
+        return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
+
+    def verify(self, directory: str) -> list[str]:
+        """What is wrong with this rank's part of a checkpoint's files."""
+        from verl.checkpoint.manifest import damage_of
+
+        return damage_of(Path(directory), rank=self._rank, ranks=self._world_size)
 
     def load(self, directory: str) -> None:
         from verl.checkpoint.save import load
 
-        states = self._policy.states()
+        states = self._policy.states(self._settings.load_contents)
         self._policy.load_states({folder: load(state, Path(directory, folder)) for folder, state in states.items()})
 
 
@@ -170,8 +201,16 @@ class PolicyGroup:
         engines = [receiver.actor for receiver in receivers]
         await self._group.call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
 
-    async def save(self, directory: str) -> None:
-        await self._group.call("save", directory, deadline=self._deadlines.checkpoint)
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        await self._group.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+
+    async def saved(self, *, wait: bool) -> bool:
+        return all(await self._group.call("saved", wait, deadline=self._deadlines.checkpoint))
+
+    async def verify(self, directory: str) -> list[str]:
+        """What is wrong with the files of a checkpoint; each rank reads a part of them."""
+        parts = await self._group.call("verify", directory, deadline=self._deadlines.checkpoint)
+        return list(dict.fromkeys(words for part in parts for words in part))
 
     async def load(self, directory: str) -> None:
         await self._group.call("load", directory, deadline=self._deadlines.checkpoint)

@@ -1,16 +1,24 @@
+import json
+import os
+
 import pytest
 
-from verl.checkpoint.manifest import CheckpointDir
+from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
+
+LATEST = "latest_checkpointed_iteration.txt"
 
 
 def written(root, *steps):
     checkpoints = CheckpointDir(root)
     for step in steps:
-        (checkpoints.begin(step) / "shard").write_text("x")
-        checkpoints.commit(step, {"data": {"position": step * 10}})
+        directory = checkpoints.begin(step)
+        make_directory(directory / "actor")
+        files = {f"actor/{rank}": write(directory / "actor" / str(rank), b"x" * 100) for rank in range(3)}
+        checkpoints.commit(step, files, {"data": {"position": step * 10}})
     return checkpoints
 
 
@@ -22,42 +30,62 @@ def test_a_committed_step_is_the_latest_and_remembers_its_data_position(tmp_path
     checkpoints = written(tmp_path, 9, 10)
     assert checkpoints.latest() == 10
     assert checkpoints.trainer(10) == {"step": 10, "data": {"position": 100}}
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "10"
+    assert (tmp_path / LATEST).read_text() == "10"
+    assert damage_of(checkpoints.step_dir(10)) == []
+    assert not (checkpoints.step_dir(10) / "INCOMPLETE").exists()
 
 
 def test_a_step_that_was_begun_and_not_committed_is_not_there(tmp_path):
     checkpoints = written(tmp_path, 3)
     checkpoints.begin(4)
     assert checkpoints.latest() == 3
-    with pytest.raises(CheckpointError, match=r"global_step_4.*not complete"):
+    with pytest.raises(CheckpointError, match=r"global_step_4.*not written to its end.*not complete"):
         checkpoints.trainer(4)
 
 
 def test_saving_a_step_again_is_incomplete_until_it_is_committed_again(tmp_path):
     checkpoints = written(tmp_path, 3, 4)
-    assert not list(checkpoints.begin(4).iterdir())
+    assert [path.name for path in checkpoints.begin(4).iterdir()] == ["INCOMPLETE"]
     assert checkpoints.latest() == 3
 
 
 def test_a_deleted_latest_falls_back_to_the_newest_complete_step(tmp_path):
     checkpoints = written(tmp_path, 1, 2, 30)
-    (checkpoints.step_dir(30) / "trainer.json").unlink()
+    (checkpoints.step_dir(30) / "ckpt_contents.json").unlink()
     assert checkpoints.latest() == 2
 
 
 def test_a_user_may_name_an_older_step(tmp_path):
     checkpoints = written(tmp_path, 1, 2)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("1\n")
+    (tmp_path / LATEST).write_text("1\n")
     assert checkpoints.latest() == 1
+
+
+def test_who_has_gone_back_does_not_come_to_what_they_went_back_from(tmp_path):
+    checkpoints = written(tmp_path, 1, 2, 3, 4, 5)
+    (tmp_path / LATEST).write_text("3")
+    assert checkpoints.candidates() == [3, 2, 1, 5, 4]
+    (tmp_path / LATEST).unlink()
+    assert checkpoints.candidates() == [5, 4, 3, 2, 1]
+    (tmp_path / LATEST).write_text("not a number")
+    assert checkpoints.candidates() == [5, 4, 3, 2, 1]
 
 
 def test_prune_keeps_the_newest_and_the_one_to_resume_from(tmp_path):
     checkpoints = written(tmp_path, 8, 9, 10, 11)
-    (tmp_path / "latest_checkpointed_iteration.txt").write_text("8")
+    (tmp_path / LATEST).write_text("8")
     assert checkpoints.prune(2) == [9]
     assert checkpoints.steps() == [8, 10, 11]
     assert not checkpoints.step_dir(9).exists()
     assert checkpoints.prune(None) == []
+
+
+def test_what_is_not_complete_does_not_count_as_kept(tmp_path):
+    checkpoints = written(tmp_path, 1, 2, 3, 4)
+    (checkpoints.step_dir(4) / "actor" / "0").unlink()
+    (checkpoints.step_dir(3) / "actor" / "0").write_bytes(b"short")
+    assert checkpoints.prune(1) == [1]
+    assert checkpoints.latest() == 2
 
 
 def test_keeping_none_at_all_is_refused(tmp_path):
@@ -65,6 +93,89 @@ def test_keeping_none_at_all_is_refused(tmp_path):
         CheckpointDir(tmp_path).prune(0)
 
 
-def test_committing_what_was_never_saved_is_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="nothing was saved"):
-        CheckpointDir(tmp_path).commit(5)
+def test_what_killed_saves_and_deletions_left_goes_with_the_next_save_and_nothing_else(tmp_path, monkeypatch):
+    checkpoints = written(tmp_path, 1, 2)
+    checkpoints.begin(3)
+    foreign = tmp_path / "global_step_77"
+    foreign.mkdir()
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.prune(1)
+    monkeypatch.undo()
+    assert checkpoints.step_dir(1).exists()
+    assert checkpoints.steps() == [2]
+    checkpoints.begin(5)
+    assert sorted(path.name for path in tmp_path.glob("global_step_*")) == [
+        "global_step_2",
+        "global_step_5",
+        "global_step_77",
+    ]
+
+
+def test_a_file_that_is_not_whole_when_it_is_committed_is_refused_by_name(tmp_path):
+    checkpoints = CheckpointDir(tmp_path)
+    directory = checkpoints.begin(5)
+    files = {"here": write(directory / "here", b"x"), "elsewhere": write(tmp_path / "elsewhere", b"x")}
+    with pytest.raises(CheckpointError, match=r"global_step_5/elsewhere.*shared file system"):
+        checkpoints.commit(5, files)
+    assert checkpoints.latest() is None
+
+
+def flipped(data, place):
+    return data[:place] + bytes([data[place] ^ 1]) + data[place + 1 :]
+
+
+@pytest.mark.parametrize(
+    ("harm", "words"),
+    [
+        (lambda file: file.unlink(), "actor/1 is missing"),
+        (lambda file: file.write_bytes(file.read_bytes()[:-1]), "actor/1 has 99 bytes, 100 were written"),
+        (lambda file: file.write_bytes(flipped(file.read_bytes(), 50)), r"actor/1 has changed: its SHA-256 is"),
+    ],
+)
+def test_damage_is_named(tmp_path, harm, words):
+    checkpoints = written(tmp_path, 5)
+    harm(checkpoints.step_dir(5) / "actor" / "1")
+    (found,) = damage_of(checkpoints.step_dir(5))
+    assert words in found
+
+
+def test_ranks_share_the_reading_and_together_read_all(tmp_path):
+    checkpoints = written(tmp_path, 5)
+    for rank in range(3):
+        file = checkpoints.step_dir(5) / "actor" / str(rank)
+        file.write_bytes(flipped(file.read_bytes(), rank))
+    found = [damage_of(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    assert all(found)
+    assert sorted(words[:7] for part in found for words in part) == ["actor/0", "actor/1", "actor/2"]
+
+
+def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):
+    directory = written(tmp_path, 5).step_dir(5)
+    manifest = directory / "ckpt_contents.json"
+    whole = manifest.read_bytes()
+    meant = json.loads(whole)
+    for place in range(len(whole)):
+        manifest.write_bytes(changed := flipped(whole, place))
+        noticed = damage_of(directory, sums=False)
+        assert noticed or json.loads(changed) == meant, place
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "actor/../../outside"])
+def test_a_manifest_that_leads_out_of_the_checkpoint_is_damaged(tmp_path, name, monkeypatch):
+    monkeypatch.setattr("verl.checkpoint.manifest._size", lambda path: 1)
+    checkpoints = CheckpointDir(tmp_path)
+    directory = checkpoints.begin(5)
+    monkeypatch.setattr("verl.checkpoint.manifest.sync_directory", lambda path: None)
+    checkpoints.commit(5, {name: write(tmp_path / "outside", b"x")})
+    assert "does not lie in the checkpoint" in damage_of(directory)[0]
+
+
+def test_a_checkpoint_under_another_number_is_damaged(tmp_path):
+    checkpoints = written(tmp_path, 5)
+    os.rename(checkpoints.step_dir(5), checkpoints.step_dir(6))
+    assert damage_of(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it is that of step 5"]

@@ -115,6 +115,8 @@ EFFECTS: dict[str, Effect] = {
     "critic.loss_agg_mode": CRITIC,
     "critic.cliprange_value": CRITIC,
     "critic.grad_clip": CRITIC,
+    "critic.checkpoint.load_contents": CRITIC,
+    "critic.checkpoint.save_contents": CRITIC,
     "critic.fsdp_config.model_dtype": CRITIC,
     "critic.fsdp_config.dtype": CRITIC,
     "critic.fsdp_config.reshard_after_forward": CRITIC,

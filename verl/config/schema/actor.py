@@ -122,10 +122,12 @@ class PeftConfig(Section):
 
 class CheckpointConfig(Section):
     save_contents: list[Content] = setting(
-        ["model", "optimizer", "extra"], "What a checkpoint holds; extra: schedules, random states.", planned=True
+        ["model", "optimizer", "extra"],
+        "What a checkpoint holds; extra: schedules, random states.",
+        planned=("hf_model",),
     )
     load_contents: list[Content] = setting(
-        ["model", "optimizer", "extra"], "What a resumed run takes from it.", planned=True
+        ["model", "optimizer", "extra"], "What a resumed run takes from it; hf_model is for others, and not read."
     )
 
 

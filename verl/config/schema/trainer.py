@@ -65,6 +65,12 @@ class TrainerConfig(Section):
     max_ckpts_to_keep: int | None = setting(
         None, "Older checkpoints are deleted; null: all are kept.", unit="checkpoints", ge=1
     )
+    max_hours: float | None = setting(
+        None, "The run saves and ends in time for this; null: for the end of the Slurm job, if any.", unit="hours", gt=0
+    )
+    stop_margin: float = setting(
+        60.0, "Time to spare then, beyond the longest step and the longest save so far.", unit="seconds", ge=0
+    )
     default_local_dir: str | None = setting(
         None, "Where checkpoints go; null: checkpoints/<project_name>/<experiment_name>."
     )

@@ -1,0 +1,88 @@
+"""Saving beside training, on one rank: what is written is the state at the call, and errors come back with the path."""
+
+import errno
+import threading
+
+import pytest
+import torch
+
+from verl.checkpoint import background
+from verl.checkpoint.background import BackgroundWriter
+from verl.checkpoint.files import SummedFile, write
+from verl.checkpoint.format import read_tensors
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.errors import CheckpointError
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.fixture
+def writer():
+    return BackgroundWriter()
+
+
+def save(writer, root, step, states, **more):
+    writer.start(states, CheckpointDir(root).begin(step), {"data": {"position": step}}, **more)
+
+
+def test_a_checkpoint_is_complete_when_it_is_written(tmp_path, writer):
+    save(writer, tmp_path, 3, {"actor": {"model": {"a": torch.ones(4)}}, "critic": {"model": {"a": torch.zeros(2)}}})
+    assert writer.finished(wait=True)
+    checkpoints = CheckpointDir(tmp_path)
+    assert damage_of(checkpoints.step_dir(3)) == []
+    assert checkpoints.latest() == 3
+    assert checkpoints.trainer(3)["data"] == {"position": 3}
+    assert {path.name for path in checkpoints.step_dir(3).iterdir()} >= {"actor", "critic"}
+
+
+def test_training_goes_on_while_the_copy_is_written(tmp_path, writer, monkeypatch):
+    let_go = threading.Event()
+    real = background.save
+
+    def slow(*args, **kwargs):
+        assert let_go.wait(60)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(background, "save", slow)
+    weight = torch.ones(4)
+    save(writer, tmp_path, 1, {"actor": {"model": {"a": weight}}})
+    weight.fill_(2.0)
+    assert not writer.finished(wait=False)
+    assert CheckpointDir(tmp_path).latest() is None
+    let_go.set()
+    assert writer.finished(wait=True)
+    assert dict(read_tensors(tmp_path / "global_step_1" / "actor"))["model.a"].equal(torch.ones(4))
+
+
+def test_an_error_is_raised_once_with_the_path_and_leaves_the_former_checkpoint_whole(tmp_path, writer, monkeypatch):
+    states = {"actor": {"model": {"a": torch.ones(4)}}}
+    save(writer, tmp_path, 1, states)
+    assert writer.finished(wait=True)
+
+    def full(self, data):
+        self.error = OSError(errno.ENOSPC, "No space left on device", str(self.path))
+        raise self.error
+
+    directory = CheckpointDir(tmp_path).begin(2)
+    monkeypatch.setattr(SummedFile, "write", full)
+    writer.start(states, directory, {})
+    with pytest.raises(CheckpointError, match=r"No space left on device: '.*global_step_2/actor/__0_0\.distcp'"):
+        writer.finished(wait=True)
+    assert writer.finished(wait=False), "an error is raised once"
+    assert CheckpointDir(tmp_path).latest() == 1
+    monkeypatch.undo()
+    save(writer, tmp_path, 3, states)
+    assert writer.finished(wait=True)
+    assert CheckpointDir(tmp_path).steps() == [1, 3]
+
+
+def test_finishing_comes_between_the_shards_and_the_commit(tmp_path, writer):
+    def export(directory):
+        assert (directory / "actor" / "metadata.json").exists()
+        assert not (directory / "ckpt_contents.json").exists()
+        return {"extra.txt": write(directory / "extra.txt", b"more")}
+
+    save(writer, tmp_path, 1, {"actor": {"model": {"a": torch.ones(4)}}}, finishing=[export])
+    assert writer.finished(wait=True)
+    (tmp_path / "global_step_1" / "extra.txt").unlink()
+    assert damage_of(tmp_path / "global_step_1") == ["extra.txt is missing"]

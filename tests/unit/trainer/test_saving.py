@@ -1,0 +1,141 @@
+"""Saving as the loop sees it: one at a time, errors at the next call; resuming from the newest whole checkpoint."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl.checkpoint.files import write
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.errors import CheckpointError
+from verl.tracking.console import Console
+from verl.trainer.saving import Saver, find_checkpoint
+
+pytestmark = pytest.mark.unit
+
+
+class Writing:
+    """A policy that writes one file when it is told to."""
+
+    def __init__(self) -> None:
+        self.begun: list[int] = []
+        self.done = False
+        self.error: CheckpointError | None = None
+        self._pending: tuple[Path, Mapping[str, Any]] | None = None
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        assert self._pending is None, "two at a time"
+        self._pending = Path(directory), trainer
+        self.begun.append(int(directory.rpartition("_")[2]))
+
+    async def saved(self, *, wait: bool) -> bool:
+        if not (wait or self.done):
+            return False
+        assert self._pending is not None
+        (directory, trainer), self._pending = self._pending, None
+        if self.error is not None:
+            raise self.error
+        CheckpointDir(directory.parent).commit(
+            self.begun[-1], {"shard": write(directory / "shard", b"weights")}, trainer
+        )
+        return True
+
+
+class Screen(Console):
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+    advice = note
+
+
+async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
+    policy, screen = Writing(), Screen()
+    saver = Saver(policy, CheckpointDir(tmp_path), screen)
+    await saver.save(1, {})
+    await saver.look()
+    assert CheckpointDir(tmp_path).latest() is None, "it is still being written"
+    await saver.save(2, {})
+    assert CheckpointDir(tmp_path).latest() == 1
+    await saver.finish()
+    assert CheckpointDir(tmp_path).latest() == 2
+    assert screen.said == [f"saved {tmp_path}/global_step_1", f"saved {tmp_path}/global_step_2"]
+
+
+async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Path) -> None:
+    policy = Writing()
+    saver = Saver(policy, CheckpointDir(tmp_path), Screen(), keep=1)
+    policy.done = True
+    for step in (1, 2, 3):
+        await saver.save(step, {})
+        await saver.look()
+        assert CheckpointDir(tmp_path).steps() == [step]
+
+
+async def test_an_error_is_raised_at_the_next_opportunity_and_only_there(tmp_path: Path) -> None:
+    policy = Writing()
+    saver = Saver(policy, CheckpointDir(tmp_path), Screen())
+    await saver.save(1, {})
+    policy.error = CheckpointError("checkpoint .../global_step_1: no space")
+    with pytest.raises(CheckpointError, match="global_step_1: no space"):
+        await saver.save(2, {})
+    await saver.finish()
+    assert policy.begun == [1]
+
+
+async def test_the_longest_save_is_known(tmp_path: Path) -> None:
+    policy, now = Writing(), [0.0]
+    saver = Saver(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
+    for step, seconds in ((1, 5.0), (2, 20.0), (3, 1.0)):
+        await saver.save(step, {})
+        now[0] += seconds
+        await saver.finish()
+    assert saver.longest_s == 20.0
+
+
+def saved(root: Path, *steps: int) -> CheckpointDir:
+    checkpoints = CheckpointDir(root)
+    for step in steps:
+        directory = checkpoints.begin(step)
+        checkpoints.commit(step, {"shard": write(directory / "shard", b"weights")})
+    return checkpoints
+
+
+async def verify(directory: str) -> list[str]:
+    return damage_of(Path(directory))
+
+
+async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path: Path) -> None:
+    checkpoints, screen = saved(tmp_path, 1, 2, 3, 4), Screen()
+    (tmp_path / "global_step_4" / "shard").unlink()
+    (tmp_path / "global_step_3" / "shard").write_bytes(b"Weights")
+    checkpoints.begin(5)
+    (tmp_path / "global_step_5" / "shard").write_bytes(b"wei")
+    assert await find_checkpoint(checkpoints, verify, screen) == 2
+    assert screen.said[0] == f"not resumed from {tmp_path}/global_step_4: shard is missing"
+    assert screen.said[1].startswith(f"not resumed from {tmp_path}/global_step_3: shard has changed: its SHA-256 is ")
+    assert len(screen.said) == 2
+
+
+async def test_a_run_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
+    screen = Screen()
+    CheckpointDir(tmp_path).begin(1)
+    assert await find_checkpoint(CheckpointDir(tmp_path), verify, screen) is None
+    assert screen.said == [f"not resumed from {tmp_path}/global_step_1: it was not written to its end"]
+
+
+async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_path: Path) -> None:
+    checkpoints = saved(tmp_path, 1, 2)
+    for step in (1, 2):
+        (tmp_path / f"global_step_{step}" / "shard").unlink()
+    with pytest.raises(
+        CheckpointError, match=r"no checkpoint in .* is whole: global_step_2: shard is missing; global_"
+    ):
+        await find_checkpoint(checkpoints, verify, Screen())

@@ -1,0 +1,168 @@
+"""Ending before the last step: by SIGTERM, or in time for a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.trainer.loop import Timetable, Trainer
+from verl.trainer.stopping import OUT_OF_TIME, TERMINATED, Stopping
+
+pytestmark = pytest.mark.unit
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def stepping(stopping: Stopping, clock: Clock, *durations: float) -> None:
+    stopping.stepped()
+    for seconds in durations:
+        clock.now += seconds
+        stopping.stepped()
+
+
+def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
+    clock = Clock()
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stepping(stopping, clock, 30, 5)  # 65 s are left; 30 + 20 + 10 are needed
+    assert stopping.reason(20) is None
+    assert stopping.exit_code == 0
+    clock.now += 6
+    reason = stopping.reason(20)
+    assert reason is not None
+    assert "59 s are left until the end, and another step could need 60 s" in reason
+    assert stopping.exit_code == OUT_OF_TIME
+
+
+@pytest.mark.parametrize(
+    ("hours", "slurm", "limit"),
+    [
+        (None, "", None),
+        (2.0, "", "trainer.max_hours=2"),
+        (None, "5000", "the end of the Slurm job"),
+        (1.0, "4000", "the end of the Slurm job"),
+        (1.0, "9000", "trainer.max_hours=1"),
+        (None, "soon", None),
+    ],
+)
+def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str | None) -> None:
+    clock = Clock()
+    stopping = Stopping.by_time(hours, 60, {"SLURM_JOB_END_TIME": slurm}, clock)
+    clock.now += 1e6
+    reason = stopping.reason()
+    assert (reason is None) == (limit is None)
+    assert limit is None or limit in str(reason)
+
+
+async def test_sigterm_ends_after_the_step_and_a_second_one_at_once() -> None:
+    stopping = Stopping()
+    with stopping.on_sigterm():
+        assert stopping.reason() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        while stopping.reason() is None:
+            await asyncio.sleep(0)
+        assert stopping.reason() == "asked to end (SIGTERM)"
+        assert stopping.exit_code == TERMINATED == 143
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.Event().wait()
+    task = asyncio.current_task()
+    assert task is not None
+    task.uncancel()
+
+
+class Recorder:
+    """Everything around the loop: remembers what it was asked for."""
+
+    def __init__(self) -> None:
+        self.saves: list[int] = []
+        self.finished = 0
+        self.longest_s = 0.0
+        self.notes: list[str] = []
+
+    async def save(self, version: int, trainer: dict[str, Any]) -> float:
+        self.saves.append(version)
+        return 0.0
+
+    async def look(self) -> None:
+        pass
+
+    async def finish(self) -> None:
+        self.finished += 1
+
+    async def publish(self, version: int) -> dict[str, float]:
+        return {}
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+    def log(self, metrics: dict[str, float], step: int) -> None:
+        pass
+
+    def state(self) -> dict[str, int]:
+        return {"position": 0}
+
+
+class Stepping(Trainer):
+    """Its step takes `seconds` of the clock; a signal arrives in the step of `signalled`."""
+
+    def __init__(self, around: Recorder, clock: Clock, seconds: float, stopping: Stopping, signalled: int = -1) -> None:
+        nothing: Any = SimpleNamespace()
+        seen: Any = around
+        super().__init__(
+            seen, nothing, nothing, seen, None, seen, Timetable(1, 10), seen, seen, nothing, nothing, version=0
+        )
+        self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
+
+    async def step(self, version: int) -> Any:
+        self.clock.now += self.seconds
+        if version == self.signalled:
+            self.stopping.ask()
+        return {}
+
+
+async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    await Stepping(around, clock, 1, stopping, signalled=3).fit(stopping)
+    assert around.saves == [4]
+    assert around.finished == 1
+    assert around.notes == ["asked to end (SIGTERM): saved and ended after step 4; start again to go on"]
+
+
+async def test_a_run_ends_in_time_for_its_deadline() -> None:
+    around, clock = Recorder(), Clock()
+    around.longest_s = 5.0
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    await Stepping(around, clock, 20, stopping).fit(stopping)
+    # After 4 steps 20 s are left, and 35 are needed; after 3 it was 40.
+    assert around.saves == [4]
+    assert stopping.exit_code == OUT_OF_TIME
+
+
+async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
+    around, clock, stopping = Recorder(), Clock(), Stopping()
+    await Stepping(around, clock, 1, stopping).fit(stopping)
+    assert (around.saves, around.notes, around.finished, stopping.exit_code) == ([], [], 1, 0)
+
+
+async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end() -> None:
+    around, clock, stopping = Recorder(), Clock(), Stopping()
+    trainer = Stepping(around, clock, 1, stopping)
+
+    async def fails(version: int) -> Any:
+        raise ValueError("a reward function, perhaps")
+
+    trainer.step = fails  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="perhaps"):
+        await trainer.fit(stopping)
+    assert around.finished == 1

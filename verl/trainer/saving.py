@@ -1,0 +1,111 @@
+"""Saving and resuming as the loop sees them: one checkpoint at a time, written while training goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.errors import CheckpointError
+from verl.tracking.console import Console
+
+__all__ = ["SavedPolicy", "Saver", "find_checkpoint"]
+
+Verify = Callable[[str], Awaitable[list[str]]]
+"""The directory of a checkpoint -> what is wrong with its files."""
+
+
+class SavedPolicy(Protocol):
+    """The trained model over all ranks, as saving needs it."""
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        """Copy all that a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
+
+    async def saved(self, *, wait: bool) -> bool:
+        """Whether what `save` began is written; raises what went wrong with it."""
+
+
+class Saver:
+    """Owns the writing of checkpoints. The loop stands still while the state is copied, and while a former checkpoint
+    is still being written; what goes wrong with one is raised by the next call."""
+
+    def __init__(
+        self,
+        policy: SavedPolicy,
+        checkpoints: CheckpointDir,
+        console: Console,
+        *,
+        keep: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
+        self._writing: tuple[int, float] | None = None  # a step, and since when
+        self._clock = clock
+        self.longest_s = 0.0  # that a checkpoint took so far
+
+    async def save(self, version: int, trainer: Mapping[str, Any]) -> float:
+        """Begin a checkpoint of the current state; the seconds that the loop stood still."""
+        began = self._clock()
+        await self.finish()
+        started = self._clock()
+        directory = await asyncio.to_thread(self._checkpoints.begin, version)
+        await self._policy.save(str(directory), trainer)
+        self._writing = version, started
+        return self._clock() - began
+
+    async def look(self) -> None:
+        """Whether the checkpoint is written by now; if so, say it, and delete those that are too many."""
+        await self._end(wait=False)
+
+    async def finish(self) -> None:
+        """Wait until nothing is being written."""
+        await self._end(wait=True)
+
+    async def _end(self, *, wait: bool) -> None:
+        if self._writing is None:
+            return
+        version, started = self._writing
+        try:
+            if not await self._policy.saved(wait=wait):
+                return
+        except BaseException:
+            self._writing = None  # it is raised once
+            raise
+        self._writing = None
+        self.longest_s = max(self.longest_s, self._clock() - started)
+        self._console.note(f"saved {self._checkpoints.step_dir(version)}")
+        try:
+            await asyncio.to_thread(self._checkpoints.prune, self._keep)
+        except CheckpointError as error:
+            self._console.advice(str(error))
+
+
+async def find_checkpoint(source: CheckpointDir, verify: Verify, console: Console) -> int | None:
+    """The step to resume from: the first candidate that is whole; None if there is nothing to resume.
+
+    What is passed over is said, with what is wrong with it. If nothing is left of a run that had saved, that is an
+    error: it would start anew, and write over what may still be mended.
+    """
+    found: dict[Path, list[str]] = {}
+    for step in source.candidates():
+        directory = source.step_dir(step)
+        damage = damage_of(directory, sums=False) or await verify(str(directory))
+        if not damage:
+            return step
+        found[directory] = damage
+        console.note(f"not resumed from {directory}: {_few(damage)}")
+    if source.named() is not None and found:
+        raise CheckpointError(
+            f"no checkpoint in {source.root} is whole: "
+            + "; ".join(f"{directory.name}: {_few(damage)}" for directory, damage in found.items())
+            + ". Bring one back, or begin anew with trainer.resume_mode=disable"
+        )
+    return None
+
+
+def _few(damage: list[str]) -> str:
+    more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
+    return "; ".join(damage[:3]) + more

@@ -1,0 +1,102 @@
+"""Ending a run before its last step: asked to by a signal, or because its time is nearly over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+__all__ = ["OUT_OF_TIME", "TERMINATED", "Stopping"]
+
+TERMINATED = 128 + signal.SIGTERM
+OUT_OF_TIME = os.EX_TEMPFAIL
+"""Exit codes of a run that has saved and ended before its last step; started again, it goes on."""
+
+
+class Stopping:
+    """Whether the run should end after this step, and why. The loop asks after every step.
+
+    A deadline is kept by what was seen so far: another step is begun if the longest step, the longest save and
+    `margin_s` fit before it.
+    """
+
+    def __init__(
+        self,
+        ends_at: float | None = None,
+        limit: str = "",
+        *,
+        margin_s: float = 0.0,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
+        self._asked = 0
+        self._last: float | None = None
+        self._longest_s = 0.0
+        self.exit_code = 0
+
+    @classmethod
+    def by_time(
+        cls,
+        max_hours: float | None,
+        margin_s: float,
+        environment: Mapping[str, str] = os.environ,
+        clock: Callable[[], float] = time.time,
+    ) -> Stopping:
+        """The sooner of so many hours from now and the end of the Slurm job, if there are such."""
+        limits = []
+        if max_hours is not None:
+            limits.append((clock() + max_hours * 3600, f"trainer.max_hours={max_hours:g}"))
+        if (end := environment.get("SLURM_JOB_END_TIME", "")).isdecimal():
+            limits.append((float(end), "the end of the Slurm job"))
+        ends_at, limit = min(limits, default=(None, ""))
+        return cls(ends_at, limit, margin_s=margin_s, clock=clock)
+
+    def stepped(self) -> None:
+        """Called before the first step and after every one: all that happens between two calls is a step's time."""
+        now = self._clock()
+        if self._last is not None:
+            self._longest_s = max(self._longest_s, now - self._last)
+        self._last = now
+
+    def ask(self) -> None:
+        """End after the step in progress."""
+        self._asked += 1
+
+    def reason(self, longest_save_s: float = 0.0) -> str | None:
+        """Why the run should end now, in words; None: it goes on."""
+        if self._asked:
+            self.exit_code = TERMINATED
+            return "asked to end (SIGTERM)"
+        if self._ends_at is None:
+            return None
+        left, needed = self._ends_at - self._clock(), self._longest_s + longest_save_s + self._margin_s
+        if left >= needed:
+            return None
+        self.exit_code = OUT_OF_TIME
+        return (
+            f"{max(left, 0):.0f} s are left until {self._limit}, and another step could need {needed:.0f} s (the "
+            f"longest so far took {self._longest_s:.0f} s, a checkpoint {longest_save_s:.0f} s; "
+            f"{self._margin_s:.0f} s to spare)"
+        )
+
+    @contextmanager
+    def on_sigterm(self) -> Iterator[None]:
+        """SIGTERM ends the run after the step in progress; a second one cancels what is going on."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        def asked() -> None:
+            self.ask()
+            if self._asked > 1:
+                self.exit_code = TERMINATED
+                task.cancel()
+
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, asked)
+        try:
+            yield
+        finally:
+            loop.remove_signal_handler(signal.SIGTERM)
