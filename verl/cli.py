@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import verl
 from verl.errors import VerlError
+from verl.model_merger import HELP as MERGE_HELP
 from verl.redaction import redact, remember_arguments
 
 if TYPE_CHECKING:
@@ -102,6 +103,12 @@ def _demo(argv: list[str]) -> int | None:
     from verl.demo.main import main as demo
 
     return demo(argv)
+
+
+def _merge(argv: list[str]) -> int:
+    from verl.model_merger import main as merge
+
+    return merge(argv)
 
 
 def _config(argv: list[str]) -> int:
@@ -233,6 +240,7 @@ COMMANDS: dict[str, Command] = {
         "data.max_prompt_length=256\n",
         _data,
     ),
+    "merge": Command("make a Hugging Face model of a checkpoint, and prove it equal", MERGE_HELP, _merge),
     "config": Command(
         "print the resolved settings with their documentation",
         "usage: verl config [settings]\n       verl config KEY...\n\nPrint all settings as YAML, with documentation; "

@@ -36,7 +36,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "there are train, demo, data, config" in capsys.readouterr().err
+    assert "there are train, demo, data, merge, config" in capsys.readouterr().err
 
 
 def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,145 @@
+"""A checkpoint becomes a Hugging Face model that is equal to it, or nothing is written and the cause is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny import chat_tokenizer, tiny_qwen2
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
+
+from verl.checkpoint import export
+from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.manifest import CheckpointDir
+from verl.checkpoint.save import save
+from verl.cli import main
+
+pytestmark = pytest.mark.unit
+
+
+def checkpoint(root: Path, *, tied: bool = False, head: bool = True, **changes: Any) -> tuple[Path, Qwen2ForCausalLM]:
+    """Step 20 of a run of a bfloat16 model whose weights were kept in float32: the actor's folder, and the model."""
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=tied, vocab_size=127, dtype="bfloat16")).float()
+    state = model.state_dict() | changes
+    if not head:
+        del state["lm_head.weight"]
+    step = CheckpointDir(root).begin(20)
+    files = {f"actor/{name}": each for name, each in save({"model": state}, step / "actor").items()}
+    make_directory(step / "actor" / "huggingface")
+    chat_tokenizer().save_pretrained(root / "tokenizer")
+    small = {path.name: path.read_bytes() for path in (root / "tokenizer").iterdir()}
+    model.config.dtype = torch.bfloat16
+    small["config.json"] = model.config.to_json_string().encode()
+    for name, data in small.items():
+        files[f"actor/huggingface/{name}"] = write(step / "actor" / "huggingface" / name, data)
+    CheckpointDir(root).commit(20, files)
+    return step / "actor", model
+
+
+def merge(source: Path, target: Path, *more: str) -> int:
+    return main(["merge", "--backend", "fsdp", "--local_dir", str(source), "--target_dir", str(target), *more])
+
+
+@pytest.mark.parametrize(("tied", "head"), [(False, True), (True, True), (True, False)])
+def test_a_merged_model_is_the_checkpoints_in_the_type_of_the_original(tmp_path: Path, tied: bool, head: bool) -> None:
+    source, model = checkpoint(tmp_path / "run", tied=tied, head=head)
+    assert merge(source, tmp_path / "merged", *["--tie-word-embedding"] * tied) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert merged.dtype == torch.bfloat16
+    tokens = torch.arange(9)[None]
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    assert torch.equal(merged(tokens).logits, model.eval()(tokens).logits)
+    assert (tmp_path / "merged" / "tokenizer.json").is_file()
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, _ = checkpoint(tmp_path / "run")
+    monkeypatch.setattr(export.export_weights, "__kwdefaults__", {"file_bytes": 50_000})
+    assert merge(source, tmp_path / "merged") == 0
+    index = json.loads((tmp_path / "merged" / export.INDEX).read_text())
+    shards = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == shards
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    assert len(shards) > 2
+    assert main(["merge", "test", "--local_dir", str(source), "--test_hf_dir", str(tmp_path / "merged")]) == 0
+
+
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = checkpoint(tmp_path / "run")
+    shard = source / "__0_0.distcp"
+    shard.write_bytes(shard.read_bytes()[:-9] + b"damaged!!")
+    assert merge(source, tmp_path / "merged") == 2
+    assert "actor/__0_0.distcp has changed" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_model_that_is_not_the_checkpoints_is_told_by_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, model = checkpoint(tmp_path / "run")
+    with torch.no_grad():
+        model.model.norm.weight[0] += 1
+    model.bfloat16().save_pretrained(tmp_path / "other")
+    arguments = ["--backend", "fsdp", "--local_dir", str(source), "--test_hf_dir", str(tmp_path / "other")]
+    assert main(["merge", "test", *arguments]) == 2
+    assert "model.norm.weight has other numbers, 1 apart" in capsys.readouterr().err
+
+
+def test_a_head_that_is_not_the_embedding_of_a_tied_model_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, _ = checkpoint(tmp_path / "run", tied=True, **{"lm_head.weight": torch.zeros(127, 64)})
+    assert merge(source, tmp_path / "merged") == 2
+    assert "lm_head.weight is not the embedding" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> None:
+    source, model = checkpoint(tmp_path / "run")
+    state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("lm_head")}
+    state |= {"score.weight": torch.ones(1, 64), "score.bias": torch.zeros(1)}
+    step = CheckpointDir(tmp_path / "run").begin(30)
+    files = {f"critic/{name}": each for name, each in save({"model": state}, step / "critic").items()}
+    CheckpointDir(tmp_path / "run").commit(30, files)
+    named = ["--hf_model_path", str(source / "huggingface")]
+    assert merge(step / "critic", tmp_path / "merged", "--is-value-model", *named) == 0
+    critic, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert critic.config.num_labels == 1
+    assert not any(told.values())
+
+
+@pytest.mark.parametrize(
+    ("source", "more", "said"),
+    [
+        ("run/global_steps_20/actor", [], "there is RUN/global_step_20/actor"),
+        ("run/global_step_20", [], "name RUN/global_step_20/actor"),
+        ("run/global_step_2/actor", [], "RUN has global_step_20"),
+        ("run/global_step_20/actor", ["--backend", "megatron"], "use --backend fsdp"),
+        ("run/global_step_20/actor", ["--tie-word-embedding"], "leave the option out"),
+        ("run/global_step_20/actor", ["--frobnicate"], "--frobnicate (see `verl merge --help`)"),
+    ],
+)
+def test_what_is_not_right_is_said_with_what_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], said: str
+) -> None:
+    checkpoint(tmp_path / "run")
+    assert merge(tmp_path / source, tmp_path / "merged", *more) == 2
+    assert said.replace("RUN", str(tmp_path / "run")) in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_target_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = checkpoint(tmp_path / "run")
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "mine.txt").write_text("mine")
+    assert merge(source, tmp_path / "merged") == 2
+    assert "is there already, and not empty" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine.txt"]
