@@ -45,7 +45,7 @@ class Case:
     name: str
     hang: Callable[[Run], int]
     owner: str  # who is waited for, in the line on the console
-    deadline: str
+    deadline: str  # its setting: what hangs is waited for by whoever needs it next
     seconds: float
     said: str  # what the line must say of him
     stack: str  # what the report must hold
@@ -54,7 +54,8 @@ class Case:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one run with transformers' engine: a reward, and a rank")
-    short = parser.parse_args().short
+    parser.add_argument("--only", type=int, help="the run of this number, from 0")
+    options = parser.parse_args()
     reward = Case(
         "a reward that never ends",
         lambda run: run.ask_for("reward"),
@@ -64,9 +65,9 @@ def main() -> None:
         "gave no score within its deadline",
         "in never_ends",
     )
-    core = frozen("vLLM's engine process, frozen", "VLLM::EngineCore", "rollout engine 0", "generation")
-    actor = frozen("an engine's actor, frozen", "ray::RolloutActor", "rollout engine 0", "generation")
-    rank = frozen("a train worker, frozen", "ray::TrainWorker", "train worker", "train")
+    core = frozen("vLLM's engine process, frozen", "VLLM::EngineCore", "rollout engine 0", "generation|weights")
+    actor = frozen("an engine's actor, frozen", "ray::RolloutActor", "rollout engine 0", "generation|weights")
+    rank = frozen("a train worker, frozen", "ray::TrainWorker", "train worker", "train|weights")
     absent = Case(
         "a rank that misses a collective",
         lambda run: run.ask_for("rank"),
@@ -78,7 +79,7 @@ def main() -> None:
     )
     runs = (
         [("hf", [reward, absent])]
-        if short
+        if options.short
         else [
             ("vllm", [reward, core]),
             ("vllm", [actor]),
@@ -90,6 +91,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-stall-") as directory:
         make_assets(Path(directory))
         for number, (engine, cases) in enumerate(runs):
+            if options.only not in (None, number):
+                continue
             with Run(Path(directory), f"run{number}", engine) as run:
                 for case in cases:
                     results[case.name] = run.case(case)
@@ -104,7 +107,7 @@ def main() -> None:
 
 
 def frozen(name: str, process: str, owner: str, deadline: str) -> Case:
-    setting = f"trainer.deadlines.{deadline}"
+    setting = rf"trainer\.deadlines\.({deadline})"
     return Case(name, lambda run: run.freeze(process), owner, setting, DEADLINE_S, "is frozen", "is frozen")
 
 
@@ -130,7 +133,7 @@ class Run:
         )
         self._watch = Stopwatch()
         threading.Thread(target=self._read, daemon=True).start()
-        self._await("step ", START_S)
+        self._await(r"^step\s+\d", START_S)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -171,15 +174,15 @@ class Run:
             self._lines.put(line)
         self._lines.put(None)
 
-    def _await(self, text: str, seconds: float) -> str | None:
-        """The first line from now on that holds `text`; None when none came in time."""
+    def _await(self, pattern: str, seconds: float) -> str | None:
+        """The first line from now on that is like `pattern`; None when none came in time."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
                 line = self._lines.get(timeout=left)
             except queue.Empty:
                 return None
-            if line is None or text in line:
+            if line is None or re.search(pattern, line):
                 return line
         return None
 
@@ -207,7 +210,7 @@ class Run:
         text = Path(report[1]).read_text() if report else ""
         right = {
             "the owner": case.owner in found[2],
-            "the deadline": found[4] == f"{case.deadline}={case.seconds:g}",
+            "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", found[4]) is not None,
             "what became of him": case.said in said,
             "the process": not pid or str(pid) in said,
             "the report": case.stack in text and "Who waits, for whom" in text,

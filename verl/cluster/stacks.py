@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sysconfig
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,17 +172,21 @@ def _read_from_outside(pid: int) -> tuple[str, str]:
     )
 
 
-def _threads(text: str) -> Iterator[tuple[str, ...]]:
-    """Both ways of writing: `  File "x.py", line 3 in f` of faulthandler, `    f (x.py:3)` of py-spy."""
-    frames: list[str] = []
+def _threads(text: str) -> list[tuple[str, ...]]:
+    """Thread by thread, the main one first, from both ways of writing: faulthandler's, which has it last, and py-spy's.
+
+    >>> _threads('Thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
+    [('f (x.py:3)',)]
+    >>> _threads("Thread 7 (idle)\n    f (x.py:3)")
+    [('f (x.py:3)',)]
+    """
+    found: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
-            if frames:
-                yield tuple(frames)
-            frames = []
+            found.append([])
         elif at := re.match(r'\s+File "(.+)", line (\S+) in (.+)', line):
-            frames.append(f"{at[3]} ({at[1]}:{at[2]})")
+            found[-1].append(f"{at[3]} ({at[1]}:{at[2]})")
         elif at := re.match(r"\s+(.+ \(.+:\d+\))$", line):
-            frames.append(at[1])
-    if frames:
-        yield tuple(frames)
+            found[-1].append(at[1])
+    threads = [tuple(frames) for frames in found if frames]
+    return threads[::-1] if "most recent call first" in text else threads
