@@ -125,10 +125,13 @@ class EngineKeeper:
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._keeping: list[asyncio.Task[None]] = []
         self._none_left = asyncio.Event()
+        self._crash: BaseException | None = None
 
     def start(self, join: Callable[[int], Awaitable[None]]) -> None:
         """Watch over engines that are up; `join` is the publisher's, and brings one of them to the current weights."""
         self._keeping = [asyncio.ensure_future(self._keep(seat, join)) for seat in self._seats]
+        for task in self._keeping:
+            task.add_done_callback(self._check_end)
 
     async def close(self) -> None:
         """Watch no more; to be done before the engines are closed, or they would be restarted."""
@@ -252,7 +255,14 @@ class EngineKeeper:
         seconds = asyncio.get_running_loop().time() - seat.lost_at if was_lost else 0.0
         self._report(EngineEvent(seat.number, before, state, why, seconds))
 
-    def _obituary(self) -> EngineError:
+    def _check_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and task.exception() is not None:  # a mistake of ours, or of who is told of the events
+            self._crash = task.exception()
+            self._none_left.set()
+
+    def _obituary(self) -> BaseException:
+        if self._crash is not None:
+            return self._crash
         ends = "; ".join(f"engine {seat.number}: {seat.why}" for seat in self._seats)
         return EngineError(
             f"no rollout engine is left: each was restarted {self._max_restarts} times in vain. {ends}. Mend what "

@@ -251,6 +251,17 @@ async def test_a_guarded_wait_gives_what_it_waited_for_or_its_error(crew: Crew) 
         await crew.keeper.guard(_raise(EngineError("another matter")))
 
 
+@scene(1)
+async def test_a_keeper_that_fails_itself_ends_the_run(crew: Crew) -> None:
+    def fail(event: EngineEvent) -> None:
+        raise OSError("the console is gone")
+
+    crew.keeper._report = fail
+    crew.engines[0].is_up = False
+    with pytest.raises(OSError, match="the console is gone"):
+        await crew.keeper.guard(asyncio.sleep(10_000))
+
+
 @scene(1, answer_s=20)
 async def test_one_that_hangs_while_it_joins_is_ended_and_does_not_hold_the_run(crew: Crew) -> None:
     crew.engines[0].is_up = False

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from simulated_clock import Deadlock, simulate
+from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel
 
 from verl.data.order import InOrder
 from verl.data.stream import PromptStream
@@ -29,14 +30,14 @@ T = TypeVar("T")
 
 ROWS = 1000
 MAX_RESTARTS = 4
-ANSWER_S, STALL_S, START_S, SYNC_S, PATIENCE_S = 20.0, 90.0, 120.0, 300.0, 5_000.0
-LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few thousand
+ANSWER_S, STALL_S, START_S, PATIENCE_S = 20.0, 90.0, 120.0, 5_000.0
 PROBE = Probe(sequences=((1, 2),), tolerance=1e-3)
-GARBAGE = -1e6  # the weights of a new process
 
 
 class Violation(AssertionError):  # noqa: N818 - it is what was found, not what went wrong in here
-    """A promise was broken."""
+    """A promise was broken; `history` is what had happened until then."""
+
+    history: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Scenario:
     fault_every_s: float
     fault_in_call: float
     broken: tuple[int, ...]  # engines that never start again
+    token_s: float  # to write one, on average
     together: bool  # requests go out in rounds, and results must not depend on faults
 
     @classmethod
@@ -70,17 +72,18 @@ class Scenario:
             workers=1 if together else draw.randint(1, 3),
             batch=draw.randint(1, 4),
             answers=2 if dynamic else draw.randint(1, 2),  # one alone always has signal
-            steps=draw.randint(2, 6),
+            steps=draw.randint(2, 7),
             max_staleness=0 if together else draw.randint(0, 3),
             dynamic=dynamic,
             max_batches=draw.choice([0, 2, 3, 4]) if dynamic else 0,
             left_out_rate=0.0 if together else draw.choice([0.0, 0.0, 0.1, 0.3]),
             save_every=draw.randint(1, 3),
             trainer_deaths=draw.choice([0, 0, 1, 2]),
-            faults=draw.choice([0, 2, 4, 6, 8]),
-            fault_every_s=draw.choice([3.0, 10.0, 30.0]),
+            faults=draw.choice([1, 1, 2, 4, 8]),
+            fault_every_s=draw.choice([5.0, 20.0, 60.0]),
             fault_in_call=draw.choice([0.0, 0.02, 0.1]),
             broken=tuple(number for number in range(engines) if draw.random() < 0.05),
+            token_s=draw.choice([0.3, 3.0]),
             together=together,
         )
         empty = any(not batch for batch in scenario.batches(seed))
@@ -134,7 +137,9 @@ def run_seed(seed: int) -> Outcome:
     if scenario.together:
         calm = _run(scenario.without_faults(), seed)
         if wrong := [place for place, result in outcome.results.items() if calm.results[place] != result]:
-            raise Violation(f"results of the positions {wrong} are others than without faults")
+            broken = Violation(f"results of the positions {wrong} are others than without faults")
+            broken.history = outcome.history
+            raise broken
     return outcome
 
 
@@ -143,242 +148,17 @@ def _run(scenario: Scenario, seed: int) -> Outcome:
     world = _World(scenario, seed)
     try:
         simulate(world.live())
-    except Deadlock as error:
-        raise Violation(f"deadlock: {error}") from error
+    except (Deadlock, Violation) as error:
+        world.violations.append(str(error))
     if world.violations:
-        raise Violation(world.violations[0])
+        broken = Violation(world.violations[0])
+        broken.history = world.outcome.history
+        raise broken
     return world.outcome
 
 
 def _chance(what: str, seed: int, position: int) -> float:
     return random.Random(f"{what} {seed} {position}").random()
-
-
-class _Process:
-    """One life of an engine's process. What it is asked to do goes on when the one who asked has gone."""
-
-    def __init__(self, world: _World, number: int) -> None:
-        self._world, self.number = world, number
-        self.is_alive, self.is_started, self.is_open, self.hangs = True, False, False, False
-        self.is_deaf = self.mislabels = self.is_cut_off = False
-        self.slowness = 1.0
-        self.weights, self.version, self.proved = GARBAGE, -1, GARBAGE
-        self.loading = asyncio.Lock()
-        self._thawed = asyncio.Event()
-        self._thawed.set()
-        self._tasks: dict[asyncio.Task[Any], None] = {}
-
-    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.ensure_future(work)
-        self._tasks[task] = None
-        task.add_done_callback(self._forget)
-        return task
-
-    async def work(self, seconds: float) -> None:
-        await asyncio.sleep(seconds * self.slowness)
-        await self._thawed.wait()
-
-    def die(self) -> None:
-        self.is_alive = self.is_open = False
-        for task in list(self._tasks):
-            task.cancel()
-
-    def freeze(self, seconds: float) -> None:
-        self._thawed.clear()
-        asyncio.get_running_loop().call_later(seconds, self._thawed.set)
-
-    def _forget(self, task: asyncio.Task[Any]) -> None:
-        del self._tasks[task]
-        if not task.cancelled():
-            task.exception()
-
-
-class _Engine:
-    """A handle that stays while processes come and go: what `RemoteEngine` and `RolloutActor` are on a cluster."""
-
-    def __init__(self, world: _World, number: int) -> None:
-        self._world, self.number = world, number
-        self.process = _Process(world, number)
-        self.process.is_started = True
-        self.failures = 0
-
-    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        async def answer(process: _Process) -> Completion:
-            _demand(process.is_open, "not open")
-            draw = random.Random(f"{list(token_ids)} {sampling.seed}")
-            tokens, logprobs, versions = [], [], []
-            for _ in range(sampling.max_tokens):
-                await process.work(self._world.draw.expovariate(1.0))
-                await self._until_it_does_not_hang(process)
-                tokens.append(draw.randrange(100))
-                logprobs.append(process.weights)
-                versions.append(process.version)
-            return Completion(tokens, logprobs, versions, "length")
-
-        return await self._call(answer, None)
-
-    async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
-        async def answer(process: _Process) -> list[Completion]:
-            _demand(process.is_open, "not open")
-            await process.work(self._world.draw.expovariate(0.2))
-            await self._until_it_does_not_hang(process)
-            text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
-            draw = random.Random(f"{text} {process.weights}")  # all of a batch goes into every answer
-            return [
-                Completion([draw.randrange(100)] * n, [process.weights] * n, [process.version] * n, "length")
-                for n in (sampling.max_tokens for _, sampling in requests)
-            ]
-
-        return await self._call(answer, None)
-
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        async def answer(process: _Process) -> list[float]:
-            _demand(process.is_started, "not started")
-            await process.work(0.1)
-            await self._world.maybe_die(process, "probed")
-            process.proved = process.weights
-            return [process.weights - token for token in token_ids[1:]]
-
-        return await self._call(answer, SYNC_S)
-
-    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
-        async def load(process: _Process) -> None:
-            _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
-            async with process.loading:
-                await process.work(self._world.draw.expovariate(0.5))
-                await self._world.maybe_die(process, "loading")
-                await self._until_it_does_not_hang(process)
-                if process.is_deaf or process.mislabels:
-                    self.failures += 1
-                if not process.is_deaf:
-                    [process.weights] = parcels
-                process.version = version - process.mislabels
-
-        await self._call(load, SYNC_S)
-
-    async def version(self) -> int:
-        async def answer(process: _Process) -> int:
-            _demand(process.is_started, "not started")
-            return process.version
-
-        return await self._call(answer, SYNC_S)
-
-    async def ready(self) -> bool:
-        async def answer(process: _Process) -> bool:
-            return process.is_open
-
-        return await self._call(answer, SYNC_S)
-
-    async def open(self, version: int) -> None:
-        async def opening(process: _Process) -> None:
-            _demand(process.is_started and process.version == version, f"does not hold version {version}")
-            await self._world.maybe_die(process, "opened")
-            self._world.check(process.proved == process.weights, "an engine is opened that has not proved its weights")
-            process.is_open = True
-
-        await self._call(opening, SYNC_S)
-
-    async def shut(self, why: str) -> None:
-        async def shutting(process: _Process) -> None:
-            process.is_open = False
-
-        await self._call(shutting, SYNC_S)
-
-    async def end(self) -> None:
-        await asyncio.sleep(self._world.delay() * 5)
-        self.die()
-        await asyncio.sleep(self._world.delay())
-
-    async def start(self) -> None:
-        draw = self._world.draw
-        self.process = process = _Process(self._world, self.number)
-        will = draw.choice(["fail", "die", "hang", "be deaf", "mislabel"]) if self._world.may_fail(0.3) else ""
-        if self.number in self._world.scenario.broken:
-            will = "fail"
-        process.is_deaf, process.mislabels = will == "be deaf", will == "mislabel"
-        self.failures += will in ("fail", "die", "hang")
-
-        async def boot() -> None:
-            await process.work(draw.uniform(2, 20))
-            if will == "fail":
-                raise EngineError("it does not start")
-            if will == "die":
-                process.die()
-            await process.work(LONGEST_S if will == "hang" else 0)
-            process.is_started = True
-
-        booting = process.run(boot())
-        await asyncio.wait([booting])
-        if booting.cancelled():
-            raise ProcessLostError("it died while it started")
-        booting.result()
-
-    def die(self) -> None:
-        """The process ends; sometimes the cluster puts a new one there, which nobody has started."""
-        dead = self.process
-        dead.die()
-        if self._world.draw.random() < 0.5:
-
-            def replace_it() -> None:
-                if self.process is dead:
-                    self.process = _Process(self._world, self.number)
-
-            asyncio.get_running_loop().call_later(self._world.delay(), replace_it)
-
-    async def _call(self, ask: Callable[[_Process], Coroutine[Any, Any, T]], deadline_s: float | None) -> T:
-        await asyncio.sleep(self._world.delay())
-        process = self.process
-        if not process.is_alive:
-            raise ProcessLostError("there is no process")
-
-        async def answer() -> T:
-            await process.work(0)
-            return await ask(process)
-
-        task = process.run(answer())
-        await asyncio.wait([task], timeout=deadline_s)
-        if not task.done():
-            raise ProcessLostError(f"no answer within {deadline_s} s")
-        await asyncio.sleep(self._world.delay())
-        if task.cancelled() or (not process.is_alive and self._world.draw.random() < 0.5):
-            raise ProcessLostError("the process has died")  # in the second case it had done the work
-        return task.result()
-
-    async def _until_it_does_not_hang(self, process: _Process) -> None:
-        if process.hangs:
-            await asyncio.get_running_loop().create_future()
-
-
-class _Model:
-    """The trained weights: one number, another one after every update of every life."""
-
-    def __init__(self, world: _World) -> None:
-        self._world = world
-        self.weights = 0.0
-        self.is_up = True
-        self.failures = 0
-
-    async def pack_weights(self) -> Sequence[float]:
-        return [await self._steady(1.0)]
-
-    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
-        raise AssertionError("not this way")
-
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        weights = await self._steady(0.3)
-        return [[weights - token for token in sequence[1:]] for sequence in sequences]
-
-    async def compute(self, seconds: float) -> None:
-        await asyncio.sleep(self._world.draw.expovariate(1 / seconds))
-        if not self.is_up:
-            self.failures += 1
-            raise ProcessLostError("a train worker has died")
-
-    async def _steady(self, seconds: float) -> float:
-        before = self.weights
-        await self.compute(seconds)
-        self._world.check(self.weights == before, "the trained weights changed while they were packed or scored")
-        return before
 
 
 @dataclass
@@ -394,6 +174,7 @@ _FAULTS = (
     "freezes",
     "freezes for long",
     "hangs",
+    "hangs",
     "is cut off from the weights",
     "its core dies",
     "slow",
@@ -406,6 +187,7 @@ class _World:
     def __init__(self, scenario: Scenario, seed: int) -> None:
         self.scenario, self.seed = scenario, seed
         self.draw = random.Random(seed)
+        self.token_s, self.broken = scenario.token_s, scenario.broken
         self.outcome = Outcome()
         self.violations: list[str] = []
         self._faults_left = scenario.faults
@@ -427,7 +209,7 @@ class _World:
         self.outcome.faults += 1
         return True
 
-    async def maybe_die(self, process: _Process, where: str) -> None:
+    async def maybe_die(self, process: Process, where: str) -> None:
         if self.may_fail(self.scenario.fault_in_call):
             self.note(f"engine {process.number} dies while it is {where}")
             self.engines[process.number].failures += 1
@@ -556,8 +338,8 @@ class _World:
 
     def _build(self) -> None:
         scenario = self.scenario
-        self.model = _Model(self)
-        self.engines = [_Engine(self, number) for number in range(scenario.engines)]
+        self.model = SimulatedModel(self)
+        self.engines = [SimulatedEngine(self, number) for number in range(scenario.engines)]
         self.keeper = EngineKeeper(
             self.engines,
             self._event,
@@ -615,9 +397,10 @@ class _World:
             await buffer.close()
 
     async def _run_group(self, position: int, row: int) -> list[SampleHandle] | None:
-        # Shielded: nobody tells an episode worker that its answer is not waited for any more.
-        work = self._ask_together(position) if self.scenario.together else self._episodes(position)
-        return await self.keeper.guard(asyncio.shield(asyncio.ensure_future(work)))
+        together = self.scenario.together
+        work = asyncio.ensure_future(self._ask_together(position) if together else self._episodes(position))
+        # Shielded: an episode worker may not hear that its answer is not waited for any more.
+        return await self.keeper.guard(asyncio.shield(work) if together or self.draw.random() < 0.5 else work)
 
     async def _episodes(self, position: int) -> list[SampleHandle] | None:
         if self.scenario.is_left_out(position, self.seed):
@@ -689,15 +472,23 @@ class _World:
             await asyncio.sleep(5)
         else:
             self.check(False, f"engines did not come back: {self.keeper.states}")
-        await asyncio.sleep(60)
         for pool in self.pools:
+            for _ in range(2000):
+                if not any(pool.load) and all(
+                    self._agrees(*pair) for pair in zip(self.keeper.states, pool.states, strict=True)
+                ):
+                    break
+                await asyncio.sleep(5)
+            else:
+                self.check(
+                    False, f"a pool holds on to {pool.load}, or does not see {self.keeper.states}: {pool.states}"
+                )
             self.outcome.runs_again += pool.runs_again
+
+    @staticmethod
+    def _agrees(kept: EngineState, pooled: EngineState) -> bool:
+        return kept is EngineState.GIVEN_UP or pooled is EngineState.READY
 
 
 def _request(position: int, number: int) -> Request:
     return [position, number], SamplingParams(max_tokens=2 + (position + number) % 3, seed=position * 10 + number)
-
-
-def _demand(holds: bool, otherwise: str) -> None:
-    if not holds:
-        raise ProcessLostError(otherwise)

@@ -1,0 +1,274 @@
+"""Engines and a trained model that are not there: what a run sees of them, and all that can go wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Protocol, TypeVar
+
+from verl.errors import EngineError, ProcessLostError
+from verl.rollout.pool import Request
+from verl.types import Completion, SamplingParams
+
+__all__ = ["LONGEST_S", "Fate", "Process", "SimulatedEngine", "SimulatedModel"]
+
+T = TypeVar("T")
+
+LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few thousand
+SYNC_S = 300.0
+GARBAGE = -1e6  # the weights of a new process
+
+
+class Fate(Protocol):
+    """Who decides what happens to them."""
+
+    draw: random.Random
+    token_s: float  # to write one, on average
+    broken: Sequence[int]  # engines that never start again
+
+    def delay(self) -> float:
+        """Of one message."""
+        ...
+
+    def may_fail(self, chance: float) -> bool:
+        """Whether something goes wrong now; a bounded number of times."""
+        ...
+
+    async def maybe_die(self, process: Process, where: str) -> None: ...
+
+    def check(self, holds: bool, otherwise: str) -> None:
+        """What must hold; else the run has broken a promise."""
+        ...
+
+
+class Process:
+    """One life of an engine's process. What it is asked to do goes on when the one who asked has gone."""
+
+    def __init__(self, fate: Fate, number: int) -> None:
+        self._fate, self.number = fate, number
+        self.is_alive, self.is_started, self.is_open, self.hangs = True, False, False, False
+        self.is_deaf = self.mislabels = self.is_cut_off = False
+        self.slowness = 1.0
+        self.weights, self.version, self.proved = GARBAGE, -1, GARBAGE
+        self.loading = asyncio.Lock()
+        self._thawed = asyncio.Event()
+        self._thawed.set()
+        self._tasks: dict[asyncio.Task[Any], None] = {}
+
+    def run(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.ensure_future(work)
+        self._tasks[task] = None
+        task.add_done_callback(self._forget)
+        return task
+
+    async def work(self, seconds: float) -> None:
+        await asyncio.sleep(seconds * self.slowness)
+        await self._thawed.wait()
+
+    def die(self) -> None:
+        self.is_alive = self.is_open = False
+        for task in list(self._tasks):
+            task.cancel()
+
+    def freeze(self, seconds: float) -> None:
+        self._thawed.clear()
+        asyncio.get_running_loop().call_later(seconds, self._thawed.set)
+
+    def _forget(self, task: asyncio.Task[Any]) -> None:
+        del self._tasks[task]
+        if not task.cancelled():
+            task.exception()
+
+
+class SimulatedEngine:
+    """A handle that stays while processes come and go: what `RemoteEngine` and `RolloutActor` are on a cluster."""
+
+    def __init__(self, fate: Fate, number: int) -> None:
+        self._fate, self.number = fate, number
+        self.process = Process(fate, number)
+        self.process.is_started = True
+        self.failures = 0
+
+    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        async def answer(process: Process) -> Completion:
+            _demand(process.is_open, "not open")
+            draw = random.Random(f"{list(token_ids)} {sampling.seed}")
+            tokens, logprobs, versions = [], [], []
+            for _ in range(sampling.max_tokens):
+                await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
+                await self._until_it_does_not_hang(process)
+                tokens.append(draw.randrange(100))
+                logprobs.append(process.weights)
+                versions.append(process.version)
+            return Completion(tokens, logprobs, versions, "length")
+
+        return await self._call(answer, None)
+
+    async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
+        async def answer(process: Process) -> list[Completion]:
+            _demand(process.is_open, "not open")
+            await process.work(self._fate.draw.expovariate(0.3 / self._fate.token_s))
+            await self._until_it_does_not_hang(process)
+            text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
+            draw = random.Random(f"{text} {process.weights}")  # all of a batch goes into every answer
+            return [
+                Completion([draw.randrange(100)] * n, [process.weights] * n, [process.version] * n, "length")
+                for n in (sampling.max_tokens for _, sampling in requests)
+            ]
+
+        return await self._call(answer, None)
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        async def answer(process: Process) -> list[float]:
+            _demand(process.is_started, "not started")
+            await process.work(0.1)
+            await self._fate.maybe_die(process, "probed")
+            process.proved = process.weights
+            return [process.weights - token for token in token_ids[1:]]
+
+        return await self._call(answer, SYNC_S)
+
+    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+        async def load(process: Process) -> None:
+            _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
+            async with process.loading:
+                await process.work(self._fate.draw.expovariate(0.5))
+                await self._fate.maybe_die(process, "loading")
+                await self._until_it_does_not_hang(process)
+                if process.is_deaf or process.mislabels:
+                    self.failures += 1
+                if not process.is_deaf:
+                    [process.weights] = parcels
+                process.version = version - process.mislabels
+
+        await self._call(load, SYNC_S)
+
+    async def version(self) -> int:
+        async def answer(process: Process) -> int:
+            _demand(process.is_started, "not started")
+            return process.version
+
+        return await self._call(answer, SYNC_S)
+
+    async def ready(self) -> bool:
+        async def answer(process: Process) -> bool:
+            return process.is_open
+
+        return await self._call(answer, SYNC_S)
+
+    async def open(self, version: int) -> None:
+        async def opening(process: Process) -> None:
+            _demand(process.is_started and process.version == version, f"does not hold version {version}")
+            await self._fate.maybe_die(process, "opened")
+            self._fate.check(process.proved == process.weights, "an engine is opened that has not proved its weights")
+            process.is_open = True
+
+        await self._call(opening, SYNC_S)
+
+    async def shut(self, why: str) -> None:
+        async def shutting(process: Process) -> None:
+            process.is_open = False
+
+        await self._call(shutting, SYNC_S)
+
+    async def end(self) -> None:
+        await asyncio.sleep(self._fate.delay() * 10)
+        self.die()
+        await asyncio.sleep(self._fate.delay())
+
+    async def start(self) -> None:
+        draw = self._fate.draw
+        self.process = process = Process(self._fate, self.number)
+        will = draw.choice(["fail", "die", "hang", "be deaf", "mislabel"]) if self._fate.may_fail(0.3) else ""
+        if self.number in self._fate.broken:
+            will = "fail"
+        process.is_deaf, process.mislabels = will == "be deaf", will == "mislabel"
+        self.failures += will in ("fail", "die", "hang")
+
+        async def boot() -> None:
+            await process.work(draw.uniform(2, 20))
+            if will == "fail":
+                raise EngineError("it does not start")
+            if will == "die":
+                process.die()
+            await process.work(LONGEST_S if will == "hang" else 0)
+            process.is_started = True
+
+        booting = process.run(boot())
+        await asyncio.wait([booting])
+        if booting.cancelled():
+            raise ProcessLostError("it died while it started")
+        booting.result()
+
+    def die(self) -> None:
+        """The process ends; sometimes the cluster puts a new one there, which nobody has started."""
+        dead = self.process
+        dead.die()
+        if self._fate.draw.random() < 0.5:
+
+            def replace_it() -> None:
+                if self.process is dead:
+                    self.process = Process(self._fate, self.number)
+
+            asyncio.get_running_loop().call_later(self._fate.delay(), replace_it)
+
+    async def _call(self, ask: Callable[[Process], Coroutine[Any, Any, T]], deadline_s: float | None) -> T:
+        await asyncio.sleep(self._fate.delay())
+        process = self.process
+        if not process.is_alive:
+            raise ProcessLostError("there is no process")
+
+        async def answer() -> T:
+            await process.work(0)
+            return await ask(process)
+
+        task = process.run(answer())
+        await asyncio.wait([task], timeout=deadline_s)
+        if not task.done():
+            raise ProcessLostError(f"no answer within {deadline_s} s")
+        await asyncio.sleep(self._fate.delay())
+        if task.cancelled() or (not process.is_alive and self._fate.draw.random() < 0.5):
+            raise ProcessLostError("the process has died")  # in the second case it had done the work
+        return task.result()
+
+    async def _until_it_does_not_hang(self, process: Process) -> None:
+        if process.hangs:
+            await asyncio.get_running_loop().create_future()
+
+
+class SimulatedModel:
+    """The trained weights: one number, another one after every update of every life."""
+
+    def __init__(self, fate: Fate) -> None:
+        self._fate = fate
+        self.weights = 0.0
+        self.is_up = True
+        self.failures = 0
+
+    async def pack_weights(self) -> Sequence[float]:
+        return [await self._steady(1.0)]
+
+    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
+        raise AssertionError("not this way")
+
+    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        weights = await self._steady(0.3)
+        return [[weights - token for token in sequence[1:]] for sequence in sequences]
+
+    async def compute(self, seconds: float) -> None:
+        await asyncio.sleep(self._fate.draw.expovariate(1 / seconds))
+        if not self.is_up:
+            self.failures += 1
+            raise ProcessLostError("a train worker has died")
+
+    async def _steady(self, seconds: float) -> float:
+        before = self.weights
+        await self.compute(seconds)
+        self._fate.check(self.weights == before, "the trained weights changed while they were packed or scored")
+        return before
+
+
+def _demand(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ProcessLostError(otherwise)
