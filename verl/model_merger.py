@@ -122,6 +122,7 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
     """Written beside the target and proved there; the last act is its name."""
     from verl.checkpoint.export import checkpoint_weights, export_weights
     from verl.checkpoint.files import replace
+    from verl.training.model_files import form_of
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--target_dir {target}: is there already, and not empty; name another, or move it away")
@@ -136,7 +137,7 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
         config = _config(draft, options)
         if options.is_value_model:
             config.save_pretrained(draft)
-        export_weights(checkpoint_weights(source, dtype=_dtype(config), tied=_tied(config)), draft)
+        export_weights(checkpoint_weights(source, **form_of(config)), draft)
         if gaps := _compare(source, draft, options):
             raise CheckpointError(f"what was written is not what {source} holds, and was taken away: {_few(gaps)}")
         draft.chmod(0o755)
@@ -171,6 +172,7 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     from verl.artefacts import model_problems
+    from verl.training.model_files import form_of
 
     for problem in model_problems(str(folder), trust_remote_code=options.trust_remote_code):
         raise CheckpointError(problem)
@@ -178,7 +180,7 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: config.json cannot be used: {error}") from error
-    if options.tie_word_embedding and not _tied(config):
+    if options.tie_word_embedding and not form_of(config)["tied"]:
         raise CheckpointError(
             "--tie-word-embedding: the model's config.json says tie_word_embeddings=false, and its head was trained by "
             "itself; leave the option out"
@@ -189,24 +191,13 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
     return config
 
 
-def _tied(config: Any) -> bool:
-    return bool(getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings)
-
-
-def _dtype(config: Any) -> Any:
-    """The type of the model that the run started from; training may have kept its weights in a wider one."""
-    import torch
-
-    dtype = config.dtype
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
-
-
 def _compare(source: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """How the model in `folder` differs from the checkpoint, in words; empty: not at all."""
     from verl.checkpoint.export import checkpoint_weights, weight_gaps
+    from verl.training.model_files import form_of
 
     config = _config(folder, options)
-    gaps = weight_gaps(checkpoint_weights(source, dtype=_dtype(config), tied=_tied(config)), folder)
+    gaps = weight_gaps(checkpoint_weights(source, **form_of(config)), folder)
     return gaps or [*_forward_gaps(source, folder, config, options)]
 
 
@@ -217,6 +208,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     from transformers.utils.logging import disable_progress_bar
 
     from verl.checkpoint.export import checkpoint_weights
+    from verl.training.model_files import form_of
 
     disable_progress_bar()
     kind: Any = AutoModelForTokenClassification if options.is_value_model else AutoModelForCausalLM
@@ -230,14 +222,14 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if told[what]:
             yield f"from_pretrained found {what.replace('_', ' ')}: {', '.join(map(str, sorted(told[what])[:3]))}"
-    tied, head = _tied(config), loaded.get_output_embeddings()
-    if head is not None and tied != (head.weight is loaded.get_input_embeddings().weight):
-        yield f"the head is {'not ' if tied else ''}the embedding, and the config says tie_word_embeddings={tied}"
+    form, head = form_of(config), loaded.get_output_embeddings()
+    if head is not None and form["tied"] != (head.weight is loaded.get_input_embeddings().weight):
+        yield f"the head is {'not ' * form['tied']}the embedding, against tie_word_embeddings in the config"
     with torch.no_grad():
         found = loaded.eval()(tokens).logits
         del loaded
-        filled = kind.from_config(config, dtype=_dtype(config), **arguments)
-        weights = dict(checkpoint_weights(source, dtype=_dtype(config), tied=tied))
+        filled = kind.from_config(config, dtype=form["dtype"], **arguments)
+        weights = dict(checkpoint_weights(source, **form))
         filled.load_state_dict(weights, strict=False, assign=True)
         filled.tie_weights()
         right = filled.eval()(tokens).logits

@@ -103,6 +103,12 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
             f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}",
         )
+    if trainer.save_hf and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
+        yield Finding(
+            ("trainer.save_hf", f"{ACTOR}.checkpoint.save_contents"),
+            f"trainer.save_hf: true makes the model of the weights in the checkpoint, and {ACTOR}.checkpoint."
+            "save_contents leaves them out; add model to it, or set trainer.save_hf=False",
+        )
     if rollout.temperature == 0:
         yield Finding(
             (f"{ROLLOUT}.temperature",),

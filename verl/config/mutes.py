@@ -248,7 +248,7 @@ _TRAINING = (
         ("trainer.total_training_steps",),
     ),
     Mute(
-        ("trainer.max_ckpts_to_keep",),
+        ("trainer.max_ckpts_to_keep", "trainer.save_hf"),
         lambda c: c.trainer.save_freq == -1,
         "trainer.save_freq=-1 saves none",
         ("trainer.save_freq",),

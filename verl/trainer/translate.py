@@ -95,6 +95,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         method=method(config),
         publish_dtype=rollout_dtype(config, device),
         tokenizer_path=model.tokenizer_path,
+        save_hf=config.trainer.save_hf,
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
         load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
     )

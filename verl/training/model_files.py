@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
+from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-__all__ = ["model_files"]
+__all__ = ["exported_form", "form_of", "model_files"]
 
 
 def model_files(
@@ -25,3 +27,16 @@ def model_files(
     with tempfile.TemporaryDirectory(prefix="verl-tokenizer-") as folder:
         tokenizer.save_pretrained(folder)
         return files | {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def exported_form(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
+    """How weights are written beside the configuration in `folder`; see `form_of`."""
+    return form_of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+
+
+def form_of(config: PreTrainedConfig) -> dict[str, Any]:
+    """`dtype`: that of the model that the run started from, though training may keep its weights in a wider one.
+    `tied`: whether the head is the embedding."""
+    dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
+    tied = getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings
+    return {"dtype": dtype, "tied": bool(tied)}

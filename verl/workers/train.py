@@ -15,6 +15,7 @@ from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
 from verl.cluster.waits import DEFAULTS, Deadlines, Owner
 from verl.data.plan import Plan, RankPlan
+from verl.errors import CheckpointError
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
 
@@ -39,6 +40,7 @@ class TrainSettings:
     process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
     tokenizer_path: str | None = None  # None: with the model
+    save_hf: bool = False
     save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
     deadlines: Deadlines = DEFAULTS
@@ -136,7 +138,8 @@ class TrainWorker:
 
             self._writer = BackgroundWriter()
         states = self._policy.states(self._settings.save_contents)
-        self._writer.start(states, Path(directory), trainer, [self._write_model_files])
+        finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
+        self._writer.start(states, Path(directory), trainer, finishing)
 
     def saved(self, wait: bool) -> bool:
         """Whether it is written; what went wrong with it is raised here."""
@@ -153,6 +156,18 @@ class TrainWorker:
         folder = Path("actor", "huggingface")
         make_directory(directory / folder)
         return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
+
+    def _write_merged(self, directory: Path) -> dict[str, FileSum]:
+        """The weights for `from_pretrained`, from the shards that were just written; held against them once more."""
+        from verl.checkpoint.export import checkpoint_weights, export_weights, weight_gaps
+        from verl.training.model_files import exported_form
+
+        shards, folder = directory / "actor", Path("actor", "huggingface")
+        form = exported_form(directory / folder, trust_remote_code=self._settings.actor.trust_remote_code)
+        written = export_weights(checkpoint_weights(shards, **form), directory / folder)
+        if gaps := weight_gaps(checkpoint_weights(shards, **form), directory / folder):
+            raise CheckpointError(f"{directory / folder}: is not what was to be written: {'; '.join(gaps[:3])}")
+        return {str(folder / name): each for name, each in written.items()}
 
     def verify(self, directory: str) -> list[str]:
         """What is wrong with this rank's part of a checkpoint's files."""

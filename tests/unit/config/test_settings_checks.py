@@ -160,6 +160,7 @@ def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> 
         ("reward.reward_model.weight=0.5", [*MODEL, "reward.functions=[{path: r.py}]"]),
         ("data.val_max_samples=10", ["data.val_files=v.parquet"]),
         ("trainer.max_ckpts_to_keep=2", ["trainer.save_freq=10"]),
+        ("trainer.save_hf=true", ["trainer.save_freq=10"]),
         ("trainer.resume_from_path=x/global_step_5", ["trainer.resume_mode=path"]),
     ],
 )

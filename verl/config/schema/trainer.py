@@ -62,6 +62,10 @@ class TrainerConfig(Section):
     save_freq: Every = setting(-1, "A checkpoint every so many steps; -1: never.", unit="steps")
     test_freq: Every = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
     val_before_train: bool = setting(True, "Validate before the first step, if there are val_files.")
+    save_hf: bool = setting(
+        False,
+        "Every checkpoint also holds the model for from_pretrained, in actor/huggingface; as verl merge makes it.",
+    )
     max_ckpts_to_keep: int | None = setting(
         None, "Older checkpoints are deleted; null: all are kept.", unit="checkpoints", ge=1
     )
