@@ -46,7 +46,8 @@ def _introduced(_actor: Any, who: Owner) -> None:
     context = ray.get_runtime_context()
     place = {"pid": os.getpid(), "node": context.get_node_id(), "host": ray.util.get_node_ip_address()}
     _put(f"process/{who}", place)
-    Watchdog(WAITS, _who, tell).start()
+    if not WAITS.is_watched:
+        Watchdog(WAITS, _who, tell).start()
 
 
 def tell_of(what: str, of: Owner, deadline: Deadline, evidence: str) -> None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -80,6 +81,7 @@ class Seen:
         return "\n".join(lines)
 
 
+@cache
 def answer_with_stacks() -> None:
     """From now on this process writes down its stacks when `look` asks for them."""
     if hasattr(os, "memfd_create"):  # Linux; elsewhere py-spy must do

@@ -149,17 +149,21 @@ class Watchdog:
         self._ending.set()
         self._thread.join()
 
+    def look(self) -> None:
+        """Tell of what is late now; whoever waits for it learns where the report is."""
+        for late in self._lookout.look():
+            report = self._heed(late)
+            if late.over:
+                self._reports[late.what, late.owners[0].kind] = report
+        for wait in self._waits.open():
+            if wait.left <= 2 * TICK_S and not wait.report:
+                wait.report = self._reports.get((wait.what, wait.of.kind), "")
+        self._also()
+
     def _run(self) -> None:
         while not self._ending.wait(TICK_S):
             try:
-                for late in self._lookout.look():
-                    report = self._heed(late)
-                    if late.over:
-                        self._reports[late.what, late.owners[0].kind] = report
-                for wait in self._waits.open():
-                    if wait.left <= 2 * TICK_S and not wait.report:
-                        wait.report = self._reports.get((wait.what, wait.of.kind), "")
-                self._also()
+                self.look()
             except Exception:  # noqa: BLE001 - what it could not say must not end what it watches
                 _log.exception("the watchdog could not tell of a wait")
 
