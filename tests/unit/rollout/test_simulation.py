@@ -1,0 +1,121 @@
+"""The simulation repeats exactly, and it can fail: logic that is wrong on purpose breaks a promise."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+from simulated_clock import Deadlock, simulate
+from simulated_engines import SimulatedEngine
+from simulated_run import Violation, run_seed
+
+from verl.errors import ProcessLostError
+from verl.rollout import pool
+from verl.rollout.keeper import EngineKeeper, EngineState
+from verl.rollout.pool import EnginePool
+from verl.trainer.buffer import EpisodeBuffer
+from verl.types import Completion
+from verl.weights.publish import Publisher
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("seed", [1, 7, 15])
+def test_a_seed_repeats_exactly(seed: int) -> None:
+    assert run_seed(seed) == run_seed(seed)
+
+
+def test_the_first_seeds_keep_all_promises() -> None:
+    _run_seeds(0, 20)
+
+
+def test_seeds_differ() -> None:
+    assert run_seed(1).history != run_seed(7).history
+
+
+def test_a_clock_without_anything_to_wait_for_is_a_deadlock() -> None:
+    async def wait() -> None:
+        await asyncio.Event().wait()
+
+    with pytest.raises(Deadlock):
+        simulate(wait())
+
+
+async def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of something that matters."""
+
+
+async def _by_who_is_ready(self: EnginePool, requests: Sequence[pool.Request]) -> list[Completion]:
+    count = max(1, self.states.count(EngineState.READY))
+    shares = [requests[place::count] for place in range(min(count, len(requests)))]
+    answers = await asyncio.gather(*(self._batch(share, place) for place, share in enumerate(shares)))
+    return [answers[number % count][number // count] for number in range(len(requests))]
+
+
+async def _never(*_: Any) -> None:
+    await asyncio.Event().wait()
+
+
+def _of_all(self: Publisher, numbers: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
+    for number, outcome in zip(numbers, outcomes, strict=True):
+        if isinstance(outcome, ProcessLostError):
+            self._crew.lost(number, outcome)
+    return {n: found for n, found in zip(numbers, outcomes, strict=True) if not isinstance(found, BaseException)}
+
+
+@asynccontextmanager
+async def _whenever(self: Publisher) -> AsyncIterator[None]:
+    yield
+
+
+async def _by_completion(self: EpisodeBuffer, count: int) -> list[Any]:
+    tasks = [self._groups.popleft() for _ in range(count)]
+    groups = [await task for task in asyncio.as_completed(tasks)]
+    self._left_out -= sum(group.left_out for group in groups)
+    return groups
+
+
+def _one_more(self: EpisodeBuffer) -> None:
+    self._started -= 1
+    _start_allowed(self)
+    self._started += 1
+
+
+_start_allowed = EpisodeBuffer._start_allowed
+
+
+def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
+    return self._stream.state()
+
+
+TRIES = 300
+
+MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
+    "a pool that does not run again": (pool, "MOST_LOSSES", 1, "fewer losses", 0),
+    "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back", 0),
+    "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
+    "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 73),
+    "a keeper that does not hear of losses": (EngineKeeper, "lost", lambda *_: None, "the run ended", 0),
+    "a keeper that does not ask": (EngineKeeper, "_beats", _never, "came back|does not see", 0),
+    "a keeper that does not wait for the end of the lost": (EngineKeeper, "silenced", _nothing, "written by", 53),
+    "a publisher that does not compare": (Publisher, "_compare", lambda *_: 0.0, "labelled", 44),
+    "a publisher that lets join at any time": (Publisher, "changing", _whenever, "changed while", 19),
+    "a publisher that hears those who were replaced": (Publisher, "_outcomes", _of_all, "did not reach", 137),
+    "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
+    "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
+    "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_logic_that_is_wrong_breaks_a_promise(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, attribute, wrong, promise, first = MUTANTS[name]
+    monkeypatch.setattr(owner, attribute, wrong)
+    with pytest.raises(Violation, match=promise):
+        _run_seeds(first, TRIES)
+
+
+def _run_seeds(first: int, count: int) -> None:
+    for seed in range(first, first + count):
+        run_seed(seed)
