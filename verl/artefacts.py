@@ -12,11 +12,16 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-__all__ = ["model_problems"]
+__all__ = ["PICKLED", "model_problems"]
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Names of functions; with a slash they name a repository, whose code would be fetched and run."""
+
+PICKLED = (
+    "its weights are a pickle that holds more than tensors, and would run code; nothing of it was loaded. "
+    "Take a model in safetensors"
+)
 
 
 def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:

@@ -75,7 +75,7 @@ def entries(directory: str | Path) -> dict[str, Entry]:
     """
     path = Path(directory, METADATA)
     try:
-        text = path.read_text()
+        text = path.read_bytes()
     except OSError as error:
         raise CheckpointError(
             f"checkpoint {directory}: {error}; it was not written to its end. Resume from an earlier step"

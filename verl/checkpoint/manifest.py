@@ -86,7 +86,10 @@ class CheckpointDir:
                 f"checkpoint {self.step_dir(step)}: {damage[0]}, so it is not complete; "
                 f"complete ones there: {', '.join(f'{PREFIX}{found}' for found in self.steps()) or 'none'}"
             )
-        return dict(json.loads((self.step_dir(step) / TRAINER).read_text()))
+        try:
+            return dict(json.loads((self.step_dir(step) / TRAINER).read_bytes()))
+        except (ValueError, TypeError, RecursionError) as error:  # whole by its manifest, and yet no JSON
+            raise CheckpointError(f"checkpoint {self.step_dir(step)}: {TRAINER} is damaged: {error}") from error
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first: with a manifest, and every file of it in its size."""

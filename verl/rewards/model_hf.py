@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from verl.artefacts import model_problems
+from verl.artefacts import PICKLED, model_problems
 from verl.errors import ConfigError
 from verl.rewards.model import SETTING, unreadable
 
@@ -54,7 +54,9 @@ class HfRewardModel:
                 trust_remote_code=self._trust,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+        except pickle.UnpicklingError as error:
+            raise ConfigError([f"{SETTING}.model_path={self._path}: {PICKLED}"]) from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError([f"{SETTING}.model_path={self._path}: cannot be loaded: {error}"]) from error
         missing = sorted(told["missing_keys"])
         if missing:  # transformers makes them up, and a made-up head scores at random

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from verl.artefacts import model_problems
+from verl.artefacts import PICKLED, model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
@@ -219,7 +219,9 @@ def load_model(
         hf = _auto_class(config, head).from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise EngineError(f"model {path}: {PICKLED}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise EngineError(f"model {path}: cannot be loaded: {error}") from error
     for module in hf.modules():
         if isinstance(module, nn.Dropout):

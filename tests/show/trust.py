@@ -1,0 +1,385 @@
+"""What comes from outside runs nothing, nobody outside can reach a run, and its secrets stay in it.
+
+1. Malicious models, data, settings and checkpoints, each opened as a user would: no canary file may be created.
+2. A real run with vLLM, and /proc/net/tcp* read while it lasts: its processes listen on loopback alone, Ray's services
+   refuse a call without the run's token, no page is served without it, and the token is in no file and no command line.
+3. Twelve secrets in the environment, settings, command line, URLs and tracebacks of that run, and of others that fail:
+   they are in nothing that was printed, written or logged, nor in the command line of any other process.
+
+`--short`: the run of transformers instead of vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import http.client
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _common import ROOT, finish, sized_for_addition
+from _malicious import ARTEFACTS, CommandFailedError, control, remove
+
+from verl.demo.assets import make_assets
+
+LISTEN = "0A"
+PAGES = (
+    "/",
+    "/metrics",
+    "/api/jobs/",
+    "/api/actors",
+    "/nodes",
+    "/logs",
+    "/api/job_agent/jobs/",
+    "/get_or_create_runtime_env",
+)
+CALLS = (
+    "/ray.rpc.NodeInfoGcsService/GetAllNodeInfo",
+    "/ray.rpc.InternalKVGcsService/InternalKVKeys",
+    "/ray.rpc.JobInfoGcsService/GetAllJobInfo",
+    "/ray.rpc.NodeManagerService/GetNodeStats",
+    "/ray.rpc.CoreWorkerService/GetCoreWorkerStats",
+    "/ray.rpc.ReporterService/GetTraceback",
+)
+REWARD = """
+import os
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+    if hash(solution_str) % 3 == 0:
+        raise ValueError(f"cannot reach {kwargs['url']} with {kwargs['api_key']} or {os.environ['CANARY_DB_PASSWORD']}")
+    return float(solution_str.strip() == str(ground_truth))
+"""
+SAMPLER = """
+import os
+raise RuntimeError(f"login {os.environ['HF_TOKEN']} at https://bob:canary-sampler-0012@host/ failed")
+"""
+SECRETS = {
+    # in the environment
+    "OPENAI_API_KEY": "canary-openai-0001",
+    "WANDB_API_KEY": "canary-wandb-0002",
+    "HF_TOKEN": "canary-hf-0003",
+    "AWS_SECRET_ACCESS_KEY": "canary-aws-0004",
+    "CANARY_DB_PASSWORD": "canary-db-0005",
+    # in a file of settings
+    "settings: api_key": "canary-yaml-0006",
+    "settings: nested password": "canary-nested-0007",
+    "settings: url with a password": "canary-urlpw-0008",
+    # on the command line
+    "command line: token": "canary-cli-0009",
+    "command line: url with api_key": "canary-query-0010",
+    # in messages and tracebacks
+    "path of data with a password": "canary-path-0011",
+    "traceback of a user's module": "canary-sampler-0012",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="the run of transformers instead of vLLM")
+    parser.add_argument("--artefacts", action="store_true", help="the first part only")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="verl-trust-") as directory:
+        folder = Path(directory)
+        ran, outcomes = artefacts(folder)
+        refused = sum(outcome != "harmless" for outcome in outcomes.values())
+        figures: dict[str, Any] = {"artefacts": len(outcomes), "refused": refused, "ran": ran}
+        if options.artefacts:
+            finish("trust", not ran and len(outcomes) >= 20, **figures)
+        seen = whole_run(folder, engine="hf" if options.short else "vllm")
+        failures = failing_runs(folder)
+    found = leaks(seen, failures)
+    for place in found:
+        print(f"LEAK: {place}")
+    for line in sorted(seen.outside):
+        print(f"OUTSIDE: {line}")
+    finish(
+        "trust",
+        not ran and len(outcomes) >= 20 and seen.sound and not found and failures.sound,
+        **figures,
+        listeners=len(seen.listeners),
+        outside_loopback=len(seen.outside),
+        calls_refused=seen.calls_refused,
+        calls_answered=len(seen.calls_answered),
+        pages_served=len(seen.pages_served),
+        answered_with_token=seen.answered_with_token,
+        secrets=len(SECRETS),
+        places_searched=len(seen.texts) + len(failures.texts),
+        leaks=len(found),
+    )
+
+
+def artefacts(folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Those that ran their code; and what became of each."""
+    (folder / "control").mkdir()
+    assert control(folder / "control"), "the canaries of this proof do not sing"
+    ran, outcomes = [], {}
+    for number, (name, make) in enumerate(ARTEFACTS.items()):
+        place, canary = folder / f"artefact-{number}", folder / f"canary-{number}"
+        place.mkdir()
+        told = io.StringIO()
+        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+            opening = make(place, canary)
+            assert not canary.exists(), f"{name}: its own maker has set it off"
+            try:
+                opening()
+                outcomes[name] = "harmless"
+            except Exception as error:  # noqa: BLE001 - every refusal is right, however it is said
+                text = told.getvalue().strip() if isinstance(error, CommandFailedError) else str(error)
+                outcomes[name] = text.splitlines()[-1][:150]
+        if canary.exists():
+            ran.append(name)
+        print(f"{'RAN: ' if canary.exists() else ''}{name}: {outcomes[name]}", flush=True)
+        remove(place)
+    return ran, outcomes
+
+
+# --- a run, watched
+
+
+@dataclass
+class Seen:
+    """What was seen of a run, and all that it left behind."""
+
+    listeners: set[str] = field(default_factory=set)
+    outside: set[str] = field(default_factory=set)
+    calls_refused: int = 0
+    calls_answered: list[str] = field(default_factory=list)
+    pages_served: list[str] = field(default_factory=list)
+    answered_with_token: bool = False
+    token: str = ""
+    texts: dict[str, bytes] = field(default_factory=dict)
+    sound: bool = False
+
+
+def whole_run(folder: Path, engine: str) -> Seen:
+    assets = folder / "assets"
+    make_assets(assets)
+    (folder / "reward.py").write_text(REWARD)
+    values = list(SECRETS.values())
+    (folder / "secret.yaml").write_text(
+        "reward:\n  max_failure_rate: 0.99\n  custom_reward_function:\n"
+        f"    path: {folder / 'reward.py'}\n    reward_kwargs:\n      api_key: {values[5]}\n"
+        f"      login: {{user: ann, password: {values[6]}}}\n      url: https://ann:{values[7]}@judge.invalid/v1\n"
+    )
+    command = [sys.executable, "-m", "verl", "train", "--config-path", str(folder), "--config-name", "secret"]
+    command += sized_for_addition(assets)
+    command += [
+        f"actor_rollout_ref.rollout.name={engine}",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "data.train_batch_size=8",
+        "data.val_max_samples=8",
+        "trainer.total_training_steps=2",
+        "trainer.save_freq=1",
+        "trainer.logger=[console,jsonl]",
+        f"+reward.custom_reward_function.reward_kwargs.service_token={values[8]}",
+        f"+reward.custom_reward_function.reward_kwargs.mirror='https://mirror.invalid/x?api_key={values[9]}'",
+    ]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
+    environment |= {name: value for name, value in SECRETS.items() if name.isupper()}
+    seen = Seen()
+    with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
+        process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err)
+        try:
+            sessions = watch(process, seen)
+        finally:
+            if process.poll() is None:
+                process.kill()
+    seen.texts |= texts_of([folder / "out.txt", folder / "err.txt", assets / "run", *sessions])
+    print(seen.texts[str(folder / "out.txt")].decode(), seen.texts[str(folder / "err.txt")].decode()[-3000:])
+    saved = any("global_step_2/trainer.json" in name for name in seen.texts)
+    private = all(path.stat().st_mode & 0o077 == 0 for path in sessions)
+    seen.sound = (
+        process.returncode == 0
+        and saved
+        and bool(sessions)
+        and private
+        and not seen.outside
+        and not seen.calls_answered
+        and not seen.pages_served
+        and seen.calls_refused > 0
+        and seen.answered_with_token
+    )
+    return seen
+
+
+def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
+    """Look at the run until it ends; the folders of its Ray sessions."""
+    sessions: set[Path] = set()
+    knocked, deadline = False, time.monotonic() + 400
+    while process.poll() is None and time.monotonic() < deadline:
+        pids = descendants(process.pid)
+        listening = {each for pid in pids for each in listeners(pid)}
+        seen.listeners |= {f"{address}:{port}" for address, port, _ in listening}
+        seen.outside |= {f"{address}:{port} {name}" for address, port, name in listening if not is_loopback(address)}
+        for pid in pids:
+            line = cmdline(pid)
+            if pid != process.pid:
+                seen.texts.setdefault(f"command line: {line[:60]!r} {len(line)}", line)
+            sessions |= {Path(found.decode()) for found in re.findall(rb"(/[^\s\0=]*/session_[\d_-]+)/", line)}
+            seen.token = seen.token or variable(pid, "RAY_AUTH_TOKEN")
+        workers = sum(b"TrainWorker" in cmdline(pid) for pid in pids)
+        if workers and not knocked and len(listening) > 8:
+            knocked = True
+            knock(sorted({(address, port) for address, port, _ in listening}), seen)
+        time.sleep(0.3)
+    return sorted(sessions)
+
+
+def descendants(root: int) -> list[int]:
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError, ValueError, IndexError):
+                parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+    found = [root]
+    for pid in found:
+        found += [child for child, parent in parents.items() if parent == pid]
+    return found
+
+
+def listeners(pid: int) -> Iterator[tuple[str, int, str]]:
+    """(address, port, name of the process) of every socket that it listens on, from /proc/net/tcp and tcp6."""
+    inodes = set()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                inodes.add(os.readlink(entry).removeprefix("socket:[").removesuffix("]"))
+    name = cmdline(pid)[:40].decode(errors="replace").replace("\0", " ")
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == LISTEN and fields[9] in inodes:
+                    address, port = fields[1].split(":")
+                    yield address, int(port, 16), name
+
+
+def is_loopback(address: str) -> bool:
+    """Of an address as the kernel writes it: 127.0.0.1, ::1, or 127.0.0.1 within IPv6."""
+    return address in ("0100007F", "0" * 24 + "01000000", "0" * 16 + "FFFF0000" + "0100007F")
+
+
+def cmdline(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def variable(pid: int, name: str) -> str:
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            key, _, value = entry.decode(errors="replace").partition("=")
+            if key == name:
+                return value
+    return ""
+
+
+def knock(places: Iterable[tuple[str, int]], seen: Seen) -> None:
+    """At every door, without the token: by gRPC and by HTTP. Then once with it, to know that somebody is at home."""
+    import grpc
+
+    for _, port in places:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            for call in CALLS:
+                status = ask(channel, call)
+                if status == "UNAUTHENTICATED":
+                    seen.calls_refused += 1
+                elif status == "OK":
+                    seen.calls_answered.append(f"{port}{call}")
+                elif status in ("UNAVAILABLE", "DEADLINE_EXCEEDED"):
+                    break  # it does not speak gRPC
+            token = ("authorization", f"Bearer {seen.token}")
+            seen.answered_with_token |= ask(channel, CALLS[0], token) == "OK"
+        for page in PAGES:
+            if (status := get(f"http://127.0.0.1:{port}{page}")) is not None:
+                seen.pages_served.append(f"{port}{page}: {status}")
+    for place in (*seen.calls_answered, *seen.pages_served):
+        print(f"ANSWERED WITHOUT A TOKEN: {place}")
+
+
+def get(url: str) -> int | None:
+    """The status of a page that is served; None if it is refused, not there, or no page at all."""
+    try:
+        with urllib.request.urlopen(url, timeout=1) as reply:
+            return int(reply.status)
+    except (OSError, http.client.HTTPException, ValueError):  # what does not speak HTTP sends other bytes
+        return None
+
+
+def ask(channel: Any, call: str, *metadata: tuple[str, str]) -> str:
+    import grpc
+
+    try:
+        channel.unary_unary(call)(b"", timeout=1.5, metadata=metadata)
+    except grpc.RpcError as error:
+        return str(error.code().name)
+    return "OK"
+
+
+# --- runs that fail, and what all of them left
+
+
+def failing_runs(folder: Path) -> Seen:
+    """Settings printed, a path with a password that is not there, a module of the user's that raises at import."""
+    (folder / "leaky_sampler.py").write_text(SAMPLER)
+    values = list(SECRETS.values())
+    environment = os.environ | {name: value for name, value in SECRETS.items() if name.isupper()}
+    environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}"
+    secret = f"+reward.custom_reward_function.reward_kwargs.service_token={values[8]}"
+    assets = folder / "assets"
+    whole = ["train", *sized_for_addition(assets), secret]
+    runs = {
+        "config": (0, ["config", "--config-path", str(folder), "--config-name", "secret", secret]),
+        "path": (2, [*whole, f"data.train_files=https://ann:{values[10]}@host.invalid/train.parquet"]),
+        "wrong setting": (2, [*whole, f"trainer.resume_from_pathh=https://ann:{values[10]}@host.invalid/x"]),
+        "traceback": (1, [*whole, "data.sampler=leaky_sampler:order"]),
+    }
+    seen, sound = Seen(), True
+    for name, (code, arguments) in runs.items():
+        told = subprocess.run(
+            [sys.executable, "-m", "verl", *arguments], cwd=ROOT, env=environment, capture_output=True, timeout=200
+        )
+        seen.texts[f"{name}: stdout"], seen.texts[f"{name}: stderr"] = told.stdout, told.stderr
+        text = (told.stdout + told.stderr).decode()
+        if told.returncode != code or "***" not in text:
+            sound = False
+            print(f"{name}: ended with {told.returncode}, expected {code}:\n{text[-1500:]}")
+    seen.sound = sound
+    return seen
+
+
+def texts_of(places: Iterable[Path]) -> dict[str, bytes]:
+    found: dict[str, bytes] = {}
+    for place in places:
+        for path in [place] if place.is_file() else sorted(place.rglob("*")):
+            with contextlib.suppress(OSError):
+                if path.is_file() and not path.is_symlink():
+                    found[str(path)] = path.read_bytes()
+    return found
+
+
+def leaks(*all_seen: Seen) -> list[str]:
+    """Where a secret stands: the canaries, and the token of the run."""
+    secrets = SECRETS | {f"Ray's token {n}": seen.token for n, seen in enumerate(all_seen) if seen.token}
+    return [
+        f"{name} in {place}"
+        for seen in all_seen
+        for place, text in seen.texts.items()
+        for name, value in secrets.items()
+        if value.encode() in text
+    ]
+
+
+if __name__ == "__main__":
+    main()
