@@ -207,7 +207,9 @@ class Run:
         since = datetime.combine(now.date(), datetime.strptime(found[1], "%H:%M:%S").time())
         said = found[5]
         report = REPORT.search(line)
-        text = Path(report[1]).read_text() if report else ""
+        # Found in the run's own folder: the path on the console may be redacted.
+        reports = sorted((self.folder / "stalls").glob("*.txt"), key=lambda path: path.stat().st_mtime)
+        text = reports[-1].read_text() if report and reports else ""
         right = {
             "the owner": case.owner in found[2],
             "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", found[4]) is not None,

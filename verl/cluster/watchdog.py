@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 from verl.cluster.stacks import Seen
 from verl.cluster.waits import Deadline, Owner, Wait, Waits, together
+from verl.redaction import redact
 
 __all__ = ["Late", "Lookout", "Place", "Reporter", "Watchdog", "Witnesses", "verdict"]
 
@@ -226,7 +227,7 @@ class Reporter:
         self.folder.mkdir(parents=True, exist_ok=True)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         path = self.folder / f"{stamp}.txt"
-        path.write_text("\n\n".join(parts) + "\n")
+        path.write_text(redact("\n\n".join(parts)) + "\n")
         return str(path)
 
 

@@ -50,7 +50,8 @@ def test_a_wait_is_open_while_it_lasts_also_when_it_fails(waits: Waits) -> None:
             assert [wait.what for wait in waits.open()] == ["divide"]
             return 1 / 0
 
-    pytest.raises(ZeroDivisionError, divide)
+    with pytest.raises(ZeroDivisionError):
+        divide()
     assert waits.open() == []
 
 
