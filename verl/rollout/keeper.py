@@ -115,13 +115,14 @@ class EngineKeeper:
         *,
         beat_s: float = 10.0,
         answer_s: float = 60.0,
+        end_s: float = 120.0,
         start_s: float = 1200.0,
         max_restarts: int = 5,
         backoff_s: float = 1.0,
     ) -> None:
         self._seats = [_Seat(number, engine) for number, engine in enumerate(engines)]
         self._report = report
-        self._beat_s, self._answer_s, self._start_s = beat_s, answer_s, start_s
+        self._beat_s, self._answer_s, self._end_s, self._start_s = beat_s, answer_s, end_s, start_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._keeping: list[asyncio.Task[None]] = []
         self._none_left = asyncio.Event()
@@ -210,7 +211,7 @@ class EngineKeeper:
     async def _restart(self, seat: _Seat) -> None:
         self._move(seat, EngineState.RESTARTING, seat.why)
         seat.told.clear()
-        await within(seat.engine.end(), self._start_s)
+        await within(seat.engine.end(), self._end_s)
         seat.silent.set()
         await within(seat.engine.start(), self._start_s)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from random import randrange
 from typing import Protocol, TypeVar
 
-from verl.errors import EngineError, ProcessLostError
+from verl.errors import EngineError, NoAnswerError, ProcessLostError
 from verl.rollout.keeper import EngineState, within
 from verl.types import Completion, SamplingParams
 
@@ -191,15 +191,13 @@ class EnginePool:
                 sign_of_life = max(since, seat.last_finish)
                 await asyncio.wait([request], timeout=max(0.0, sign_of_life + self._stall_s - clock()))
                 if not request.done() and sign_of_life == max(since, seat.last_finish):
-                    why = (
+                    raise NoAnswerError(
                         f"rollout engine {seat.number} has finished no request for {self._stall_s:.0f} s, with "
                         f"{seat.load:,} tokens still to do: it hangs, or one answer takes longer than that"
                     )
-                    self._lose(seat, why, hangs=True)
-                    raise ProcessLostError(why)
             answer = request.result()
         except ProcessLostError as error:
-            self._lose(seat, str(error))
+            self._lose(seat, str(error), hangs=isinstance(error, NoAnswerError))
             raise
         finally:
             request.cancel()  # of no effect on one that is done
@@ -225,7 +223,7 @@ class EnginePool:
         seat.returning = asyncio.ensure_future(self._return(seat, hangs))
 
     async def _return(self, seat: _Seat, hangs: bool) -> None:
-        if hangs:  # its keeper cannot see that
+        if hangs:  # and may still tell its keeper that all is well
             with suppress(EngineError, asyncio.TimeoutError):
                 await within(seat.engine.shut(seat.why), self._answer_s)
         is_ready = False
