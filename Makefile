@@ -58,3 +58,4 @@ show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/hostile_rewards.py --short
 	$(PYTHON) tests/show/grading.py --short
 	$(PYTHON) tests/show/merge.py --short
+	$(PYTHON) tests/show/simulation.py --short
