@@ -7,7 +7,8 @@ VerlError
 ├── WeightSyncError    an engine does not hold the weights that the trainer sent
 ├── CheckpointError    a checkpoint is incomplete or does not fit
 └── EngineError        an engine died, refused or did not answer in time
-    └── ProcessLostError  the process behind a call is gone, or does not answer: its work can be done again elsewhere
+    └── ProcessLostError   the process behind a call is gone: its work can be done again elsewhere
+        └── NoAnswerError  it may still be there, but has not answered before its deadline
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
+    "NoAnswerError",
     "ProcessLostError",
     "RewardError",
     "VerlError",
@@ -68,3 +70,7 @@ class EngineError(VerlError):
 
 class ProcessLostError(EngineError):
     """The process behind a call has died, or does not answer. Nothing is wrong with what it was asked to do."""
+
+
+class NoAnswerError(ProcessLostError):
+    """The process behind a call has not answered before its deadline; nobody knows whether it ever will."""

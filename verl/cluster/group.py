@@ -11,7 +11,7 @@ from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayT
 
 from verl.cluster.census import introduce
 from verl.cluster.waits import Deadline, Owner, Progress, reported, waiting
-from verl.errors import ProcessLostError, VerlError
+from verl.errors import NoAnswerError, ProcessLostError, VerlError
 
 __all__ = ["ActorGroup", "call", "fetch"]
 
@@ -37,7 +37,7 @@ async def call(
         with waiting(what, of=of, deadline=deadline, progress=progress, peers=peers) as wait:
             while not (await asyncio.wait([answer], timeout=wait.left))[0]:
                 if wait.left <= 0:
-                    raise ProcessLostError(
+                    raise NoAnswerError(
                         f"waited {wait.age:.0f} s for {of} to {what} and gave up; if it only needs longer, raise "
                         f"{deadline}{await reported(wait)}"
                     )
@@ -68,9 +68,7 @@ def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline
             return ray.get(list(references), timeout=deadline.seconds)
         except GetTimeoutError as error:
             told = asyncio.run(reported(wait))
-            raise ProcessLostError(
-                f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}"
-            ) from error
+            raise NoAnswerError(f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}") from error
 
 
 class ActorGroup:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -10,17 +11,24 @@ from verl.cluster.census import introduce
 from verl.cluster.group import call
 from verl.cluster.pool import DevicePool
 from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress
+from verl.errors import ProcessLostError
 
 __all__ = ["Remote", "spawn"]
 
+NEW_YET_S, NEW_ANSWERS_S = 0.5, 10.0  # how often a process is asked whether it is a new one, and how long it may take
+
 
 def spawn(actor: type, *args: Any, pool: DevicePool, device: int, share: float) -> Any:
-    """Ask Ray for the process; it comes up while the caller goes on. Its coroutines interleave without a bound."""
-    return ray.remote(actor).options(max_concurrency=100_000, **pool.options(device, share=share)).remote(*args)
+    """Ask Ray for the process; it comes up while the caller goes on. Its coroutines interleave without a bound.
+
+    Ray puts a new process in the place of one that died, under the same handle; somebody has to `start` that one again.
+    """
+    options = {"max_concurrency": 100_000, "max_restarts": -1, **pool.options(device, share=share)}
+    return ray.remote(actor).options(**options).remote(*args)
 
 
 class Remote:
-    """An actor with `start` and `close`; subclasses give its methods a face. Can be sent to other processes."""
+    """An actor with `start`, `has_started` and `close`; subclasses give its methods a face. Can be sent elsewhere."""
 
     kind: str
 
@@ -38,8 +46,21 @@ class Remote:
         await self._call("start", deadline=self.deadlines.start)
         self._started = True
 
+    async def end(self) -> None:
+        """End the process, whatever state it is in; returns once a new one, not yet started, is in its place."""
+        if not await self._is_new():
+            ray.kill(self.actor, no_restart=False)
+            while not await self._is_new():
+                await asyncio.sleep(NEW_YET_S)
+
+    async def _is_new(self) -> bool:
+        try:
+            return not await self._call("has_started", deadline=Deadline(NEW_ANSWERS_S))
+        except ProcessLostError:
+            return False
+
     async def close(self) -> None:
-        """End the process; what has started first ends its own children."""
+        """End the process for good; what has started first ends its own children."""
         try:
             if self._started:
                 await self._call("close", deadline=self.deadlines.close)

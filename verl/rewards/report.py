@@ -9,7 +9,7 @@ from typing import Any
 
 from verl.rewards.worker import CHANNEL_LOST
 
-__all__ = ["how_it_ended", "with_stack"]
+__all__ = ["how_it_ended", "was_killed", "with_stack"]
 
 
 def how_it_ended(report: Mapping[str, Any]) -> str:
@@ -22,6 +22,14 @@ def how_it_ended(report: Mapping[str, Any]) -> str:
     if code == CHANNEL_LOST:
         return "closed file descriptors that are not its own (os.closerange?)"
     return f"ended its process with exit code {code} (os._exit?)"
+
+
+def was_killed(report: Mapping[str, Any]) -> bool:
+    """Whether somebody ended it who was not one of us: the kernel for want of memory, or a human."""
+    status = report["status"]
+    return bool(report.get("keeper")) or (
+        not report["why"] and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+    )
 
 
 def with_stack(what: str, report: Mapping[str, Any]) -> str:

@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from verl.rewards.keeper import KILL, READY, START, descendants
 from verl.rewards.outcome import Answer, Failed, FailureKind, Outcome, Scored, failure, late
-from verl.rewards.report import how_it_ended, with_stack
+from verl.rewards.report import how_it_ended, was_killed, with_stack
 from verl.rewards.worker import HEADER
 
 __all__ = ["Call", "Scoring", "Seat"]
@@ -66,6 +66,7 @@ class Call:
     started: float = 0.0
     is_running: bool = False
     alone: bool = False  # it was beside others when a worker had to end: the next one has it for itself
+    was_killed: bool = False  # with its worker, from outside
 
 
 class Owner(Protocol):
@@ -320,6 +321,10 @@ class Seat:
         calls, self.calls = self.calls, {}
         started = {number for number, call in calls.items() if call.started < math.inf}
         guilty = started if not self._side_by_side or len(started) == 1 else set()
+        if was_killed(report):  # by somebody else, it seems: each is made once more, and alone, before it is to blame
+            guilty = {number for number in guilty if calls[number].was_killed}
+            for number in started:
+                calls[number].was_killed = True
         kind: FailureKind = "timeout" if self._is_late else "died"
         what = with_stack(late(scoring.deadline_s) if self._is_late else how_it_ended(report), report)
         for number in guilty:

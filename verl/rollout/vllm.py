@@ -110,6 +110,8 @@ class VllmEngine:
         await self._llm.resume_generation()
 
     async def version(self) -> int:
+        with _deaths_told():
+            await self._llm.check_health()  # a process that is gone would not answer what comes next
         return _number(await self._llm.get_weight_version())
 
     async def close(self) -> None:

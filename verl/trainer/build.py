@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.cluster.census import watched
+from verl.cluster.machines import devices_that_answer
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
 from verl.cluster.waits import Deadlines
@@ -25,12 +26,14 @@ from verl.rewards.outcome import short
 from verl.rewards.pool import ScorePool
 from verl.rewards.tally import FailureTally
 from verl.rewards.who import who_scores
+from verl.rollout.keeper import EngineKeeper
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
+from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.saving import Saver, find_checkpoint
 from verl.trainer.translate import (
@@ -68,13 +71,18 @@ Exhibiting = Callable[..., Awaitable[str]]
 
 @asynccontextmanager
 async def assemble(
-    config: Config, console: Console, *, model_ready: Callable[[], Awaitable[None]] | None = None
+    config: Config,
+    console: Console,
+    *,
+    faults: Faults | None = None,
+    model_ready: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Trainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes.
 
-    `model_ready` is awaited before the weights are read, so that engines can start while somebody still makes them.
+    `faults` are those of the run so far, of which this may be a restart. `model_ready` is awaited before the weights
+    are read, so that engines can start while somebody still makes them.
     """
-    times = Metrics()
+    times, faults = Metrics(), faults or Faults(console)
 
     async def timed(name: str, part: Awaitable[T]) -> T:
         with timer(times, f"start_{name}"):
@@ -91,6 +99,8 @@ async def assemble(
         closing.enter_context(watched(config.trainer.checkpoint_dir / "stalls", console.note, console.advice))
         deadlines = Deadlines.read(config.trainer.deadlines)
         device = detect_device() if config.trainer.device == "auto" else config.trainer.device
+        if faults.has_restarted:
+            config = await _with_devices_left(config, device, console)
         ranks = train_ranks(config)
         mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
         pool = DevicePool(ranks, device, mend=mend, deadline=deadlines.devices)
@@ -130,7 +140,14 @@ async def assemble(
         tracker = _open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
-        answer, exhibit = _answering(config, data, episodes), _exhibiting(config, episodes)
+        keeper = EngineKeeper(
+            engines,
+            faults.engine,
+            answer_s=deadlines.reply.seconds,
+            start_s=deadlines.start.seconds,
+            max_restarts=faults.settings.max_engine_restarts,
+        )
+        answer, exhibit = _answering(config, data, episodes, keeper), _exhibiting(config, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
         tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
@@ -148,11 +165,14 @@ async def assemble(
             max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
         )
         closing.push_async_callback(buffer.close)
+        weights = Publisher(policy, engines, _transport(config), _probe(config, data, device), keeper)
+        keeper.start(weights.join)
+        closing.push_async_callback(keeper.close)
         yield Trainer(
             buffer=buffer,
             planner=planner(config, ranks),
             policy=policy,
-            weights=Publisher(policy, engines, _transport(config), _probe(config, data, device)),
+            weights=weights,
             evaluator=_evaluator(config, data, answer, exhibit),
             saver=Saver(
                 policy,
@@ -166,6 +186,7 @@ async def assemble(
             version=version,
             tally=tally,
             exhibit=exhibit,
+            faults=faults,
         )
 
 
@@ -237,6 +258,17 @@ def _changed(section: S, changes: Mapping[str, Any]) -> S:
     return section.model_copy(update=update)
 
 
+async def _with_devices_left(config: Config, device: str, console: Console) -> Config:
+    """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
+    wanted, settings = train_ranks(config), config.trainer.faults
+    shrinks = settings.on_lost_node == "shrink"
+    there = await devices_that_answer(device, wanted, patience_s=0.0 if shrinks else settings.node_wait)
+    if there >= wanted or not there or not shrinks:
+        return config  # too few are an error of the pool's
+    console.advice(f"the cluster has {there} of {wanted} devices left: the run goes on with {there} train ranks")
+    return _changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+
+
 def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
     epochs = timetable.total_steps * timetable.batch / data.order.length
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
@@ -295,7 +327,7 @@ def _timetable(config: Config, data: RunData) -> Timetable:
     )
 
 
-def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
+def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: EngineKeeper) -> Answer:
     rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     common: dict[str, Any] = {
         "max_tokens": config.data.max_response_length,
@@ -321,7 +353,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool) -> Answer:
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
         seeds = [seed(split, group, number) for number in range(count)]
         greedy_baseline = split == "train" and method(config).estimator == "remax"
-        return await episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline))
+        return await keeper.guard(episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline)))
 
     return answer
 

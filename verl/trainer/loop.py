@@ -16,6 +16,7 @@ from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
 from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.evaluate import Evaluator
+from verl.trainer.faults import Faults
 from verl.trainer.saving import Saver
 from verl.trainer.stopping import Stopping
 from verl.weights.publish import Publisher
@@ -63,12 +64,13 @@ class Trainer:
         console: Console,
         tally: FailureTally,
         exhibit: Callable[[str], Awaitable[str]],
+        faults: Faults,
         version: int = 0,
     ) -> None:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.evaluator, self.saver, self.timetable = evaluator, saver, timetable
         self.tracker, self.console, self.version = tracker, console, version
-        self.tally, self.exhibit, self._diagnosis = tally, exhibit, Diagnosis()
+        self.tally, self.exhibit, self.faults, self._diagnosis = tally, exhibit, faults, Diagnosis()
 
     async def step(self, version: int) -> Metrics:
         """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
@@ -84,7 +86,8 @@ class Trainer:
             with timer(times, "prep"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):
-                update = await self.policy.update(plan)
+                async with self.weights.changing():  # no engine that was lost comes back to weights in between
+                    update = await self.policy.update(plan)
             sync = await self.weights.publish(version + 1)  # every engine moves to the new version, and proves it
         whole = {
             "training/staleness": version - min(sample.version for sample in samples),
@@ -120,7 +123,7 @@ class Trainer:
         while self.version < self.timetable.total_steps:
             metrics = await self.step(self.version)
             self.version += 1
-            self.tracker.log(metrics, self.version)
+            self.tracker.log(metrics | self.faults.metrics(), self.version)
             exhibit = await self.exhibit("train") if is_uniform(metrics) else ""
             self._advise_all(self._diagnosis.advise(metrics, self.version, exhibit))
             if self.timetable.validates_at(self.version):

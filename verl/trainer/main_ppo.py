@@ -10,27 +10,38 @@ from collections.abc import Sequence
 from verl.config.load import Loaded, load
 from verl.config.schema.root import Config
 from verl.config.sizes import derived_sizes, render_sizes
+from verl.errors import ProcessLostError
 from verl.tracking.console import Console
+from verl.trainer.faults import Faults, goes_on
 from verl.trainer.stopping import Stopping
 
 __all__ = ["main", "train"]
 
 
 async def train(config: Config, console: Console) -> int:
-    """One run, from settings to the last step; its exit code."""
+    """One run, from settings to the last step; its exit code. It begins again when it loses a part of its state."""
     from verl.trainer.build import assemble  # late: settings are checked before Ray is imported
 
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
     stopping = Stopping.by_time(config.trainer.max_hours, config.trainer.stop_margin)
-    try:
-        async with assemble(config, console) as trainer:
-            with stopping.on_sigterm():
-                await trainer.fit(stopping)
-    except asyncio.CancelledError:
-        if not stopping.exit_code:
-            raise
-        console.note("asked to end at once (SIGTERM twice)")
-    return stopping.exit_code
+    faults = Faults(console, config.trainer.faults)
+    saved: int | None = None
+    while True:
+        trainer = None
+        try:
+            async with assemble(config, console, faults=faults) as trainer:
+                with stopping.on_sigterm():
+                    await trainer.fit(stopping)
+            return stopping.exit_code
+        except ProcessLostError as error:
+            if trainer is not None and trainer.saver.last is not None:
+                saved, config = trainer.saver.last, goes_on(config)
+            faults.restart(error, None if trainer is None else trainer.version, saved)
+        except asyncio.CancelledError:
+            if not stopping.exit_code:
+                raise
+            console.note("asked to end at once (SIGTERM twice)")
+            return stopping.exit_code
 
 
 def main(argv: Sequence[str]) -> int:

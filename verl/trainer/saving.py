@@ -45,6 +45,7 @@ class Saver:
         self._writing: tuple[int, float] | None = None  # a step, and since when
         self._clock = clock
         self.longest_s = 0.0  # that a checkpoint took so far
+        self.last: int | None = None  # version that was saved
 
     async def save(self, version: int, trainer: Mapping[str, Any]) -> float:
         """Begin a checkpoint of the current state; the seconds that the loop stood still."""
@@ -76,6 +77,7 @@ class Saver:
             raise
         self._writing = None
         self.longest_s = max(self.longest_s, self._clock() - started)
+        self.last = version
         self._console.note(f"saved {self._checkpoints.step_dir(version)}")
         try:
             await asyncio.to_thread(self._checkpoints.prune, self._keep)

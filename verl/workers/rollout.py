@@ -11,27 +11,63 @@ import ray
 from verl.cluster.pool import DevicePool
 from verl.cluster.remote import Remote, spawn
 from verl.cluster.waits import DEFAULTS, Deadlines, Progress
-from verl.errors import ConfigError
+from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
 __all__ = ["RemoteEngine", "RolloutActor"]
 
 
 class RolloutActor:
-    """Hosts a `RolloutEngine`. Every method is a coroutine: requests interleave on the actor's event loop."""
+    """Hosts a `RolloutEngine`. Every method is a coroutine: requests interleave on the actor's event loop.
+
+    It answers requests once it is open, which it is not before its weights were proved: Ray puts a new process in the
+    place of one that died, and that one knows nothing.
+    """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self._name, self._settings = name, settings
+        self._made: Any = None
+        self._shut = "it holds no weights yet"
+
+    async def has_started(self) -> bool:
+        return self._made is not None
 
     async def start(self) -> None:
-        self._engine = _make_engine(self._name, self._settings)
-        await self._engine.start()
+        self._made = _make_engine(self._name, self._settings)
+        await self._made.start()
+
+    async def open(self, version: int) -> None:
+        """Answer requests from now on; for who has the weights of `version`."""
+        if (found := await self._engine.version()) != version:
+            raise ProcessLostError(f"its process was replaced: it holds version {found} of the weights, not {version}")
+        self._shut = ""
+
+    async def shut(self, why: str) -> None:
+        self._shut = why
+
+    async def ready(self) -> bool:
+        """Whether it is open, and the engine behind it answers."""
+        if not self._shut:
+            await self._engine.version()
+        return not self._shut
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._engine.generate(token_ids, sampling)
+        return await self._opened.generate(token_ids, sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        return await self._engine.generate_all(requests)
+        return await self._opened.generate_all(requests)
+
+    @property
+    def _engine(self) -> Any:
+        if self._made is None:
+            raise ProcessLostError("its process was replaced, and has not started yet")
+        return self._made
+
+    @property
+    def _opened(self) -> Any:
+        if self._shut:
+            raise ProcessLostError(f"it takes no requests: {self._shut}")
+        return self._engine
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
@@ -47,8 +83,8 @@ class RolloutActor:
         await getattr(self._engine, method)(*args)
 
     async def close(self) -> None:
-        if hasattr(self, "_engine"):
-            await self._engine.close()
+        if self._made is not None:
+            await self._made.close()
 
 
 def _make_engine(name: str, settings: dict[str, Any]) -> Any:
@@ -97,6 +133,15 @@ class RemoteEngine(Remote):
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return await self._call("generate_all", requests, deadline=self.deadlines.generation)
+
+    async def ready(self) -> bool:
+        return await self._call("ready", deadline=self.deadlines.reply)
+
+    async def open(self, version: int) -> None:
+        await self._call("open", version, deadline=self.deadlines.reply)
+
+    async def shut(self, why: str) -> None:
+        await self._call("shut", why, deadline=self.deadlines.reply)
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._call("score", token_ids, deadline=self.deadlines.weights)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.stopping import OUT_OF_TIME, TERMINATED, Stopping
 
@@ -120,7 +121,7 @@ class Stepping(Trainer):
         nothing: Any = SimpleNamespace()
         seen: Any = around
         super().__init__(
-            seen, nothing, nothing, seen, None, seen, Timetable(1, 10), seen, seen, nothing, nothing, version=0
+            seen, nothing, nothing, seen, None, seen, Timetable(1, 10), seen, seen, nothing, nothing, Faults(seen)
         )
         self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
 

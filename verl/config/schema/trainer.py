@@ -42,6 +42,22 @@ class DeadlinesConfig(Section):
     close: float = setting(30.0, "For an orderly end of a process, before it is killed.", unit="seconds", gt=0)
 
 
+class FaultsConfig(Section):
+    max_restarts: int = setting(
+        3,
+        "After a train worker or a machine is lost the run begins again from its last checkpoint, so often in a row.",
+        unit="restarts",
+        ge=0,
+    )
+    max_engine_restarts: int = setting(
+        5, "So often in a row is a lost engine restarted; then the run goes on without it.", unit="restarts", ge=1
+    )
+    on_lost_node: Literal["wait", "shrink"] = setting(
+        "wait", "A machine is gone: wait until the cluster has as many devices again, or go on with those left."
+    )
+    node_wait: float = setting(1800.0, "Longest wait for a lost machine to be replaced.", unit="seconds", ge=0)
+
+
 class TrainerConfig(Section):
     nnodes: int = setting(1, "Machines.", unit="machines", ge=1)
     n_gpus_per_node: int = setting(
@@ -91,6 +107,7 @@ class TrainerConfig(Section):
         False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
     )
     local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
+    faults: FaultsConfig = section(FaultsConfig, "What happens when a process or a machine is lost.")
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "How long one process waits for another before it is named, reported and given up."
     )

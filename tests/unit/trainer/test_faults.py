@@ -1,0 +1,87 @@
+"""What is lost is told and counted; a run that gets nowhere is not begun again for ever."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from verl.config.schema.trainer import FaultsConfig
+from verl.errors import ProcessLostError
+from verl.rollout.keeper import EngineEvent, EngineState
+from verl.trainer.faults import Faults
+
+pytestmark = pytest.mark.unit
+
+GONE = ProcessLostError("train worker 1: update: its process has died")
+
+
+class Lines:
+    """A console that remembers."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
+    advice = note
+
+
+def faults(**settings: Any) -> tuple[Faults, list[str]]:
+    console: Any = Lines()
+    return Faults(console, FaultsConfig(**settings)), console.lines
+
+
+def test_a_run_that_loses_nothing_has_no_metrics_of_it() -> None:
+    assert faults()[0].metrics() == {}
+
+
+def test_a_restart_says_what_was_lost_and_what_it_costs() -> None:
+    run, lines = faults()
+    run.restart(GONE, version=7, saved=5)
+    [line] = lines
+    assert "train worker 1: update: its process has died" in line
+    assert "from its last checkpoint, global_step_5: 2 steps are done again" in line
+    assert run.has_restarted
+    assert run.metrics()["faults/run_restarts"] == 1
+    assert run.metrics()["faults/steps_repeated"] == 2
+
+
+def test_a_run_that_saved_nothing_says_why_it_begins_anew() -> None:
+    run, lines = faults()
+    run.restart(GONE, version=3, saved=None)
+    assert "from where it began: nothing was saved yet (trainer.save_freq)" in lines[0]
+    assert run.metrics()["faults/steps_repeated"] == 3
+
+
+def test_restarts_in_a_row_are_bounded_and_a_step_forward_forgives_them() -> None:
+    run, _ = faults(max_restarts=2)
+    for version in (4, None, 6, 5):
+        run.restart(GONE, version, saved=4)
+    with pytest.raises(ProcessLostError, match="train worker 1"):
+        run.restart(GONE, version=6, saved=4)
+
+
+def test_no_restart_is_allowed_where_none_is_wanted() -> None:
+    with pytest.raises(ProcessLostError):
+        faults(max_restarts=0)[0].restart(GONE, version=1, saved=1)
+
+
+def test_engines_are_told_of_when_they_are_lost_and_when_they_are_back() -> None:
+    run, lines = faults()
+    path = [
+        EngineState.READY,
+        EngineState.LOST,
+        EngineState.RESTARTING,
+        EngineState.SYNCING,
+        EngineState.PROBING,
+        EngineState.READY,
+    ]
+    for before, now in pairwise(path):
+        run.engine(EngineEvent(1, before, now, "its process has died" if now is EngineState.LOST else "", 34.0))
+    assert [line.split(":")[0] for line in lines] == [
+        "rollout engine 1 is lost after 34 s (was ready)",
+        "rollout engine 1 is ready again after 34 s",
+    ]
+    assert run.metrics()["faults/engine_restarts"] == 1
+    assert run.metrics()["faults/engine_seconds_lost"] == 34
