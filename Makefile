@@ -57,5 +57,6 @@ show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/unearned.py --short
 	$(PYTHON) tests/show/hostile_rewards.py --short
 	$(PYTHON) tests/show/grading.py --short
+	$(PYTHON) tests/show/stall.py --short
 	$(PYTHON) tests/show/merge.py --short
 	$(PYTHON) tests/show/simulation.py --short

@@ -1,0 +1,86 @@
+"""Real processes on two nodes that hang: they are named, with their stacks, wherever they are and whoever waits."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl.cluster.census import introduce, watched
+from verl.cluster.group import ActorGroup, call
+from verl.cluster.waits import Deadline, Owner
+from verl.errors import ProcessLostError
+
+pytestmark = pytest.mark.e2e
+
+BRIEF = Deadline(3.0, "trainer.deadlines.train")
+
+
+class Sleeper:
+    def pid(self) -> int:
+        return os.getpid()
+
+    def hangs(self) -> None:
+        time.sleep(600)
+
+    async def waits_for(self, other: "ray.actor.ActorHandle") -> None:
+        await call(other.hangs.remote(), what="hang", of=Owner("sleeper", 1), deadline=BRIEF)
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[list[str]]:
+    """Two raylets on this machine; what is on one is seen from the other as if it were far away."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2})
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, log_to_driver=False)
+    yield sorted((node["NodeID"] for node in ray.nodes()), key=ray.get_runtime_context().get_node_id().__ne__)
+    ray.shutdown()
+    cluster.shutdown()
+
+
+def place(node: str, number: int, kind: str = "sleeper") -> "ray.actor.ActorHandle":
+    where = NodeAffinitySchedulingStrategy(node, soft=False)
+    actor = ray.remote(Sleeper).options(num_cpus=0, scheduling_strategy=where, max_concurrency=2).remote()
+    introduce(actor, Owner(kind, number))
+    return actor
+
+
+async def test_ranks_that_hang_on_two_nodes_are_named_and_a_frozen_one_is_said_to_be(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    actors = [place(node, rank, "rank") for rank, node in enumerate(nodes)]
+    pids = ray.get([actor.pid.remote() for actor in actors])
+    group = ActorGroup("rank", actors)
+    os.kill(pids[1], signal.SIGSTOP)
+    with watched(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
+        await group.call("hangs", deadline=BRIEF)
+    group.close()
+    [report] = tmp_path.iterdir()
+    text = report.read_text()
+    assert str(report) in str(lost.value)
+    assert "hangs (" in text
+    assert f"rank 1 (pid {pids[1]}" in notes[-1]
+    assert "is frozen" in notes[-1]
+    assert "for ranks 0-1 to hangs; it gives up after 3 s" in notes[0]
+
+
+async def test_what_a_worker_waits_for_in_vain_is_told_by_the_controller(nodes: list[str], tmp_path: Path) -> None:
+    notes: list[str] = []
+    waiter, sleeper = place(nodes[0], 0), place(nodes[1], 1)
+    with watched(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
+        await call(waiter.waits_for.remote(sleeper), what="wait", of=Owner("sleeper", 0))
+    [report] = tmp_path.iterdir()
+    assert str(report) in str(lost.value)
+    assert "sleeper 0 has waited 3 s" in notes[-1]
+    assert "for sleeper 1 to hang" in notes[-1]
+    assert "hangs (" in report.read_text()
+    await asyncio.to_thread(lambda: [ray.kill(actor) for actor in (waiter, sleeper)])
