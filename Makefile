@@ -59,4 +59,5 @@ show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/grading.py --short
 	$(PYTHON) tests/show/stall.py --short
 	$(PYTHON) tests/show/merge.py --short
+	$(PYTHON) tests/show/trust.py --short
 	$(PYTHON) tests/show/simulation.py --short

@@ -121,6 +121,6 @@ def _without_login(found: re.Match[str]) -> str:
 
 
 def _without_value(found: re.Match[str]) -> str:
-    if not is_secret_name(found["name"]):
-        return found[0]
+    if not is_secret_name(found["name"]) or (found["name"].lower() in _ENDS and found["is"].startswith(":")):
+        return found[0]  # "unknown key: x" is a sentence
     return f"{found['name']}{found['is']}{found['quote']}{HIDDEN}"

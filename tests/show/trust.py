@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +33,9 @@ from _malicious import ARTEFACTS, CommandFailedError, control, remove
 
 from verl.demo.assets import make_assets
 
-LISTEN = "0A"
+LISTEN, SILENT = "0A", 0
+BARE = ("TrainWorker", "VLLM::")
+"""Processes whose sockets of gloo lie among those of Ray, know no token, and are not to be disturbed."""
 PAGES = (
     "/",
     "/metrics",
@@ -96,24 +99,26 @@ def main() -> None:
             finish("trust", not ran and len(outcomes) >= 20, **figures)
         seen = whole_run(folder, engine="hf" if options.short else "vllm")
         failures = failing_runs(folder)
-    found = leaks(seen, failures)
+    found, wrong = leaks(seen, failures), seen.wrong + failures.wrong
     for place in found:
         print(f"LEAK: {place}")
     for line in sorted(seen.outside):
         print(f"OUTSIDE: {line}")
     finish(
         "trust",
-        not ran and len(outcomes) >= 20 and seen.sound and not found and failures.sound,
+        not ran and len(outcomes) >= 20 and not wrong and not found,
         **figures,
         listeners=len(seen.listeners),
         outside_loopback=len(seen.outside),
         calls_refused=seen.calls_refused,
         calls_answered=len(seen.calls_answered),
+        pages_refused=seen.pages_refused,
         pages_served=len(seen.pages_served),
         answered_with_token=seen.answered_with_token,
         secrets=len(SECRETS),
         places_searched=len(seen.texts) + len(failures.texts),
         leaks=len(found),
+        wrong=wrong,
     )
 
 
@@ -153,11 +158,12 @@ class Seen:
     outside: set[str] = field(default_factory=set)
     calls_refused: int = 0
     calls_answered: list[str] = field(default_factory=list)
+    pages_refused: int = 0
     pages_served: list[str] = field(default_factory=list)
     answered_with_token: bool = False
     token: str = ""
     texts: dict[str, bytes] = field(default_factory=dict)
-    sound: bool = False
+    wrong: list[str] = field(default_factory=list)
 
 
 def whole_run(folder: Path, engine: str) -> Seen:
@@ -196,20 +202,27 @@ def whole_run(folder: Path, engine: str) -> Seen:
                 process.kill()
     seen.texts |= texts_of([folder / "out.txt", folder / "err.txt", assets / "run", *sessions])
     print(seen.texts[str(folder / "out.txt")].decode(), seen.texts[str(folder / "err.txt")].decode()[-3000:])
-    saved = any("global_step_2/trainer.json" in name for name in seen.texts)
-    private = all(path.stat().st_mode & 0o077 == 0 for path in sessions)
-    seen.sound = (
-        process.returncode == 0
-        and saved
-        and bool(sessions)
-        and private
-        and not seen.outside
-        and not seen.calls_answered
-        and not seen.pages_served
-        and seen.calls_refused > 0
-        and seen.answered_with_token
-    )
+    seen.wrong = [
+        what
+        for what, wrong in {
+            f"the run ended with {process.returncode}": process.returncode != 0,
+            "it saved nothing": not any("global_step_2/trainer.json" in name for name in seen.texts),
+            "no Ray session was found": not sessions,
+            "others can read Ray's session": not all(map(is_closed, sessions)),
+            "somebody listens outside": bool(seen.outside),
+            "a call was answered": bool(seen.calls_answered),
+            "a page was served": bool(seen.pages_served),
+            "no call was refused": not seen.calls_refused,
+            "nobody answers with the token": not seen.answered_with_token,
+        }.items()
+        if wrong
+    ]
     return seen
+
+
+def is_closed(path: Path) -> bool:
+    """Whether some folder above it can be entered by its owner alone."""
+    return any(parent.stat().st_mode & 0o077 == 0 for parent in path.parents)
 
 
 def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
@@ -230,7 +243,7 @@ def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
         workers = sum(b"TrainWorker" in cmdline(pid) for pid in pids)
         if workers and not knocked and len(listening) > 8:
             knocked = True
-            knock(sorted({(address, port) for address, port, _ in listening}), seen)
+            knock(sorted({port for _, port, name in listening if not any(each in name for each in BARE)}), seen)
         time.sleep(0.3)
     return sorted(sessions)
 
@@ -285,11 +298,11 @@ def variable(pid: int, name: str) -> str:
     return ""
 
 
-def knock(places: Iterable[tuple[str, int]], seen: Seen) -> None:
-    """At every door, without the token: by gRPC and by HTTP. Then once with it, to know that somebody is at home."""
+def knock(ports: Iterable[int], seen: Seen) -> None:
+    """At every door, without the token: by gRPC and by HTTP. Then with it, to know that somebody is at home."""
     import grpc
 
-    for _, port in places:
+    for port in ports:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             for call in CALLS:
                 status = ask(channel, call)
@@ -301,20 +314,24 @@ def knock(places: Iterable[tuple[str, int]], seen: Seen) -> None:
                     break  # it does not speak gRPC
             token = ("authorization", f"Bearer {seen.token}")
             seen.answered_with_token |= ask(channel, CALLS[0], token) == "OK"
-        for page in PAGES:
-            if (status := get(f"http://127.0.0.1:{port}{page}")) is not None:
+        for page in PAGES if get(f"http://127.0.0.1:{port}/") != SILENT else ():
+            status = get(f"http://127.0.0.1:{port}{page}")
+            seen.pages_refused += status in (401, 403)
+            if 200 <= status < 400:
                 seen.pages_served.append(f"{port}{page}: {status}")
     for place in (*seen.calls_answered, *seen.pages_served):
         print(f"ANSWERED WITHOUT A TOKEN: {place}")
 
 
-def get(url: str) -> int | None:
-    """The status of a page that is served; None if it is refused, not there, or no page at all."""
+def get(url: str) -> int:
+    """The status of a page, or SILENT where nobody speaks HTTP."""
     try:
-        with urllib.request.urlopen(url, timeout=1) as reply:
+        with urllib.request.urlopen(url, timeout=2) as reply:
             return int(reply.status)
-    except (OSError, http.client.HTTPException, ValueError):  # what does not speak HTTP sends other bytes
-        return None
+    except urllib.error.HTTPError as error:
+        return error.code
+    except (OSError, http.client.HTTPException, ValueError):
+        return SILENT
 
 
 def ask(channel: Any, call: str, *metadata: tuple[str, str]) -> str:
@@ -345,7 +362,7 @@ def failing_runs(folder: Path) -> Seen:
         "wrong setting": (2, [*whole, f"trainer.resume_from_pathh=https://ann:{values[10]}@host.invalid/x"]),
         "traceback": (1, [*whole, "data.sampler=leaky_sampler:order"]),
     }
-    seen, sound = Seen(), True
+    seen = Seen()
     for name, (code, arguments) in runs.items():
         told = subprocess.run(
             [sys.executable, "-m", "verl", *arguments], cwd=ROOT, env=environment, capture_output=True, timeout=200
@@ -353,9 +370,8 @@ def failing_runs(folder: Path) -> Seen:
         seen.texts[f"{name}: stdout"], seen.texts[f"{name}: stderr"] = told.stdout, told.stderr
         text = (told.stdout + told.stderr).decode()
         if told.returncode != code or "***" not in text:
-            sound = False
-            print(f"{name}: ended with {told.returncode}, expected {code}:\n{text[-1500:]}")
-    seen.sound = sound
+            seen.wrong.append(f"{name}: ended with {told.returncode}, expected {code}")
+            print(f"{seen.wrong[-1]}:\n{text[-1500:]}")
     return seen
 
 

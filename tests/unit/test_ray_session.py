@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -73,6 +74,18 @@ def test_a_cluster_of_this_run_listens_on_loopback_and_has_a_token_of_its_own(
     assert not ray_constants.ENABLE_RAY_CLUSTER
     assert os.environ["VLLM_HOST_IP"] == "127.0.0.1"
     assert len(bytes.fromhex(os.environ["RAY_AUTH_TOKEN"])) == 32
+    assert Path(starts[0]["_temp_dir"]).parent.stat().st_mode & 0o077 == 0
+
+
+def test_a_folder_that_others_can_enter_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / f"verl-{os.getuid()}").mkdir(mode=0o755)
+    with pytest.raises(EngineError, match=r"only you can enter.*chmod 700"):
+        connect({})
+    assert starts == []
 
 
 def test_another_address_and_another_token_are_the_users_to_choose(

@@ -52,6 +52,7 @@ def test_settings_are_shown_without_secrets() -> None:
         ("{'api_key': 'abc', 'n': 2}", "{'api_key': '***', 'n': 2}"),
         ("it said sk-abcdefghijklmnop1234", "it said ***"),
         ("data.prompt_key=question", "data.prompt_key=question"),
+        ("unknown key: colour; ?key=abcdef", "unknown key: colour; ?key=***"),
         ("step 3: reward 0.5 at http://host:80/x", "step 3: reward 0.5 at http://host:80/x"),
     ],
 )

@@ -6,7 +6,10 @@ import logging
 import os
 import secrets
 import socket
+import stat
+import tempfile
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -60,6 +63,8 @@ def connect(options: Mapping[str, Any]) -> None:
         _inherit(OWN_CLUSTER)
         _ask_for_a_token()
         arguments["_node_ip_address"] = LOOPBACK
+        if "RAY_TMPDIR" not in os.environ:
+            arguments["_temp_dir"] = _own_folder()
         if options.get("_node_ip_address", LOOPBACK) == LOOPBACK:
             _stay_on_loopback()
     else:
@@ -74,8 +79,6 @@ def connect(options: Mapping[str, Any]) -> None:
             "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
         )
         raise EngineError(f"Ray did not start: {error}\n{mend}") from error
-    if address is None:
-        _close_to_others()
 
 
 def _inherit(variables: Mapping[str, str]) -> None:
@@ -104,11 +107,20 @@ def _stay_on_loopback() -> None:
     ray_constants.ENABLE_RAY_CLUSTER = False
 
 
-def _close_to_others() -> None:
-    """Logs, sockets and spilled objects of the session are this user's alone; Ray makes their folder for everybody."""
-    node = ray._private.worker._global_node
-    if node is not None:
-        os.chmod(node.get_session_dir_path(), 0o700)
+def _own_folder() -> str:
+    """Where Ray keeps logs, sockets and spilled objects: below a folder that this user alone can enter.
+
+    Ray opens its own folders to everybody, again and again.
+    """
+    folder = Path(tempfile.gettempdir(), f"verl-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise EngineError(
+            f"{folder}: must be a folder that only you can enter, since Ray's logs and sockets lie in it; take it away "
+            f"or chmod 700 it, or name another folder by RAY_TMPDIR"
+        )
+    return str(folder / "ray")
 
 
 def _init(arguments: Mapping[str, Any], tries: int) -> None:
