@@ -110,7 +110,7 @@ class EpisodeBuffer:
         self._first = version if self._first is None else self._first
         self._version = version
         ahead = self._batch * (self._max_batches + self._max_staleness)
-        self._reach = self._next_position + ahead + self._left_out if self._max_batches else sys.maxsize
+        self._reach = self.position + ahead + self._left_out if self._max_batches else sys.maxsize
         self._start_allowed()
 
     async def take(self, count: int) -> list[SampleHandle]:
@@ -151,7 +151,7 @@ class EpisodeBuffer:
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: the place in the data, without the groups that no take has looked at: they run again."""
-        return self._stream.state() | {"position": self._next_position}
+        return self._stream.state() | {"position": self.position}
 
     async def close(self) -> None:
         """Give up what still runs."""
@@ -161,7 +161,7 @@ class EpisodeBuffer:
         self._groups.clear()
 
     @property
-    def _next_position(self) -> int:
+    def position(self) -> int:
         """The first position that no take has looked at yet."""
         return self._stream.position - len(self._groups)
 
@@ -220,7 +220,7 @@ class EpisodeBuffer:
             f"(at most {self._max_batches} batches are searched); those without scored {mean:.3g} on average"
         )
         if not kept:
-            last = self._next_position
+            last = self.position
             raise RewardError(
                 f"{found}. They answer the prompts {last - looked_at} to {last - 1} of the stream. {_MEND}"
             )

@@ -90,6 +90,7 @@ class Trainer:
                     update = await self.policy.update(plan)
             sync = await self.weights.publish(version + 1)  # every engine moves to the new version, and proves it
         whole = {
+            "data/position": self.buffer.position,
             "training/staleness": version - min(sample.version for sample in samples),
             "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),

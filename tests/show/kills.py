@@ -1,0 +1,332 @@
+"""A run can die anywhere and nothing is lost: SIGKILL at random moments, and the weights at the end are the same bits.
+
+One run that nobody disturbs; then runs of the same settings (`trainer.deterministic=True`, vLLM, two train ranks) whose
+processes are killed: the controller (the command is then started again, as Slurm would), train workers, engine
+processes, reward workers, episode workers, and the second node of a two-raylet cluster (a new one joins a moment later).
+Every run must finish; each step must have trained on exactly the next prompts of the stream; all metrics but times,
+and all tensors of the last checkpoint, must equal those of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from _common import ROOT, finish, metrics_of, sized_for_addition
+
+from verl.checkpoint.format import read_tensors
+from verl.demo.assets import make_assets
+
+STEPS, BATCH = 20, 8
+RECOVERY_S = 300.0
+IGNORED = ("time", "timing_s/", "perf/", "faults/")
+
+
+@dataclass
+class Kill:
+    """One SIGKILL, and what came of it."""
+
+    victim: str
+    at: float
+    after_step: int  # the last that had been done
+    recovered_s: float | None = None
+    steps_again: int = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=60)
+    parser.add_argument("--a-run", type=int, default=6, help="kills of one run")
+    parser.add_argument("--victims", default=",".join(VICTIMS))
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--short", action="store_true", help="one run, one kill of each kind but for the node")
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    print(f"seed {options.seed}")
+    victims = options.victims.split(",")
+    with tempfile.TemporaryDirectory(prefix="verl-kills-") as directory:
+        folder = Path(directory)
+        make_assets(folder)
+        undisturbed = Disturbed(folder, "undisturbed", None, [], chance)
+        undisturbed.play()
+        if not undisturbed.has_finished:
+            finish("kills", False, reason="the run that nobody disturbed failed")
+        runs = []
+        if options.short:
+            order = [victim for victim in victims if victim != "node"]
+            chance.shuffle(order)
+            runs = [Disturbed(folder, "run-0", None, order, chance)]
+            runs[0].play()
+        else:
+            while (left := options.kills - sum(len(run.kills) for run in runs)) > 0:
+                victim = victims[len(runs) % len(victims)]
+                with two_nodes() if victim == "node" else contextlib.nullcontext() as cluster:
+                    wanted = [victim] * min(left, options.a_run)
+                    runs.append(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance))
+                    runs[-1].play()
+                runs[-1].compare(undisturbed)
+                report(runs)
+        for run in runs:
+            run.compare(undisturbed)
+    report(runs)
+    kills = [kill for run in runs for kill in run.kills]
+    recovered = [kill for kill in kills if kill.recovered_s is not None]
+    finish(
+        "kills",
+        all(run.has_finished and not run.differences for run in runs) and len(recovered) == len(kills) > 0,
+        seed=options.seed,
+        kills=len(kills),
+        recovered=len(recovered),
+        runs=len(runs),
+        runs_finished=sum(run.has_finished for run in runs),
+        runs_bit_identical=sum(run.has_finished and not run.differences for run in runs),
+        seconds_to_recover=round(sum(kill.recovered_s or 0 for kill in recovered) / max(1, len(recovered)), 1),
+        steps_repeated=sum(kill.steps_again for kill in kills),
+    )
+
+
+class Disturbed:
+    """A run of `verl train` and the kills that it suffers. A controller that was killed is started again."""
+
+    def __init__(
+        self, folder: Path, name: str, cluster: TwoNodes | None, wanted: list[str], chance: random.Random
+    ) -> None:
+        self.folder, self._name, self._cluster, self._chance = folder / name, name, cluster, chance
+        self._wanted = list(wanted)
+        self._settings = [
+            *sized_for_addition(folder),
+            f"trainer.default_local_dir={self.folder}",
+            "trainer.resume_mode=auto",
+            "trainer.deterministic=True",
+            f"data.train_batch_size={BATCH}",
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+            "actor_rollout_ref.actor.optim.lr=1e-3",
+            "actor_rollout_ref.actor.use_kl_loss=True",
+            f"reward.custom_reward_function.path={Path(__file__).with_name('_slow_rewards.py')}",
+            f"trainer.total_training_steps={STEPS}",
+            "trainer.save_freq=2",
+            "trainer.max_ckpts_to_keep=2",
+            "trainer.val_before_train=False",
+            "trainer.faults.max_restarts=10",
+        ]
+        if cluster is not None:
+            self._settings.append(f"ray_kwargs.ray_init.address={cluster.address}")
+        self.kills: list[Kill] = []
+        self.differences: list[str] = []
+        self.has_finished = False
+        self._step = 0
+        self._steps: list[tuple[float, int]] = []  # when a step was done, and which
+        self._process: subprocess.Popen[str] | None = None
+
+    def play(self) -> None:
+        """Until the run has finished, or does not come back."""
+        while True:
+            code = self._run_once()
+            if code == -signal.SIGKILL and self.kills and self.kills[-1].victim == "controller":
+                continue
+            break
+        self._settle()
+        self.has_finished = code == 0 and self._step == STEPS
+        if not self.has_finished:
+            print(f"{self._name}: ended with {code} after step {self._step}")
+
+    def _run_once(self) -> int:
+        command = [sys.executable, "-m", "verl", "train", *self._settings]
+        environment = dict(os.environ) | ({} if self._cluster is None else self._cluster.environment)
+        self._process = process = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, env=environment
+        )
+        ended = threading.Event()
+        killing = threading.Thread(target=self._kill_now_and_then, args=(process, ended), daemon=True)
+        killing.start()
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                if found := re.match(r"step +(\d+)/", line):
+                    self._step = int(found[1])
+                    self._steps.append((time.monotonic(), self._step))
+                if not line.startswith(("──", "prompts a", "answers", "tokens", "...", "samples", "micro", "train r")):
+                    print(f"{self._name}| {line}", end="", flush=True)
+            return process.wait(timeout=60)
+        finally:
+            ended.set()
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            killing.join()
+
+    def _kill_now_and_then(self, process: subprocess.Popen[str], ended: threading.Event) -> None:
+        while self._wanted and not ended.is_set():
+            # Most kills hit a run that goes on, after some part of a step; some hit one that is still coming back.
+            since, patience = len(self._steps), time.monotonic() + RECOVERY_S
+            if self._chance.random() < 0.85 or not self._steps:
+                while len(self._steps) == since and not ended.is_set():
+                    if time.monotonic() > patience:
+                        print(f"{self._name}: no step for {RECOVERY_S:.0f} s: given up")
+                        return process.kill()
+                    ended.wait(0.05)
+            ended.wait(self._chance.uniform(0.0, 2.0))
+            if ended.is_set() or self._step >= STEPS - 1:
+                return
+            victim = self._wanted[0]
+            if (pid := VICTIMS[victim](process.pid, self._cluster, self._chance)) is None:
+                continue
+            with contextlib.suppress(ProcessLookupError):
+                kill = Kill(victim, time.monotonic(), self._step)
+                self.kills.append(kill)
+                os.kill(pid, signal.SIGKILL)
+                self._wanted.pop(0)
+                print(f"{self._name}: killed {victim} {pid} after step {kill.after_step}", flush=True)
+            if victim == "node" and self._cluster is not None:
+                self._cluster.replace()
+
+    def _settle(self) -> None:
+        for kill in self.kills:
+            later = [(at, step) for at, step in self._steps if at > kill.at]
+            back = next((at for at, step in later if step > kill.after_step), None)
+            kill.recovered_s = None if back is None else back - kill.at
+            kill.steps_again = sum(step <= kill.after_step for at, step in later if back is not None and at < back)
+
+    def compare(self, other: Disturbed) -> None:
+        """What differs from the run that nobody disturbed."""
+        if not self.has_finished:
+            self.differences = ["not finished"]
+            return
+        own, expected = self._metrics(), other._metrics()
+        self.differences = [f"step {step}: not trained on once" for step in expected if len(own.get(step, [])) != 1]
+        for step, lines in own.items():
+            for line in lines:
+                if line["data/position"] != step * BATCH:
+                    self.differences.append(f"step {step}: data position {line['data/position']}")
+                wrong = [name for name, value in expected[step][0].items() if line.get(name) != value]
+                self.differences += [f"step {step}: {name}" for name in wrong]
+        mine, theirs = self._tensors(), other._tensors()
+        self.differences += [f"names: {sorted(mine.keys() ^ theirs.keys())}"] if mine.keys() != theirs.keys() else []
+        wrong = [name for name in mine.keys() & theirs.keys() if not torch.equal(mine[name], theirs[name])]
+        self.differences += [f"tensor {name}" for name in sorted(wrong)]
+        if self.differences:
+            print(f"{self._name} differs: {self.differences[:8]} ({len(self.differences)} in all)")
+
+    def _metrics(self) -> dict[int, list[dict[str, Any]]]:
+        found: dict[int, list[dict[str, Any]]] = {}
+        for line in metrics_of(self.folder):
+            if "reward/mean" in line:
+                kept = {name: value for name, value in line.items() if not name.startswith(IGNORED)}
+                found.setdefault(line["step"], []).append(kept)
+        return found
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        return dict(read_tensors(self.folder / f"global_step_{STEPS}" / "actor"))
+
+
+# ---- who is killed
+
+
+def _below(pid: int, name: str) -> list[psutil.Process]:
+    found = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for process in psutil.Process(pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if name in " ".join(process.cmdline()):
+                    found.append(process)
+    return found
+
+
+def _any(name: str) -> Callable[[int, Any, random.Random], int | None]:
+    def choose(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
+        roots = [controller] if cluster is None else cluster.raylets()
+        found = sorted(process.pid for root in roots for process in _below(root, name))
+        return chance.choice(found) if found else None
+
+    return choose
+
+
+def _reward_worker(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
+    """A process that scores: below its keeper, below the episode worker."""
+    found = []
+    for keeper in _below(controller, "verl.rewards.keeper"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += [child.pid for child in keeper.children()]
+    return chance.choice(sorted(found)) if found else None
+
+
+VICTIMS: dict[str, Callable[[int, Any, random.Random], int | None]] = {
+    "controller": lambda controller, cluster, chance: controller,
+    "train worker": _any("ray::TrainWorker"),
+    "engine process": _any("VLLM::EngineCore"),
+    "rollout actor": _any("ray::RolloutActor"),
+    "reward worker": _reward_worker,
+    "episode worker": _any("ray::EpisodeWorker"),
+    "node": lambda controller, cluster, chance: cluster.second_raylet(),
+}
+
+
+class TwoNodes:
+    """A cluster of two raylets on this machine, one core each: real nodes to Ray."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        os.environ.update(self.environment)
+        self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        self._second = self._cluster.add_node(num_cpus=1)
+        self.address = self._cluster.address
+
+    def raylets(self) -> list[int]:
+        return [node.all_processes["raylet"][0].process.pid for node in (self._cluster.head_node, self._second)]
+
+    def second_raylet(self) -> int:
+        return self.raylets()[1]
+
+    def replace(self) -> None:
+        """The node that was killed is gone; after a moment there is another."""
+        time.sleep(3)
+        with contextlib.suppress(Exception):  # its processes are gone already
+            self._cluster.remove_node(self._second, allow_graceful=False)
+        self._second = self._cluster.add_node(num_cpus=1)
+
+    def close(self) -> None:
+        self._cluster.shutdown()
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[TwoNodes]:
+    cluster = TwoNodes()
+    try:
+        yield cluster
+    finally:
+        cluster.close()
+
+
+def report(runs: list[Disturbed]) -> None:
+    print(f"\n{'victim':<16}{'kills':>6}{'recovered':>11}{'seconds: mean':>15}{'worst':>8}{'steps again':>13}")
+    kills = [kill for run in runs for kill in run.kills]
+    for victim in dict.fromkeys(kill.victim for kill in kills):
+        of = [kill for kill in kills if kill.victim == victim]
+        seconds = [kill.recovered_s for kill in of if kill.recovered_s is not None]
+        mean, worst = sum(seconds) / max(1, len(seconds)), max(seconds, default=0.0)
+        again = sum(kill.steps_again for kill in of)
+        print(f"{victim:<16}{len(of):>6}{len(seconds):>11}{mean:>15.1f}{worst:>8.1f}{again:>13}")
+    print(flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(ROOT))
+    main()
