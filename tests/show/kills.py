@@ -2,7 +2,7 @@
 
 One run that nobody disturbs; then runs of the same settings (`trainer.deterministic=True`, vLLM, two train ranks) whose
 processes are killed: the controller (the command is then started again, as Slurm would), train workers, engine
-processes, reward workers, episode workers, and the second node of a two-raylet cluster (a new one joins a moment later).
+processes, reward workers, episode workers, and the second node of a two-raylet cluster (another joins soon).
 Every run must finish; each step must have trained on exactly the next prompts of the stream; all metrics but times,
 and all tensors of the last checkpoint, must equal those of the undisturbed run.
 """
@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
