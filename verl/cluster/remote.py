@@ -10,7 +10,7 @@ import ray
 from verl.cluster.census import introduce
 from verl.cluster.group import call
 from verl.cluster.pool import DevicePool
-from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress
+from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress, waiting
 from verl.errors import ProcessLostError
 
 __all__ = ["Remote", "spawn"]
@@ -48,15 +48,17 @@ class Remote:
 
     async def end(self) -> None:
         """End the process, whatever state it is in; returns once a new one, not yet started, is in its place."""
-        if not await self._is_new():
-            ray.kill(self.actor, no_restart=False)
-            while not await self._is_new():
-                await asyncio.sleep(NEW_YET_S)
+        with waiting("end, and be replaced", of=self.owner, deadline=self.deadlines.start):
+            if not await self._is_new():
+                ray.kill(self.actor, no_restart=False)
+                while not await self._is_new():
+                    await asyncio.sleep(NEW_YET_S)
 
     async def _is_new(self) -> bool:
+        """No wait of its own: one that hangs does not answer, and is asked again."""
         try:
-            return not await self._call("has_started", deadline=Deadline(NEW_ANSWERS_S))
-        except ProcessLostError:
+            return not await asyncio.wait_for(self._call("has_started", deadline=None), NEW_ANSWERS_S)
+        except (ProcessLostError, asyncio.TimeoutError):
             return False
 
     async def close(self) -> None:

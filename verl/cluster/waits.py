@@ -17,6 +17,7 @@ from verl.config.schema.trainer import DeadlinesConfig
 
 __all__ = [
     "DEFAULTS",
+    "MARGIN_S",
     "WAITS",
     "Deadline",
     "Deadlines",
@@ -86,6 +87,9 @@ class Deadlines:
 
 
 DEFAULTS = Deadlines.read(DeadlinesConfig())
+
+MARGIN_S = 60.0
+"""Whoever else has a limit for the same waits so much longer: the wait that has a name ends first, and is reported."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from verl.cluster.census import watched
 from verl.cluster.machines import devices_that_answer
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
-from verl.cluster.waits import Deadlines
+from verl.cluster.waits import MARGIN_S, Deadlines
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
@@ -143,8 +143,8 @@ async def assemble(
         keeper = EngineKeeper(
             engines,
             faults.engine,
-            answer_s=deadlines.reply.seconds,
-            start_s=deadlines.start.seconds,
+            answer_s=deadlines.reply.seconds + MARGIN_S,
+            start_s=deadlines.start.seconds + MARGIN_S,
             max_restarts=faults.settings.max_engine_restarts,
         )
         answer, exhibit = _answering(config, data, episodes, keeper), _exhibiting(config, episodes)

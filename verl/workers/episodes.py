@@ -19,7 +19,7 @@ import ray
 from verl.cluster.census import introduce, tell_of
 from verl.cluster.group import call
 from verl.cluster.vigil import Vigil
-from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner
+from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
 from verl.types import Exhibit, Failed, Prompt, Sample, SampleHandle, SamplingParams
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
 KIND = "episode worker"
-MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,8 +112,11 @@ class EpisodeWorker:
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
         }
-        # The engines keep that deadline themselves, and name who does not; the pool's is for those that cannot.
-        self._pool = EnginePool(self._engines, stall_s=settings.deadlines.generation.seconds + MARGIN_S)
+        self._pool = EnginePool(
+            self._engines,
+            stall_s=settings.deadlines.generation.seconds + MARGIN_S,
+            answer_s=settings.deadlines.reply.seconds + MARGIN_S,
+        )
         self._runner = EpisodeRunner(
             generate=self._pool.generate,
             score=await self._scoring(tokenizer),

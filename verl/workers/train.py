@@ -13,7 +13,7 @@ from verl.algorithms.settings import Method
 from verl.cluster.group import ActorGroup, fetch
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import free_port
-from verl.cluster.waits import DEFAULTS, Deadlines, Owner
+from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines, Owner
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError
 from verl.tracking.metrics import resident_gib
@@ -25,7 +25,6 @@ if TYPE_CHECKING:  # torch is imported where it is used: see TrainWorker
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
 PARCEL_BYTES = 512 * 1024 * 1024
-MARGIN_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
