@@ -11,7 +11,7 @@ from verl.errors import EngineError, ProcessLostError
 from verl.rollout.pool import Request
 from verl.types import Completion, SamplingParams
 
-__all__ = ["LONGEST_S", "Fate", "Process", "SimulatedEngine", "SimulatedModel"]
+__all__ = ["LONGEST_S", "Fate", "Process", "SimulatedEngine", "SimulatedModel", "answer_to"]
 
 T = TypeVar("T")
 
@@ -93,12 +93,11 @@ class SimulatedEngine:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         async def answer(process: Process) -> Completion:
             _demand(process.is_open, "not open")
-            draw = random.Random(f"{list(token_ids)} {sampling.seed}")
-            tokens, logprobs, versions = [], [], []
-            for _ in range(sampling.max_tokens):
+            tokens = answer_to(token_ids, sampling)
+            logprobs, versions = [], []
+            for _ in tokens:
                 await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
                 await self._until_it_does_not_hang(process)
-                tokens.append(draw.randrange(100))
                 logprobs.append(process.weights)
                 versions.append(process.version)
             return Completion(tokens, logprobs, versions, "length")
@@ -267,6 +266,12 @@ class SimulatedModel:
         await self.compute(seconds)
         self._fate.check(self.weights == before, "the trained weights changed while they were packed or scored")
         return before
+
+
+def answer_to(token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
+    """Of a request by itself: it follows from what was asked, whoever answers."""
+    draw = random.Random(f"{list(token_ids)} {sampling.seed}")
+    return [draw.randrange(100) for _ in range(sampling.max_tokens)]
 
 
 def _demand(holds: bool, otherwise: str) -> None:

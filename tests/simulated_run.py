@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from simulated_clock import Deadlock, simulate
-from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel
+from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel, answer_to
 
 from verl.data.order import InOrder
 from verl.data.stream import PromptStream
@@ -126,7 +126,7 @@ class Outcome:
     resumes: int = 0
     given_up: int = 0
     ended_early: str = ""  # by an error that is right: no engine left, or a request that lost too many
-    results: dict[int, Any] = field(default_factory=dict)  # of each position
+    results: dict[int, Any] = field(default_factory=dict)  # of each position and answer, where there are rounds
     history: list[str] = field(default_factory=list)
 
 
@@ -195,7 +195,7 @@ class _World:
         self._life = 0
         self._saved = _Checkpoint()
         self._round: list[tuple[int, asyncio.Future[list[SampleHandle] | None]]] = []
-        self._returned: dict[Any, int] = {}
+        self._begun: set[tuple[int, int]] = set()
 
     # What goes wrong
 
@@ -258,6 +258,12 @@ class _World:
         self.check(places == wanted, f"step {version} trains {places} instead of {wanted}")
         for sample in samples:
             completion: Completion = sample.ref
+            if self.scenario.together:
+                result = (completion.token_ids, completion.logprobs, completion.versions)
+                self.outcome.results[sample.group * 10 + sample.number] = result
+            else:
+                asked = answer_to(*_request(sample.group, sample.number))
+                self.check(completion.token_ids == asked, f"position {sample.group} has got the answer to another one")
             for weights, label in zip(completion.logprobs, completion.versions, strict=True):
                 real = self._version_of.get(weights)
                 self.check(real == label, f"a token is labelled version {label}, and was drawn by {real} ({weights})")
@@ -266,11 +272,6 @@ class _World:
                     0 <= stale <= self.scenario.max_staleness,
                     f"step {version} trains a token of version {label} of position {sample.group}",
                 )
-        for sample in samples:
-            completion = sample.ref
-            if self.scenario.together:
-                result = (completion.token_ids, completion.logprobs, completion.versions)
-                self.outcome.results[sample.group * 10 + sample.number] = result
 
     def _event(self, event: EngineEvent) -> None:
         self.note(str(event))
@@ -397,7 +398,9 @@ class _World:
             await buffer.close()
 
     async def _run_group(self, position: int, row: int) -> list[SampleHandle] | None:
-        together = self.scenario.together
+        together, place = self.scenario.together, (self._life, position)
+        self.check(place not in self._begun, f"position {position} was begun twice")
+        self._begun.add(place)
         work = asyncio.ensure_future(self._ask_together(position) if together else self._episodes(position))
         # Shielded: an episode worker may not hear that its answer is not waited for any more.
         return await self.keeper.guard(asyncio.shield(work) if together or self.draw.random() < 0.5 else work)
@@ -407,11 +410,8 @@ class _World:
             await asyncio.sleep(self.delay())
             return None
         pool = self.pools[position % len(self.pools)]
-        run = self._life, position, self.draw.random()
         asked = (pool.generate(*_request(position, number)) for number in range(self.scenario.answers))
         completions = await asyncio.gather(*asked)
-        self._returned[run] = self._returned.get(run, 0) + 1
-        self.check(self._returned[run] == 1, f"position {position} was answered twice")
         await asyncio.sleep(self.delay())  # the reward
         return self._handles(position, completions)
 

@@ -15,7 +15,7 @@ from verl.rollout import pool
 from verl.rollout.keeper import EngineKeeper, EngineState
 from verl.rollout.pool import EnginePool
 from verl.trainer.buffer import EpisodeBuffer
-from verl.types import Completion
+from verl.types import Completion, SamplingParams
 from verl.weights.publish import Publisher
 
 pytestmark = pytest.mark.unit
@@ -51,6 +51,15 @@ async def _by_who_is_ready(self: EnginePool, requests: Sequence[pool.Request]) -
     shares = [requests[place::count] for place in range(min(count, len(requests)))]
     answers = await asyncio.gather(*(self._batch(share, place) for place, share in enumerate(shares)))
     return [answers[number % count][number // count] for number in range(len(requests))]
+
+
+async def _the_last_one(self: Any, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    answer = await _generate(self, token_ids, sampling)
+    self.last, last = answer, getattr(self, "last", answer)
+    return last
+
+
+_generate = EnginePool.generate
 
 
 async def _never(*_: Any) -> None:
@@ -93,15 +102,16 @@ TRIES = 300
 
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
     "a pool that does not run again": (pool, "MOST_LOSSES", 1, "fewer losses", 0),
+    "a pool that mixes up answers": (EnginePool, "generate", _the_last_one, "answer to another", 0),
     "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back", 0),
     "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
-    "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 73),
+    "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 226),
     "a keeper that does not hear of losses": (EngineKeeper, "lost", lambda *_: None, "the run ended", 0),
     "a keeper that does not ask": (EngineKeeper, "_beats", _never, "came back|does not see", 0),
-    "a keeper that does not wait for the end of the lost": (EngineKeeper, "silenced", _nothing, "written by", 53),
-    "a publisher that does not compare": (Publisher, "_compare", lambda *_: 0.0, "labelled", 44),
-    "a publisher that lets join at any time": (Publisher, "changing", _whenever, "changed while", 19),
-    "a publisher that hears those who were replaced": (Publisher, "_outcomes", _of_all, "did not reach", 137),
+    "a keeper that does not wait for the end of the lost": (EngineKeeper, "silenced", _nothing, "written by", 136),
+    "a publisher that does not compare": (Publisher, "_compare", lambda *_: 0.0, "labelled", 0),
+    "a publisher that lets join at any time": (Publisher, "changing", _whenever, "changed while", 1),
+    "a publisher that hears those who were replaced": (Publisher, "_outcomes", _of_all, "did not reach", 35),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
     "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),
