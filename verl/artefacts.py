@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
-__all__ = ["PICKLED", "model_problems"]
+__all__ = ["PICKLED", "fetched", "model_problems"]
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -31,6 +32,20 @@ def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[st
         yield from _index_problems(folder / name)
     if not trust_remote_code:
         yield from _code_problems(folder / "config.json")
+
+
+def fetched(path: str) -> str:
+    """The folder with the small files of a model: `path` itself, or where those of a name on the Hub lie by now."""
+    if Path(path).expanduser().is_dir():
+        return path
+    from transformers.utils import cached_file
+
+    quietly = ("gated_repo", "missing_entries", "connection_errors")
+    found: list[str | None] = []
+    with suppress(OSError):  # there is no such model: who loads it says so
+        for name in (*INDICES, "config.json"):
+            found.append(cached_file(path, name, **{f"_raise_exceptions_for_{each}": False for each in quietly}))
+    return next((str(Path(file).parent) for file in found if file is not None), path)
 
 
 def _index_problems(path: Path) -> Iterator[str]:

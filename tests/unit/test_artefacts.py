@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.artefacts import model_problems
+from verl.artefacts import fetched, model_problems
 
 pytestmark = pytest.mark.unit
 
@@ -52,3 +52,21 @@ def test_a_kernel_from_elsewhere_is_code(tmp_path: Path, config: Any) -> None:
     assert "'evil/kernel" in problem
     assert "trust_remote_code=True" in problem
     assert [*model_problems(str(tmp_path), trust_remote_code=True)] == []
+
+
+def test_a_model_of_the_hub_is_looked_at_where_it_was_fetched_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    snapshot = tmp_path / "models--someone--evil" / "snapshots" / "0123"
+    snapshot.mkdir(parents=True)
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs" / "main").write_text("0123")
+    write(snapshot, "config.json", {"model_type": "qwen2"})
+    write(snapshot, "model.safetensors.index.json", {"weight_map": {"a": "../../x"}})
+    assert fetched("someone/evil") == str(snapshot)
+    (problem,) = model_problems(fetched("someone/evil"))
+    assert "'../../x'" in problem
+    assert fetched("someone/else") == "someone/else"
+    assert fetched(str(tmp_path)) == str(tmp_path)

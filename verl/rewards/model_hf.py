@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from verl.artefacts import PICKLED, model_problems
+from verl.artefacts import PICKLED, fetched, model_problems
 from verl.errors import ConfigError
 from verl.rewards.model import SETTING, unreadable
 
@@ -87,7 +87,7 @@ class HfRewardModel:
 
 def read_config(path: str, *, trust: bool = False) -> PreTrainedConfig:
     """The model's configuration; a `ConfigError` unless it has one label, and nothing that must not be loaded."""
-    if problems := [*model_problems(path, trust_remote_code=trust)]:
+    if problems := [*model_problems(fetched(path), trust_remote_code=trust)]:
         raise ConfigError([f"{SETTING}.model_path: {problem}" for problem in problems])
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)

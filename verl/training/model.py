@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from verl.artefacts import PICKLED, model_problems
+from verl.artefacts import PICKLED, fetched, model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
@@ -208,7 +208,7 @@ def load_model(
 
     It has no dropout, whatever its configuration says: an update must see the log-probs that were computed before it.
     """
-    for problem in model_problems(path, trust_remote_code=trust_remote_code):
+    for problem in model_problems(fetched(path), trust_remote_code=trust_remote_code):
         raise EngineError(problem)
     attention.register()
     disable_progress_bar()  # the console is ours
