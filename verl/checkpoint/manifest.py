@@ -129,17 +129,23 @@ class CheckpointDir:
         return sorted(int(number) for number in numbers if number.isdecimal())
 
     def _is_leftover(self, step: int) -> bool:
-        directory = self.step_dir(step)
-        return (directory / MARK).exists() and not (directory / MANIFEST).exists()
+        """What a kill has left of a save or a removal; nothing else is ours to delete."""
+        inside = {path.name for path in self.step_dir(step).iterdir()}
+        return MANIFEST not in inside and (MARK in inside or not inside - {f".{MARK}.draft"})
 
     def _remove(self, step: int) -> None:
-        """The manifest goes first, so that a removal that is interrupted leaves nothing that looks complete."""
+        """The manifest becomes the mark, which goes last: a removal that is interrupted is seen to be one."""
         directory = self.step_dir(step)
         if not directory.exists():
             return
         with writing(directory, "deleted"):
             with suppress(FileNotFoundError):
                 replace(directory / MANIFEST, directory / MARK)
+            for path in directory.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name != MARK:
+                    path.unlink()
             shutil.rmtree(directory)
 
 

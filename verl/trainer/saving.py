@@ -92,13 +92,21 @@ async def find_checkpoint(source: CheckpointDir, verify: Verify, console: Consol
     error: it would start anew, and write over what may still be mended.
     """
     found: dict[Path, list[str]] = {}
-    for step in source.candidates():
+
+    def pass_over(directory: Path, damage: list[str]) -> None:
+        found[directory] = damage
+        console.note(f"not resumed from {directory}: {_few(damage)}")
+
+    candidates = source.candidates()
+    for step in candidates:
         directory = source.step_dir(step)
         damage = damage_of(directory, sums=False) or await verify(str(directory))
         if not damage:
+            for newer in map(source.step_dir, (other for other in candidates if other > step)):
+                if newer not in found and (damage := damage_of(newer, sums=False)):
+                    pass_over(newer, damage)  # what a kill has left, as a rule
             return step
-        found[directory] = damage
-        console.note(f"not resumed from {directory}: {_few(damage)}")
+        pass_over(directory, damage)
     if source.named() is not None and found:
         raise CheckpointError(
             f"no checkpoint in {source.root} is whole: "

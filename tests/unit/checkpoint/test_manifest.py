@@ -96,8 +96,10 @@ def test_keeping_none_at_all_is_refused(tmp_path):
 def test_what_killed_saves_and_deletions_left_goes_with_the_next_save_and_nothing_else(tmp_path, monkeypatch):
     checkpoints = written(tmp_path, 1, 2)
     checkpoints.begin(3)
-    foreign = tmp_path / "global_step_77"
-    foreign.mkdir()
+    (tmp_path / "global_step_6").mkdir()  # killed before the mark was there
+    foreign = tmp_path / "global_step_77" / "model.pt"
+    foreign.parent.mkdir()
+    foreign.write_bytes(b"of another program")
 
     def killed(*args):
         raise KeyboardInterrupt

@@ -1,0 +1,113 @@
+"""What the proofs about checkpoints share: a real save in this process, as the loop makes it, and what it says."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl.checkpoint.background import BackgroundWriter
+from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.format import entries, read_tensors
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.save import load
+from verl.tracking.console import Console
+from verl.trainer.saving import Saver, find_checkpoint
+
+FOLDERS = ("actor", "critic")
+
+
+class Screen(Console):
+    """Remembers what was said."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())
+        self.said: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.said.append(text)
+
+    advice = note
+
+
+class LocalPolicy:
+    """What train workers do for a checkpoint, in this process: the same writer, on one rank."""
+
+    def __init__(self, states: Mapping[str, dict[str, Any]]) -> None:
+        self.states, self._writer = states, BackgroundWriter()
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        self._writer.start(self.states, Path(directory), trainer, [_small_files])
+
+    async def saved(self, *, wait: bool) -> bool:
+        return self._writer.finished(wait=wait)
+
+
+def _small_files(directory: Path) -> dict[str, Any]:
+    folder = directory / "actor" / "huggingface"
+    make_directory(folder)
+    return {"actor/huggingface/config.json": write(folder / "config.json", b'{"model_type": "qwen2"}')}
+
+
+def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: int | None = None) -> Screen:
+    """A whole save as the loop makes it: begin, copy, write, commit, delete the oldest."""
+    screen = Screen()
+
+    async def run() -> None:
+        saver = Saver(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
+        await saver.save(step, {"data": {"position": 10 * step}})
+        await saver.finish()
+
+    asyncio.run(run())
+    return screen
+
+
+def chosen(root: Path) -> tuple[int | None, list[str]]:
+    """The step that a run with `trainer.resume_mode=auto` would resume from, and what it says of the others."""
+    screen = Screen()
+
+    async def verify(directory: str) -> list[str]:
+        return damage_of(Path(directory))
+
+    return asyncio.run(find_checkpoint(CheckpointDir(root), verify, screen)), screen.said
+
+
+def states_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """All tensors of a checkpoint, by folder and part, whoever wrote them."""
+    states: dict[str, dict[str, Any]] = {}
+    for folder in FOLDERS:
+        state = states[folder] = {}
+        for name, tensor in read_tensors(directory / folder):
+            _put(state, name, tensor)
+    return states
+
+
+def loaded(directory: Path) -> dict[str, dict[str, Any]]:
+    """The same by the way of a resumed run: into tensors that are there already."""
+    states: dict[str, dict[str, Any]] = {}
+    for folder in FOLDERS:
+        state = states[folder] = {}
+        for name, entry in entries(directory / folder).items():
+            if entry.dtype is not None:
+                _put(state, name, torch.full(entry.shape, 77, dtype=entry.dtype))
+        states[folder] = load(state, directory / folder)
+    return states
+
+
+def _put(state: dict[str, Any], name: str, tensor: torch.Tensor) -> None:
+    part, _, rest = name.partition(".")
+    if part == "rng":  # by rank
+        rank, _, rest = rest.partition(".")
+        state.setdefault(part, {}).setdefault(rank, {})[rest] = tensor
+    else:
+        state.setdefault(part, {})[rest] = tensor
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(equal(value, other[name]) for name, value in one.items())
+    return torch.equal(one, other)
