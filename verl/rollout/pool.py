@@ -229,7 +229,7 @@ class EnginePool:
         is_ready = False
         while not is_ready:
             await asyncio.sleep(self._ask_every_s)
-            with suppress(EngineError, asyncio.TimeoutError):
+            with suppress(Exception):  # the boundary of a process: whatever it is, it is not ready
                 is_ready = await within(seat.engine.ready(), self._answer_s)
         seat.state, seat.last_finish = EngineState.READY, asyncio.get_running_loop().time()
         self._tell()

@@ -128,6 +128,24 @@ async def test_an_engine_that_comes_back_is_used_again() -> None:
 
 
 @in_simulated_time
+async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
+    class Confused(Engine):
+        asked = 0
+
+        async def ready(self) -> bool:
+            self.asked += 1
+            if self.asked < 3:
+                raise AttributeError("half started")
+            return await super().ready()
+
+    engine = Confused()
+    engine.die()
+    asyncio.get_running_loop().call_later(1, engine.come_back)
+    await EnginePool([engine]).generate([1], SHORT)
+    assert engine.asked >= 3
+
+
+@in_simulated_time
 async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
     engines = [Engine(), Engine()]
     pool = EnginePool(engines)
