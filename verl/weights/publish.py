@@ -146,9 +146,7 @@ class Publisher:
         async with self._turn:
             self._is_settled.clear()
             start = time.perf_counter()
-            numbers = self._crew.present()
-            receivers = [self._receivers[number] for number in numbers]
-            numbers = list(self._outcomes(numbers, await self._transport.carry(self._source, receivers, version)))
+            numbers = await self._carry(self._crew.present(), version)
             carried = time.perf_counter()
             gap = await self._prove(numbers, version)
             await self._crew.silenced()
@@ -176,6 +174,13 @@ class Publisher:
         self._crew.carried(number)
         self._compare({number: await self._ask(number)}, self._version)
         await self._crew.proved(number, self._version)
+
+    async def _carry(self, numbers: Sequence[int], version: int) -> list[int]:
+        """Who has got the weights."""
+        if not numbers:  # all are away; who comes back joins
+            return []
+        receivers = [self._receivers[number] for number in numbers]
+        return list(self._outcomes(numbers, await self._transport.carry(self._source, receivers, version)))
 
     async def _prove(self, numbers: Sequence[int], version: int) -> float:
         expected, outcomes = await asyncio.gather(

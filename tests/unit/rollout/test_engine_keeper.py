@@ -22,9 +22,10 @@ class Model:
     """A trainer with one weight, that can die."""
 
     def __init__(self) -> None:
-        self.weight = 0.0
+        self.weight, self.packed = 0.0, 0
 
     async def pack_weights(self) -> Sequence[float]:
+        self.packed += 1
         return [self.weight]
 
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
@@ -196,6 +197,7 @@ async def test_a_publish_to_nobody_is_caught_up_by_who_comes_back(crew: Crew) ->
     await asyncio.sleep(11)
     await crew.step(1)
     assert crew.states() == ["restarting"]
+    assert crew.model.packed == 1  # for version 0: nobody was there to send the next one to
     await asyncio.sleep(30)
     assert (crew.states(), crew.engines[0].weight) == (["ready"], 1.0)
 
