@@ -34,13 +34,17 @@ TOKENS = torch.arange(24)[None] * 37 % VOCABULARY
 STRANGER = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-model, told = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto", output_loading_info=True)
-assert not any(told.values()), told
-AutoTokenizer.from_pretrained(sys.argv[1])
-with torch.no_grad():
-    logits = model.eval()(torch.load(sys.argv[2], weights_only=True)).logits
-head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-torch.save({"logits": logits, "tied": torch.tensor(head is embedding)}, sys.argv[3])
+tokens, out, *folders = sys.argv[1:]
+found = []
+for folder in folders:
+    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(told.values()), told
+    AutoTokenizer.from_pretrained(folder)
+    with torch.no_grad():
+        logits = model.eval()(torch.load(tokens, weights_only=True)).logits
+    head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
+    found.append({"logits": logits, "tied": torch.tensor(head is embedding)})
+torch.save(found, out)
 assert not any(name.split(".")[0] == "verl" for name in sys.modules)
 """
 
@@ -120,7 +124,7 @@ def round_trip(folder: Path, tokens: Path) -> dict[str, bool]:
         return {"merged": False}
     original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
     right, moved = logits_of(original, torch.load(folder / "held.pt", weights_only=True))
-    stranger, saved_along = (stranger_loads(each, tokens) for each in (merged, actor / "huggingface"))
+    stranger, saved_along = stranger_loads(tokens, merged, actor / "huggingface")
     sizes = [sum(file.stat().st_size for file in each.glob("*.safetensors")) for each in (merged, folder / "model")]
     return {
         "training had moved it": moved,
@@ -143,15 +147,11 @@ def logits_of(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> tuple[to
         return model.eval()(TOKENS).logits, moved
 
 
-def stranger_loads(folder: Path, tokens: Path) -> dict[str, torch.Tensor]:
-    out = folder.parent / "stranger.pt"
-    run = subprocess.run(
-        [sys.executable, "-P", "-c", STRANGER, str(folder), str(tokens), str(out)],
-        cwd=folder,
-        check=True,
-        timeout=300,
-    )
-    assert run.returncode == 0
+def stranger_loads(tokens: Path, *folders: Path) -> list[dict[str, torch.Tensor]]:
+    """In a process that has never imported verl."""
+    out = tokens.with_name("stranger.pt")
+    command = [sys.executable, "-P", "-c", STRANGER, str(tokens), str(out), *map(str, folders)]
+    subprocess.run(command, cwd=tokens.parent, check=True, timeout=300)
     return torch.load(out, weights_only=True)
 
 
