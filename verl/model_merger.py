@@ -7,7 +7,6 @@ test    compares a Hugging Face model with a checkpoint
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import sys
@@ -245,5 +244,4 @@ def _few(gaps: Sequence[str]) -> str:
 if __name__ == "__main__":
     from verl.cli import main as command_line
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     sys.exit(command_line(["merge", *sys.argv[1:]]))

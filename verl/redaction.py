@@ -17,8 +17,9 @@ __all__ = ["HIDDEN", "is_secret_name", "redact", "redacted", "remember", "rememb
 
 HIDDEN = "***"
 
-_SHORTEST = 6
-"""A shorter value is left where it stands: replaced everywhere, it would make text unreadable and say itself."""
+_SHORTEST, _LONGEST_WORD = 6, 11
+"""A shorter value, or one that may be a word ("disabled"), is hidden under its name only: replaced wherever it stands, it
+would make text unreadable, and say itself."""
 
 _WORDS = {"apikey", "auth", "authorization", "bearer", "credential", "credentials", "passphrase", "passwd", "password"}
 _WORDS |= {"passwords", "pwd", "secret", "secrets"}
@@ -108,11 +109,15 @@ def _tells(value: Any) -> bool:
 
 
 def _know(value: str) -> None:
-    _known.update(form for form in {value, unquote(value), quote(value, safe="")} if len(form) >= _SHORTEST)
+    _known.update(form for form in {value, unquote(value), quote(value, safe="")} if _is_telling(form))
+
+
+def _is_telling(value: str) -> bool:
+    return len(value) >= _SHORTEST and not (value.isalpha() and len(value) <= _LONGEST_WORD)
 
 
 def _of_environment() -> Iterable[str]:
-    return (value for name, value in os.environ.items() if len(value) >= _SHORTEST + 2 and is_secret_name(name))
+    return (value for name, value in os.environ.items() if is_secret_name(name) and _is_telling(value))
 
 
 def _without_login(found: re.Match[str]) -> str:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import verl.redaction as redaction
 from verl.config.schema import Config, settings_of
-from verl.redaction import HIDDEN, is_secret_name, redact, redacted, remember, remember_arguments
+from verl.redaction import HIDDEN, _is_telling, is_secret_name, redact, redacted, remember, remember_arguments
 
 pytestmark = pytest.mark.unit
 
@@ -76,4 +76,9 @@ def test_a_secret_that_is_remembered_is_in_no_redacted_text(secret: str) -> None
     redaction._known.clear()
     remember({"nested": [{"password": secret}]})
     shown = redact(f"before {secret} after")
-    assert secret == HIDDEN * (len(secret) // 3) or secret not in shown
+    assert not _is_telling(secret) or secret == HIDDEN * (len(secret) // 3) or secret not in shown
+
+
+def test_a_word_is_hidden_under_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "disabled")
+    assert redact("validation is disabled; SOME_API_KEY=disabled") == "validation is disabled; SOME_API_KEY=***"
