@@ -18,8 +18,8 @@ __all__ = ["HIDDEN", "is_secret_name", "redact", "redacted", "remember", "rememb
 HIDDEN = "***"
 
 _SHORTEST, _LONGEST_WORD = 6, 11
-"""A shorter value, or one that may be a word ("disabled"), is hidden under its name only: replaced wherever it stands, it
-would make text unreadable, and say itself."""
+"""A shorter value, or one that may be a word ("disabled"), is hidden under its name only: replaced wherever it stands,
+it would make text unreadable, and say itself."""
 
 _WORDS = {"apikey", "auth", "authorization", "bearer", "credential", "credentials", "passphrase", "passwd", "password"}
 _WORDS |= {"passwords", "pwd", "secret", "secrets"}
