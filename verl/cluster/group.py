@@ -55,10 +55,20 @@ async def _answer(awaitable: Any, what: str, of: Owner) -> Any:
         if isinstance(error.cause, VerlError):
             raise error.cause from None
         if isinstance(error.cause, (ObjectLostError, RayActorError)):  # what it was to read went with its owner
-            raise ProcessLostError(f"{of}: {what}: another process that it needs has died: {error.cause}") from error
+            raise ProcessLostError(
+                f"{of}: {what}: another process that it needs has died: {_death(error.cause)}"
+            ) from error
         raise
     except RayActorError as error:
-        raise ProcessLostError(f"{of}: {what}: its process has died: {error}") from error
+        raise ProcessLostError(f"{of}: {what}: its process has died: {_death(error)}") from error
+
+
+def _death(error: BaseException) -> str:
+    """Ray's account of it in one line, without identifiers and guesses."""
+    told = str(error).partition("Some common causes")[0]
+    lines = [line.strip() for line in told.splitlines()]
+    said_elsewhere = ("class_name:", "actor_id:", "namespace:", "The actor died unexpectedly")
+    return ", ".join(line for line in lines if line and not line.startswith(said_elsewhere))
 
 
 def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline) -> list[Any]:

@@ -96,14 +96,15 @@ async def assemble(
         closing.callback(disconnect)
         with timer(times, "start_ray"):
             connect(config.ray_kwargs.ray_init.arguments())
-        closing.enter_context(watched(config.trainer.checkpoint_dir / "stalls", console.note, console.advice))
         deadlines = Deadlines.read(config.trainer.deadlines)
+        stalls = config.trainer.checkpoint_dir / "stalls"
+        closing.enter_context(watched(stalls, console.note, console.advice, deadlines.reply))
         device = detect_device() if config.trainer.device == "auto" else config.trainer.device
         if faults.has_restarted:
             config = await _with_devices_left(config, device, console)
         ranks = train_ranks(config)
         mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
-        pool = DevicePool(ranks, device, mend=mend, deadline=deadlines.devices)
+        pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=deadlines.devices)
         closing.callback(pool.close)
         engines = _place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
@@ -137,6 +138,7 @@ async def assemble(
         await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = PromptStream(data.order)
         version = await _resume(config, policy, stream, console)
+        faults.resumed(version)
         tracker = _open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)

@@ -21,7 +21,7 @@ class Faults:
     def __init__(self, console: Console, settings: FaultsConfig | None = None) -> None:
         self._console, self._settings = console, settings or FaultsConfig()
         self._in_vain = 0  # restarts in a row that were not followed by a step
-        self._furthest = -1  # version that the run has seen
+        self._furthest = 0  # version that the run has seen
         self._restarts = self._steps_again = self._engine_restarts = 0
         self._engine_seconds = 0.0
 
@@ -55,31 +55,26 @@ class Faults:
         elif event.now in (EngineState.LOST, EngineState.GIVEN_UP):
             self._console.advice(str(event))
 
-    def restart(self, error: ProcessLostError, version: int | None, saved: int | None) -> None:
-        """The run was at `version` (None: not yet up) when it lost a process; raises `error` if it is not to go on.
-
-        `saved` is the version that it goes on from, if it has saved one.
-        """
-        self._in_vain = 0 if version is not None and version > self._furthest else self._in_vain
-        self._furthest = max(self._furthest, -1 if version is None else version)
+    def restart(self, error: ProcessLostError, version: int | None) -> None:
+        """The run was at `version` (None: not yet up) when it lost a process; raises `error` if it is not to go on."""
+        if version is not None and version > self._furthest:
+            self._in_vain, self._furthest = 0, version
         self._in_vain += 1
         if self._in_vain > self._settings.max_restarts:
             raise error
         self._restarts += 1
-        self._steps_again += max(0, (version or 0) - (saved or 0))
         self._console.advice(
-            f"{error}\n  All processes are started again, and the run goes on {_from(version, saved)} "
-            f"(attempt {self._in_vain} of at most trainer.faults.max_restarts={self._settings.max_restarts} in a row)"
+            f"{error}\n    all processes are started again, and the run goes on from its last checkpoint (attempt "
+            f"{self._in_vain} of at most trainer.faults.max_restarts={self._settings.max_restarts} in a row)"
         )
 
-
-def _from(version: int | None, saved: int | None) -> str:
-    if version is None:
-        return "from where it began"
-    if saved is None:
-        mend = ": nothing was saved yet (trainer.save_freq)" if version else ""
-        return f"from where it began{mend}"
-    return f"from its last checkpoint, global_step_{saved}: {version - saved} steps are done again"
+    def resumed(self, version: int) -> None:
+        """After a restart the run goes on from `version`."""
+        again = self._furthest - version
+        if again > 0:
+            self._steps_again += again
+            why = "" if version else ", since no checkpoint had been written (trainer.save_freq)"
+            self._console.note(f"{again} steps are done again{why}")
 
 
 def goes_on(config: Config) -> Config:

@@ -25,7 +25,6 @@ async def train(config: Config, console: Console) -> int:
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
     stopping = Stopping.by_time(config.trainer.max_hours, config.trainer.stop_margin)
     faults = Faults(console, config.trainer.faults)
-    saved: int | None = None
     while True:
         trainer = None
         try:
@@ -35,8 +34,8 @@ async def train(config: Config, console: Console) -> int:
             return stopping.exit_code
         except ProcessLostError as error:
             if trainer is not None and trainer.saver.last is not None:
-                saved, config = trainer.saver.last, goes_on(config)
-            faults.restart(error, None if trainer is None else trainer.version, saved)
+                config = goes_on(config)
+            faults.restart(error, None if trainer is None else trainer.version)
         except asyncio.CancelledError:
             if not stopping.exit_code:
                 raise

@@ -38,10 +38,10 @@ def test_a_run_that_loses_nothing_has_no_metrics_of_it() -> None:
 
 def test_a_restart_says_what_was_lost_and_what_it_costs() -> None:
     run, lines = faults()
-    run.restart(GONE, version=7, saved=5)
-    [line] = lines
-    assert "train worker 1: update: its process has died" in line
-    assert "from its last checkpoint, global_step_5: 2 steps are done again" in line
+    run.restart(GONE, version=7)
+    run.resumed(5)
+    assert "train worker 1: update: its process has died" in lines[0]
+    assert lines[1:] == ["2 steps are done again"]
     assert run.has_restarted
     assert run.metrics()["faults/run_restarts"] == 1
     assert run.metrics()["faults/steps_repeated"] == 2
@@ -49,22 +49,29 @@ def test_a_restart_says_what_was_lost_and_what_it_costs() -> None:
 
 def test_a_run_that_saved_nothing_says_why_it_begins_anew() -> None:
     run, lines = faults()
-    run.restart(GONE, version=3, saved=None)
-    assert "from where it began: nothing was saved yet (trainer.save_freq)" in lines[0]
-    assert run.metrics()["faults/steps_repeated"] == 3
+    run.restart(GONE, version=3)
+    run.resumed(0)
+    assert lines[1] == "3 steps are done again, since no checkpoint had been written (trainer.save_freq)"
+
+
+def test_a_run_that_only_begins_where_it_was_left_says_nothing() -> None:
+    run, lines = faults()
+    run.resumed(12)
+    assert lines == []
+    assert run.metrics() == {}
 
 
 def test_restarts_in_a_row_are_bounded_and_a_step_forward_forgives_them() -> None:
     run, _ = faults(max_restarts=2)
     for version in (4, None, 6, 5):
-        run.restart(GONE, version, saved=4)
+        run.restart(GONE, version)
     with pytest.raises(ProcessLostError, match="train worker 1"):
-        run.restart(GONE, version=6, saved=4)
+        run.restart(GONE, version=6)
 
 
 def test_no_restart_is_allowed_where_none_is_wanted() -> None:
     with pytest.raises(ProcessLostError):
-        faults(max_restarts=0)[0].restart(GONE, version=1, saved=1)
+        faults(max_restarts=0)[0].restart(GONE, version=1)
 
 
 def test_engines_are_told_of_when_they_are_lost_and_when_they_are_back() -> None:
