@@ -9,7 +9,7 @@ from verl.config import algorithm_checks
 from verl.config.findings import ACTOR, ROLLOUT, Finding, changed, keys_of, value_of
 from verl.config.keys import written
 from verl.config.mutes import mute_of, without_effect
-from verl.config.needs import may_score_code, uses_critic
+from verl.config.needs import may_score_code, saves_hf, uses_critic
 from verl.config.schema import MISSING, Config, Setting, settings_of
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import (
@@ -103,11 +103,11 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
             f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}",
         )
-    if trainer.save_hf and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
+    if saves_hf(config) and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
         yield Finding(
             ("trainer.save_hf", f"{ACTOR}.checkpoint.save_contents"),
-            f"trainer.save_hf: true makes the model of the weights in the checkpoint, and {ACTOR}.checkpoint."
-            "save_contents leaves them out; add model to it, or set trainer.save_hf=False",
+            f"{ACTOR}.checkpoint.save_contents: trainer.save_hf or hf_model makes a model of the weights in the "
+            "checkpoint, and they are left out; add model, or set trainer.save_hf=False and take out hf_model",
         )
     if rollout.temperature == 0:
         yield Finding(

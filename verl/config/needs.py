@@ -7,6 +7,7 @@ from verl.config.schema import Config
 __all__ = [
     "is_own_function",
     "may_score_code",
+    "saves_hf",
     "uses_critic",
     "uses_preferences",
     "uses_reference",
@@ -30,6 +31,11 @@ def may_score_code(config: Config) -> bool:
     functions = config.reward.functions
     paths = [one.get("path") for one in functions] if functions else [config.reward.custom_reward_function.path]
     return uses_reward_function(config) and (None in paths or "verl.rewards.code" in paths)
+
+
+def saves_hf(config: Config) -> bool:
+    """Whether checkpoints also hold the model for `from_pretrained`, asked for in either spelling."""
+    return config.trainer.save_hf or "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
 
 
 def uses_preferences(config: Config) -> bool:

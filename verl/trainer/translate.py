@@ -8,7 +8,14 @@ from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
 from verl.cluster.waits import Deadlines
-from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference, uses_reward_function
+from verl.config.needs import (
+    is_own_function,
+    saves_hf,
+    uses_critic,
+    uses_preferences,
+    uses_reference,
+    uses_reward_function,
+)
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
@@ -95,7 +102,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         method=method(config),
         publish_dtype=rollout_dtype(config, device),
         tokenizer_path=model.tokenizer_path,
-        save_hf=config.trainer.save_hf,
+        save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
         load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
     )

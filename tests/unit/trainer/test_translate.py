@@ -255,3 +255,9 @@ def test_the_example_of_ppo_reads_as_it_is_written() -> None:
     assert settings.critic is not None
     assert settings.critic.lr == 1e-5
     assert settings.reference is None  # use_kl_in_reward is not set
+
+
+def test_the_model_for_others_is_asked_for_in_either_spelling() -> None:
+    contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+    asked = [train_settings(config_of(*each), 1, "cpu").save_hf for each in ([], ["trainer.save_hf=true"], [contents])]
+    assert asked == [False, True, True]

@@ -131,6 +131,13 @@ class CheckpointConfig(Section):
     )
 
 
+class ActorCheckpointConfig(CheckpointConfig):
+    save_contents: list[Content] = setting(
+        ["model", "optimizer", "extra"],
+        "What a checkpoint holds; extra: schedules, random states; hf_model: as trainer.save_hf.",
+    )
+
+
 class ActorConfig(Section):
     strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
     optim: OptimConfig = section(OptimConfig, "Optimiser and its schedule.")
@@ -166,7 +173,7 @@ class ActorConfig(Section):
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
     peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)
-    checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")
+    checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
 
     @property
     def clip_range(self) -> tuple[float, float]:
