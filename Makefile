@@ -42,7 +42,7 @@ docs: ## regenerate the settings reference
 	$(PYTHON) -m verl.config.reference > docs/settings.md
 
 show-%:
-	$(PYTHON) tests/show/$*.py $(ARGS)
+	$(PYTHON) tests/show/$(subst -,_,$*).py $(ARGS)
 
 show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/settings.py --short
@@ -61,3 +61,7 @@ show-short: ## the short form of every proof that CI runs
 	$(PYTHON) tests/show/merge.py --short
 	$(PYTHON) tests/show/trust.py --short
 	$(PYTHON) tests/show/simulation.py --short
+	$(PYTHON) tests/show/torn.py --short
+	$(PYTHON) tests/show/disk.py --short
+	$(PYTHON) tests/show/reshard.py --short
+	$(PYTHON) tests/show/save_cost.py --short

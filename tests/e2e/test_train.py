@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
 
@@ -144,7 +145,12 @@ def test_streamed_files_with_weights_train_full_batches_and_resume(assets: Asset
     assert [place - 8 * (step + 1) for step, place in enumerate(places)] == [sum(left_out[: n + 1]) for n in range(3)]
 
 
-def test_ctrl_c_ends_the_run_and_all_its_processes(assets: Assets, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "code", "last_words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, None)]
+)
+def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
+    assets: Assets, tmp_path: Path, number: int, code: int, last_words: str | None
+) -> None:
     overrides = ("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=1000")
     process = subprocess.Popen(
         command(assets, tmp_path, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -153,10 +159,17 @@ def test_ctrl_c_ends_the_run_and_all_its_processes(assets: Assets, tmp_path: Pat
     for line in process.stdout:
         if line.startswith("step"):
             break
-    os.kill(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert errors.strip().splitlines()[-1] == "interrupted"
+    os.kill(process.pid, number)
+    output, errors = process.communicate(timeout=60)
+    assert process.returncode == code, errors
+    saved = CheckpointDir(tmp_path)
+    if last_words is None:
+        [step] = saved.steps()
+        assert damage_of(saved.step_dir(step)) == []
+        assert f"asked to end (SIGTERM): saved and ended after step {step}" in output
+    else:
+        assert errors.strip().splitlines()[-1] == last_words
+        assert saved.steps() == []
 
 
 def test_more_ranks_than_the_machine_has_are_refused_at_once_with_the_mend(assets: Assets, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""A checkpoint at every step costs at most a tenth of the step: it is written while the next one trains.
+
+One run with real Ray workers, FSDP2 on 2 ranks and a model of 19 million parameters, whose checkpoint (weights and
+moments) is 230 MB. Blocks of steps without saving and of steps that each save take turns; in the latter a checkpoint is
+being written during every step, and the time that the loop stands still for copying and for a former checkpoint counts.
+What a step would take with a blocking save is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import Stopwatch, finish, sized_for_addition
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.config.load import load
+from verl.demo.assets import make_assets
+from verl.tracking.console import Console
+from verl.trainer.build import assemble
+
+BOUND = 1.10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="a model of 1 million, two steps each; time is not held")
+    short = parser.parse_args().short
+    with tempfile.TemporaryDirectory(prefix="verl-save-cost-") as directory:
+        folder, watch = Path(directory), Stopwatch()
+        make_assets(folder)
+        parameters = enlarge(folder / "model", hidden=128 if short else 512, layers=4 if short else 6)
+        found = asyncio.run(measured(folder, blocks=1 if short else 3, steps=2 if short else 4))
+        last = CheckpointDir(folder / "run")
+        size = sum(path.stat().st_size for path in last.step_dir(last.latest() or 0).rglob("*") if path.is_file())
+        damage = [words for step in last.steps() for words in damage_of(last.step_dir(step))]
+    none, saving = (statistics.median(found[kind]) for kind in ("none", "saving"))
+    finish(
+        "save_cost",
+        not damage and last.latest() == found["last"] and (short or saving / none <= BOUND),
+        ratio=round(saving / none, 3),
+        bound=BOUND,
+        step_s=round(none, 2),
+        step_with_saving_s=round(saving, 2),
+        stands_still_s=round(statistics.median(found["stall"]), 3),
+        blocking_save_s=round(statistics.median(found["blocking"]), 2),
+        ratio_if_it_blocked=round((none + statistics.median(found["blocking"])) / none, 3),
+        checkpoint_mb=round(size / 1e6),
+        parameters=parameters,
+        steps=len(found["none"]) + len(found["saving"]),
+        stolen=round(watch.stolen(), 3),
+    )
+
+
+async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
+    """Seconds of every step, by whether it saved."""
+    found: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
+    [loaded] = load(settings(folder))
+    async with assemble(loaded.config, Console()) as trainer:
+        await trainer.weights.publish(0)
+
+        async def step(kind: str | None = None) -> None:
+            began = time.perf_counter()
+            await trainer.step(trainer.version)
+            trainer.version += 1
+            if kind == "saving":
+                await save()
+            if kind is not None:
+                found[kind].append(time.perf_counter() - began)
+                print(f"{kind:7} {found[kind][-1]:6.2f} s", flush=True)
+
+        async def save() -> None:
+            found["last"] = trainer.version
+            began = time.perf_counter()
+            await trainer.save()
+            found["stall"].append(time.perf_counter() - began)
+
+        async def blocking() -> None:
+            began = time.perf_counter()
+            await save()
+            await trainer.saver.finish()
+            found["blocking"].append(time.perf_counter() - began)
+
+        await step()  # memory is taken, and files are read, in the first of each
+        await blocking()
+        found["stall"].clear()
+        found["blocking"].clear()
+        for _ in range(blocks):
+            for _ in range(steps):
+                await step("none")
+            await save()
+            found["stall"].pop()
+            for _ in range(steps):
+                await step("saving")  # beside the writing of the one before
+            await trainer.saver.finish()
+            await step()
+            await blocking()
+            found["stall"].pop()
+    return found
+
+
+def settings(folder: Path) -> list[str]:
+    return [
+        *sized_for_addition(folder),
+        "actor_rollout_ref.rollout.name=hf",
+        "data.train_batch_size=16",
+        "data.max_response_length=64",
+        "actor_rollout_ref.rollout.n=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16",
+        "trainer.total_training_steps=1000",
+        "trainer.val_before_train=False",
+        "trainer.max_ckpts_to_keep=1",
+    ]
+
+
+def enlarge(path: Path, hidden: int, layers: int) -> int:
+    """Another model in the place of the small one, with its tokenizer; its parameters."""
+    config = AutoConfig.from_pretrained(path)
+    config.hidden_size, config.intermediate_size = hidden, 4 * hidden
+    config.num_hidden_layers, config.layer_types = layers, ["full_attention"] * layers
+    config.num_attention_heads, config.num_key_value_heads = hidden // 64, hidden // 64
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(path)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+if __name__ == "__main__":
+    main()
