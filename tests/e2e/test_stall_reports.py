@@ -84,3 +84,13 @@ async def test_what_a_worker_waits_for_in_vain_is_told_by_the_controller(nodes: 
     assert "for sleeper 1 to hang" in notes[-1]
     assert "hangs (" in report.read_text()
     await asyncio.to_thread(lambda: [ray.kill(actor) for actor in (waiter, sleeper)])
+
+
+async def test_an_event_loop_that_is_blocked_is_told_with_the_line_that_blocks_it(
+    nodes: list[str], tmp_path: Path
+) -> None:
+    notes: list[str] = []
+    with watched(tmp_path, notes.append, notes.append, BRIEF):
+        time.sleep(3 * BRIEF.seconds)
+    assert "for controller to turn its event loop: that is its deadline" in notes[-1]
+    assert "test_an_event_loop_that_is_blocked" in next(tmp_path.iterdir()).read_text()

@@ -6,6 +6,7 @@ nobody has to be up for it but Ray.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -21,7 +22,7 @@ from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.cluster.stacks import Seen, answer_with_stacks, look
-from verl.cluster.waits import WAITS, Deadline, Owner
+from verl.cluster.waits import DEFAULTS, WAITS, Deadline, Owner, Progress, waiting
 from verl.cluster.watchdog import SAID_AGAIN_S, Late, Place, Reporter, Watchdog, rows
 
 __all__ = ["introduce", "tell", "tell_of", "watched"]
@@ -42,12 +43,16 @@ def introduce(actor: Any, who: Owner) -> None:
 def _introduced(_actor: Any, who: Owner) -> None:
     global _who
     _who = str(who)
+    _settle(who)
+    if not WAITS.is_watched:
+        Watchdog(WAITS, _who, tell).start()
+
+
+def _settle(who: Owner) -> None:
     answer_with_stacks()
     context = ray.get_runtime_context()
     place = {"pid": os.getpid(), "node": context.get_node_id(), "host": ray.util.get_node_ip_address()}
     _put(f"process/{who}", place)
-    if not WAITS.is_watched:
-        Watchdog(WAITS, _who, tell).start()
 
 
 def tell_of(what: str, of: Owner, deadline: Deadline, evidence: str) -> None:
@@ -71,12 +76,19 @@ def tell(late: Late) -> str:
 
 
 @contextlib.contextmanager
-def watched(folder: Path, say: Callable[[str], None], warn: Callable[[str], None]) -> Iterator[None]:
-    """Inside of it, the controller's watchdog watches, and hears those of the workers. Reports go into `folder`."""
-    answer_with_stacks()
+def watched(
+    folder: Path, say: Callable[[str], None], warn: Callable[[str], None], turn: Deadline = DEFAULTS.reply
+) -> Iterator[None]:
+    """Inside of it, the controller's watchdog watches, and hears those of the workers. Reports go into `folder`.
+
+    The event loop that it is entered on must turn once in `turn`, or it is blocked, which is told like any other wait.
+    """
+    me, loop, beat = Owner(CONTROLLER), asyncio.get_running_loop(), Progress()
+    _settle(me)
     reporter = Reporter(folder, say, warn, Cluster(), own_table=lambda: rows(CONTROLLER, WAITS.open()))
 
     def hear() -> None:
+        loop.call_soon_threadsafe(lambda: setattr(beat, "at", WAITS.clock()))
         for key in internal_kv._internal_kv_list(_key("late/"), namespace=_SPACE):
             name = key.decode().rpartition("/")[2]
             if (found := _take(f"late/{name}")) is not None:
@@ -88,7 +100,8 @@ def watched(folder: Path, say: Callable[[str], None], warn: Callable[[str], None
     watchdog = Watchdog(WAITS, CONTROLLER, reporter.heed, hear)
     watchdog.start()
     try:
-        yield
+        with waiting("turn its event loop", of=me, deadline=turn, progress=beat):
+            yield
     finally:
         watchdog.close()
 

@@ -24,7 +24,7 @@ __all__ = ["Late", "Lookout", "Place", "Reporter", "Watchdog", "Witnesses", "ver
 
 TICK_S = 0.5
 SAID_AGAIN_S = 600.0
-_FEW = 8
+_FEW, _PAUSE_S = 8, 10.0
 
 _log = logging.getLogger(__name__)
 
@@ -167,6 +167,7 @@ class Watchdog:
                 self.look()
             except Exception:  # noqa: BLE001 - what it could not say must not end what it watches
                 _log.exception("the watchdog could not tell of a wait")
+                self._ending.wait(_PAUSE_S)
 
 
 class Witnesses(Protocol):
