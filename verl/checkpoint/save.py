@@ -42,6 +42,11 @@ def load(state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGro
     Tensors are filled in place. Entries under "rng" that the checkpoint lacks are taken out of `state`: a rank that did
     not exist when it was written keeps the random state that it has.
     """
+    if not Path(directory).is_dir():
+        raise CheckpointError(
+            f"checkpoint {directory}: is not there; the run that saved had no {Path(directory).name}. Use the same "
+            "algorithm, or begin anew with trainer.resume_mode=disable"
+        )
     stored = entries(directory)
     absent = _missing_ranks(state, stored)
     wanted = dict(state)
@@ -77,6 +82,12 @@ def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Entry]) -> lis
 
 
 def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Entry], directory: str | Path) -> None:
+    parts = {key.partition(".")[0] for key in stored}
+    if absent := [part for part in state if part not in parts]:
+        raise CheckpointError(
+            f"checkpoint {directory}: {', '.join(absent)} was not saved in it (checkpoint.save_contents); "
+            "leave it out of checkpoint.load_contents, or resume from another one"
+        )
     problems = []
     for key, value in _flatten(state):
         there = stored.get(key)

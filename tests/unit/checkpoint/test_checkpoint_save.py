@@ -44,6 +44,17 @@ def test_a_missing_entry_is_refused_by_name(tmp_path):
         load(wanted, tmp_path)
 
 
+def test_a_part_that_was_not_saved_is_named_with_the_setting(tmp_path):
+    save(state(7.0), tmp_path)
+    with pytest.raises(CheckpointError, match=r"optimizer was not saved in it .*checkpoint\.load_contents"):
+        load({**state(0.0), "optimizer": {"step": torch.zeros(1)}}, tmp_path)
+
+
+def test_a_model_that_was_not_there_is_named(tmp_path):
+    with pytest.raises(CheckpointError, match=r"critic: is not there; the run that saved had no critic"):
+        load(state(0.0), tmp_path / "critic")
+
+
 def test_a_directory_without_metadata_is_an_unfinished_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="not written to its end"):
         load(state(0.0), tmp_path)

@@ -230,6 +230,23 @@ def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: A
     assert torch.equal(first.actor.table, second.actor.table)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("extra",), ("model", "extra"), ()])
+def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str, ...], tmp_path: Any) -> None:
+    step, saved, fresh = step_of(SAMPLES), Policy(Table()), Policy(Table(seed=3))
+    step.run(saved)
+    chosen = {"actor": contents}
+    for folder, state in saved.states(chosen).items():
+        save(state, tmp_path / folder)
+    before = fresh.actor.table.detach().clone()  # type: ignore[attr-defined]
+    wanted = fresh.states(chosen)
+    fresh.load_states({folder: load(state, tmp_path / folder) for folder, state in wanted.items()})
+    source = saved.actor.table if "model" in contents else before  # type: ignore[attr-defined]
+    assert torch.equal(fresh.actor.table, source)  # type: ignore[attr-defined]
+    moments = fresh.actor.optimizer.state.get(fresh.actor.table)  # type: ignore[attr-defined]
+    assert bool(moments) == ("optimizer" in contents)
+    assert fresh.actor.step == (1 if "extra" in contents else 0)  # type: ignore[attr-defined]
+
+
 def test_a_fixed_weight_of_the_kl_stays() -> None:
     step, policy = step_of(SAMPLES), Policy(Table(), Method(reward_kl=KlController(0.5)), reference=Table(seed=1))
     assert {step.run(policy)["actor/reward_kl_coef"] for _ in range(3)} == {0.5}
