@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="one run with transformers' engine: a reward, and a rank")
     parser.add_argument("--only", type=int, help="the run of this number, from 0")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaving a run ends its processes
     reward = Case(
         "a reward that never ends",
         lambda run: run.ask_for("reward"),
