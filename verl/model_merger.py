@@ -120,7 +120,7 @@ def _nearby(path: Path) -> str:
 def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]:
     """Written beside the target and proved there; the last act is its name."""
     from verl.checkpoint.export import checkpoint_weights, export_weights
-    from verl.checkpoint.files import replace
+    from verl.checkpoint.files import replace, write
     from verl.training.model_files import form_of
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -132,7 +132,7 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
         raise CheckpointError(f"--target_dir {target}: cannot be written: {error}") from error
     try:
         for name, data in _small_files(source, options).items():
-            (draft / name).write_bytes(data)
+            write(draft / name, data)
         config = _config(draft, options)
         if options.is_value_model:
             config.save_pretrained(draft)
