@@ -120,7 +120,7 @@ class Trainer:
         await self.weights.publish(self.version)
         if self.timetable.validate_first:
             await self._validate()
-        stopping.stepped()
+        stopping.begin()
         while self.version < self.timetable.total_steps:
             metrics = await self.step(self.version)
             self.version += 1

@@ -24,6 +24,8 @@ async def train(config: Config, console: Console) -> int:
 
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
     stopping = Stopping.by_time(config.trainer.max_hours, config.trainer.stop_margin)
+    if outlook := stopping.outlook():
+        console.note(outlook)
     faults = Faults(console, config.trainer.faults)
     while True:
         trainer = None

@@ -33,7 +33,7 @@ class Stopping:
     ) -> None:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
         self._asked = 0
-        self._last: float | None = None
+        self._last = clock()
         self._longest_s = 0.0
         self.exit_code = 0
 
@@ -54,11 +54,21 @@ class Stopping:
         ends_at, limit = min(limits, default=(None, ""))
         return cls(ends_at, limit, margin_s=margin_s, clock=clock)
 
+    def outlook(self) -> str | None:
+        """What a deadline means for the run, in words."""
+        if self._ends_at is None:
+            return None
+        hours = (self._ends_at - self._clock()) / 3600
+        return f"the run saves and ends in time for {self._limit}, in {hours:.2g} hours"
+
+    def begin(self) -> None:
+        """The first step begins, or the first after a restart."""
+        self._last = self._clock()
+
     def stepped(self) -> None:
-        """Called before the first step and after every one: all that happens between two calls is a step's time."""
+        """A step is over: all that happened since the last call was a part of it."""
         now = self._clock()
-        if self._last is not None:
-            self._longest_s = max(self._longest_s, now - self._last)
+        self._longest_s = max(self._longest_s, now - self._last)
         self._last = now
 
     def ask(self) -> None:

@@ -26,7 +26,7 @@ class Clock:
 
 
 def stepping(stopping: Stopping, clock: Clock, *durations: float) -> None:
-    stopping.stepped()
+    stopping.begin()
     for seconds in durations:
         clock.now += seconds
         stopping.stepped()
@@ -63,6 +63,19 @@ def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str 
     reason = stopping.reason()
     assert (reason is None) == (limit is None)
     assert limit is None or limit in str(reason)
+
+
+def test_what_a_restart_takes_is_no_step() -> None:
+    clock = Clock()
+    stopping = Stopping(clock.now + 1000, "the end", clock=clock)
+    stepping(stopping, clock, 10)
+    clock.now += 500
+    stepping(stopping, clock, 10)
+    assert stopping.outlook() == "the run saves and ends in time for the end, in 0.13 hours"
+    clock.now += 465
+    assert stopping.reason() is None
+    clock.now += 10
+    assert stopping.reason() is not None
 
 
 async def test_sigterm_ends_after_the_step_and_a_second_one_at_once() -> None:
