@@ -50,7 +50,7 @@ def is_secret_name(name: str) -> bool:
     """
     spaced = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", " ", name)
     words = [word for word in re.split(r"[\W_]+", spaced.lower()) if word]
-    if not words or words[-1] in ("env", "file", "path", "mode"):  # these say where it is, not what it is
+    if not words or words == ["pwd"] or words[-1] in ("env", "file", "path", "mode"):  # where it is, not what it is
         return False
     if _WORDS & set(words):
         return True

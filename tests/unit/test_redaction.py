@@ -26,7 +26,9 @@ def test_a_name_that_says_secret_is_one(name: str) -> None:
     assert is_secret_name(name)
 
 
-@pytest.mark.parametrize("name", ["prompt_key", "max_tokens", "key_env", "pad_token", "tokenizer_path", "monkey", ""])
+@pytest.mark.parametrize(
+    "name", ["prompt_key", "max_tokens", "PWD", "key_env", "pad_token", "tokenizer_path", "monkey", ""]
+)
 def test_other_names_are_none(name: str) -> None:
     assert not is_secret_name(name)
 

@@ -321,7 +321,8 @@ class Seat:
         calls, self.calls = self.calls, {}
         started = {number for number, call in calls.items() if call.started < math.inf}
         guilty = started if not self._side_by_side or len(started) == 1 else set()
-        if was_killed(report):  # by somebody else, it seems: each is made once more, and alone, before it is to blame
+        if was_killed(report) and not self._is_late:
+            # By somebody else, it seems: each is made once more, and alone, before it is to blame.
             guilty = {number for number in guilty if calls[number].was_killed}
             for number in started:
                 calls[number].was_killed = True

@@ -6,11 +6,11 @@ import asyncio
 import itertools
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.errors import EngineError, ProcessLostError
 from verl.types import Completion, SamplingParams
@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
 __all__ = ["VllmEngine", "VllmSettings", "environment", "said_last"]
+
+T = TypeVar("T")
+LOOK_S = 1.0  # how often a call looks whether vLLM's process is still there
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +76,10 @@ class VllmEngine:
         async with self._alone:
             with _deaths_told():
                 try:
-                    await self._llm.pause_generation(mode="wait", clear_cache=True)
+                    await self._told(self._llm.pause_generation(mode="wait", clear_cache=True))
                     for token_ids, sampling in requests:
                         queues.append(await self._add(token_ids, _sampling(sampling)))
-                    await self._llm.resume_generation()
+                    await self._told(self._llm.resume_generation())
                     return [_completion(await self._result(queue)) for queue in queues]
                 except asyncio.CancelledError:
                     await self._llm.abort([queue.request_id for queue in queues], internal=True)
@@ -94,6 +97,9 @@ class VllmEngine:
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
     async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+        await self._told(self._load_weights(parcels, version))
+
+    async def _load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.pause_generation(mode="keep", clear_cache=True)
@@ -110,9 +116,7 @@ class VllmEngine:
         await self._llm.resume_generation()
 
     async def version(self) -> int:
-        with _deaths_told():
-            await self._llm.check_health()  # a process that is gone would not answer what comes next
-        return _number(await self._llm.get_weight_version())
+        return _number(await self._told(self._llm.get_weight_version()))
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):
@@ -122,18 +126,30 @@ class VllmEngine:
     # Below: vLLM's own weight-transfer control plane, driven by its trainer-side NCCL and IPC engines.
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
-        await self._llm.init_weight_transfer_engine(request)
+        await self._told(self._llm.init_weight_transfer_engine(request))
 
     async def start_weight_update(self) -> None:
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        await self._llm.start_weight_update()
+        await self._told(self._llm.pause_generation(mode="keep", clear_cache=True))
+        await self._told(self._llm.start_weight_update())
 
     async def update_weights(self, request: Any) -> None:
-        await self._llm.update_weights(request)
+        await self._told(self._llm.update_weights(request))
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        await self._llm.finish_weight_update(weight_version)
-        await self._llm.resume_generation()
+        await self._told(self._llm.finish_weight_update(weight_version))
+        await self._told(self._llm.resume_generation())
+
+    async def _told(self, work: Coroutine[Any, Any, T]) -> T:
+        """What `work` gives; an error if vLLM's process is gone, also in the midst of it: vLLM would wait for ever."""
+        working = asyncio.ensure_future(work)
+        try:
+            with _deaths_told():
+                while not working.done():
+                    await self._llm.check_health()
+                    await asyncio.wait([working], timeout=LOOK_S)
+                return working.result()
+        finally:
+            working.cancel()  # of no effect on what is done
 
     async def _add(self, token_ids: Sequence[int], params: Any) -> RequestOutputCollector:
         from vllm.inputs import TokensPrompt

@@ -28,6 +28,7 @@ class RolloutActor:
         self._name, self._settings = name, settings
         self._made: Any = None
         self._shut = "it holds no weights yet"
+        self._loading = asyncio.Lock()
 
     async def has_started(self) -> bool:
         return self._made is not None
@@ -46,8 +47,8 @@ class RolloutActor:
         self._shut = why
 
     async def ready(self) -> bool:
-        """Whether it is open, and the engine behind it answers."""
-        if not self._shut:
+        """Whether it is open, and the engine behind it answers; while it loads weights it cannot."""
+        if not self._shut and not self._loading.locked():
             await self._engine.version()
         return not self._shut
 
@@ -73,14 +74,16 @@ class RolloutActor:
         return await self._engine.score(token_ids)
 
     async def load_weights(self, parcels: Sequence[ray.ObjectRef], version: int) -> None:
-        await self._engine.load_weights(await asyncio.gather(*parcels), version)
+        async with self._loading:  # one after the other, also when the caller of the first has gone
+            await self._engine.load_weights(await asyncio.gather(*parcels), version)
 
     async def version(self) -> int:
         return await self._engine.version()
 
     async def weight_transfer(self, method: str, *args: Any) -> None:
         """A step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
-        await getattr(self._engine, method)(*args)
+        async with self._loading:
+            await getattr(self._engine, method)(*args)
 
     async def close(self) -> None:
         if self._made is not None:
