@@ -38,7 +38,7 @@ def main() -> None:
         folder, watch = Path(directory), Stopwatch()
         make_assets(folder)
         parameters = enlarge(folder / "model", hidden=128 if short else 256, layers=4 if short else 6)
-        found = asyncio.run(measured(folder, blocks=1 if short else 4, steps=2 if short else 3))
+        found = asyncio.run(measured(folder, blocks=1 if short else 3, steps=2 if short else 3))
         last = CheckpointDir(folder / "run")
         size = sum(path.stat().st_size for path in last.step_dir(last.latest() or 0).rglob("*") if path.is_file())
         at_last = last.latest() == found["last"]
@@ -117,10 +117,10 @@ def settings(folder: Path) -> list[str]:
     return [
         *sized_for_addition(folder),
         "actor_rollout_ref.rollout.name=hf",
-        "data.train_batch_size=64",
+        "data.train_batch_size=16",
         "data.max_response_length=16",
         "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
         "trainer.total_training_steps=1000",
         "trainer.val_before_train=False",
