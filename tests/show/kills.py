@@ -36,6 +36,7 @@ from verl.demo.assets import make_assets
 
 STEPS, BATCH = 20, 8
 RECOVERY_S = 300.0
+ENGINES = ("engine process", "rollout actor")
 NODE, NODE_FOR_GOOD = "node", "node for good"
 IGNORED = ("time", "timing_s/", "perf/", "faults/")
 
@@ -65,28 +66,32 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-kills-") as directory:
         folder = Path(directory)
         make_assets(folder)
-        undisturbed = Disturbed(folder, "undisturbed", None, [], chance)
-        undisturbed.play()
-        if not undisturbed.has_finished:
-            finish("kills", False, reason="the run that nobody disturbed failed")
-        runs = []
+        undisturbed: dict[int, Disturbed] = {}  # by the number of engines
+        runs: list[Disturbed] = []
+
+        def play(run: Disturbed) -> None:
+            if run.engines not in undisturbed:
+                other = Disturbed(folder, f"undisturbed-{run.engines}", None, [], chance, engines=run.engines)
+                other.play()
+                if not other.has_finished:
+                    finish("kills", False, reason="the run that nobody disturbed failed")
+                undisturbed[run.engines] = other
+            run.play()
+            run.compare(undisturbed[run.engines])
+            runs.append(run)
+            report(runs)
+
         if options.short:
             order = [victim for victim in victims if victim not in (NODE, NODE_FOR_GOOD)]
             chance.shuffle(order)
-            runs = [Disturbed(folder, "run-0", None, order, chance)]
-            runs[0].play()
+            play(Disturbed(folder, "run-0", None, order, chance, engines=1))
         else:
             while (left := options.kills - sum(len(run.kills) for run in runs)) > 0:
                 victim = victims[len(runs) % len(victims)]
                 with two_nodes() if victim in (NODE, NODE_FOR_GOOD) else contextlib.nullcontext() as cluster:
                     wanted = [victim] * min(left, 1 if victim == NODE_FOR_GOOD else options.a_run)
-                    runs.append(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance))
-                    runs[-1].play()
-                runs[-1].compare(undisturbed)
-                report(runs)
-        for run in runs:
-            run.compare(undisturbed)
-    report(runs)
+                    engines = 2 if victim in ENGINES else 1  # with one the runs are quicker, with two one takes over
+                    play(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance, engines=engines))
     kills = [kill for run in runs for kill in run.kills]
     recovered = [kill for kill in kills if kill.recovered_s is not None]
     finish(
@@ -107,8 +112,16 @@ class Disturbed:
     """A run of `verl train` and the kills that it suffers. A controller that was killed is started again."""
 
     def __init__(
-        self, folder: Path, name: str, cluster: TwoNodes | None, wanted: list[str], chance: random.Random
+        self,
+        folder: Path,
+        name: str,
+        cluster: TwoNodes | None,
+        wanted: list[str],
+        chance: random.Random,
+        *,
+        engines: int,
     ) -> None:
+        self.engines = engines
         self.folder, self._name, self._cluster, self._chance = folder / name, name, cluster, chance
         self._wanted = list(wanted)
         self._settings = [
@@ -123,7 +136,8 @@ class Disturbed:
             "actor_rollout_ref.actor.use_kl_loss=True",
             f"reward.custom_reward_function.path={Path(__file__).with_name('_slow_rewards.py')}",
             f"trainer.total_training_steps={STEPS}",
-            "trainer.save_freq=2",
+            "trainer.save_freq=1",
+            f"actor_rollout_ref.rollout.num_engines={engines}",
             "trainer.max_ckpts_to_keep=2",
             "trainer.val_before_train=False",
             "trainer.faults.max_restarts=10",
@@ -278,8 +292,8 @@ def _reward_worker(controller: int, cluster: TwoNodes | None, chance: random.Ran
 VICTIMS: dict[str, Callable[[int, Any, random.Random], int | None]] = {
     "controller": lambda controller, cluster, chance: controller,
     "train worker": _any("ray::TrainWorker"),
-    "engine process": _any("VLLM::EngineCore"),
-    "rollout actor": _any("ray::RolloutActor"),
+    ENGINES[0]: _any("VLLM::EngineCore"),
+    ENGINES[1]: _any("ray::RolloutActor"),
     "reward worker": _reward_worker,
     "episode worker": _any("ray::EpisodeWorker"),
     NODE: lambda controller, cluster, chance: cluster.second_raylet(),
