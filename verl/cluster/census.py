@@ -25,7 +25,7 @@ from verl.cluster.stacks import Seen, answer_with_stacks, look
 from verl.cluster.waits import DEFAULTS, WAITS, Deadline, Owner, Progress, waiting
 from verl.cluster.watchdog import SAID_AGAIN_S, Late, Place, Reporter, Watchdog, rows
 
-__all__ = ["introduce", "tell", "tell_of", "watched"]
+__all__ = ["introduce", "tell", "tell_at_once", "tell_of", "watched"]
 
 CONTROLLER = "controller"
 _SPACE = b"verl"
@@ -61,6 +61,11 @@ def tell_of(what: str, of: Owner, deadline: Deadline, evidence: str) -> None:
         _told[what, of] = time.monotonic()
         since = time.time() - deadline.seconds
         tell(Late(_who, what, (of,), deadline.seconds, since, deadline, over=True, evidence=evidence))
+
+
+def tell_at_once(what: str, of: Owner, deadline: Deadline) -> None:
+    """Tell of a wait that begins now: nobody has expected it, for a process was lost."""
+    tell(Late(_who, what, (of,), 0.0, time.time(), deadline, over=False))
 
 
 def tell(late: Late) -> str:

@@ -7,13 +7,13 @@ episode ends; a `Batcher` puts those together that wait, so that a model is aske
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from verl.errors import ProcessLostError
 from verl.types import FailureKind
 
 __all__ = ["Batcher", "FakeRewardModel", "RewardModel", "Unscored", "unreadable"]
@@ -33,7 +33,7 @@ class RewardModel(Protocol):
         ...
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each sequence."""
+        """One number for each sequence; `ProcessLostError` if a process that it needs is gone."""
         ...
 
     async def close(self) -> None:
@@ -65,7 +65,7 @@ class Batcher:
     """Asks a model for what arrived while it was busy, at most `size` sequences at once.
 
     The deadline of a sequence runs from the start of its batch: waiting is not counted. A batch that fails is asked for
-    again one by one, so that one sequence cannot fail the others.
+    again one by one, so that one sequence cannot fail the others. Of a model that is lost, everybody is told.
     """
 
     def __init__(self, model: RewardModel, size: int, deadline_s: float) -> None:
@@ -74,7 +74,10 @@ class Batcher:
         self._work: asyncio.Task[None] | None = None
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
-        """The model's number for one sequence, or why there is none; never raises for what one sequence did."""
+        """The model's number for one sequence, or why there is none; never raises for what one sequence did.
+
+        `ProcessLostError`: the model is lost.
+        """
         why = self._model.refuses(token_ids)
         if why is not None:
             return Unscored("error", f"the conversation {why}", _SHORTER)
@@ -88,16 +91,27 @@ class Batcher:
         while self._waiting:
             batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
             outcomes: list[float | Unscored] = [self._late()] * len(batch)
-            with contextlib.suppress(asyncio.TimeoutError):  # those that it did not come to are late
+            lost: ProcessLostError | None = None
+            try:
                 await asyncio.wait_for(self._fill(outcomes, [tokens for tokens, _ in batch]), self._deadline_s)
+            except asyncio.TimeoutError:  # those that it did not come to are late
+                pass
+            except ProcessLostError as error:
+                lost = error
             for (_, future), outcome in zip(batch, outcomes, strict=True):
-                if not future.done():  # nobody waits any more for one that was cancelled
+                if future.done():  # nobody waits any more for one that was cancelled
+                    continue
+                if lost is None:
                     future.set_result(outcome)
+                else:
+                    future.set_exception(lost)
 
     async def _fill(self, outcomes: list[float | Unscored], batch: Sequence[Sequence[int]]) -> None:
         try:
             scores = await self._model.score(batch)
             outcomes[:] = [_checked(score) for score, _ in zip(scores, batch, strict=True)]
+        except ProcessLostError:
+            raise
         except Exception as error:  # noqa: BLE001 - whatever a model of the user's own raises is told as it is
             if len(batch) == 1:
                 outcomes[0] = Unscored("error", f"raised {type(error).__name__}: {error}", _FEWER)

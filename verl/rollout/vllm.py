@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSampling
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["VllmEngine", "VllmSettings", "environment", "said_last"]
+__all__ = ["VllmEngine", "VllmSettings", "deaths_told", "environment", "said_last"]
 
 T = TypeVar("T")
 LOOK_S = 1.0  # how often a call looks whether vLLM's process is still there
@@ -67,14 +67,14 @@ class VllmEngine:
             raise EngineError(f"vLLM did not start: {error}\n{said_last()}") from error
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        with _deaths_told():
+        with deaths_told():
             return _completion(await self._result(await self._add(token_ids, _sampling(sampling))))
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueued under a pause and with empty caches: vLLM then cuts its batches the same way each time."""
         queues: list[RequestOutputCollector] = []
         async with self._alone:
-            with _deaths_told():
+            with deaths_told():
                 try:
                     await self._told(self._llm.pause_generation(mode="wait", clear_cache=True))
                     for token_ids, sampling in requests:
@@ -92,7 +92,7 @@ class VllmEngine:
 
         kind = RequestOutputKind.FINAL_ONLY
         params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
-        with _deaths_told():
+        with deaths_told():
             entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
@@ -143,7 +143,7 @@ class VllmEngine:
         """What `work` gives; an error if vLLM's process is gone, also in the midst of it: vLLM would wait for ever."""
         working = asyncio.ensure_future(work)
         try:
-            with _deaths_told():
+            with deaths_told():
                 while not working.done():
                     await self._llm.check_health()
                     await asyncio.wait([working], timeout=LOOK_S)
@@ -169,7 +169,8 @@ class VllmEngine:
 
 
 @contextmanager
-def _deaths_told() -> Iterator[None]:
+def deaths_told() -> Iterator[None]:
+    """An engine process that has died is a process that was lost."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     try:

@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from verl.errors import ConfigError, EngineError
 from verl.rewards.model import SETTING, unreadable
 from verl.rewards.model_hf import read_config
-from verl.rollout.vllm import VllmSettings, environment, said_last
+from verl.rollout.vllm import VllmSettings, deaths_told, environment, said_last
 
 __all__ = ["VllmRewardModel"]
 
@@ -72,7 +72,8 @@ class VllmRewardModel:
         return unreadable(token_ids, self._limit, self._vocabulary)
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        return list(await asyncio.gather(*(self._score(tokens) for tokens in batch)))
+        with deaths_told():
+            return list(await asyncio.gather(*(self._score(tokens) for tokens in batch)))
 
     async def close(self) -> None:
         if hasattr(self, "_llm"):

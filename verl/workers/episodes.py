@@ -146,9 +146,12 @@ class EpisodeWorker:
             raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error
         example = next(iter(next(iter(self._datasets.values()))))
         read = reader(tokenizer, own, example, model_path=model.path, again=model.again)
-        by_reward_model = by_model(
-            read, RewardModelPool(self._reward_models, patience_s=settings.deadlines.reply.seconds).score
+        models = RewardModelPool(
+            self._reward_models,
+            look_s=settings.deadlines.reply.seconds,
+            patience_s=settings.deadlines.start.seconds + MARGIN_S,
         )
+        by_reward_model = by_model(read, models.score)
         if settings.reward is None:
             return by_reward_model
         return added(by_own, by_reward_model, model.weight)

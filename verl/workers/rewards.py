@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+import ray
+
+from verl.cluster.census import tell_at_once
 from verl.cluster.pool import DevicePool
 from verl.cluster.remote import Remote, spawn
-from verl.cluster.waits import DEFAULTS, Deadlines
-from verl.errors import ConfigError, EngineError
+from verl.cluster.vigil import Vigil
+from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
+from verl.errors import ConfigError, EngineError, NoAnswerError, ProcessLostError
 from verl.rewards.model import SETTING, Batcher, RewardModel, Unscored
+from verl.rollout.pool import MOST_LOSSES, BlamedError, Member, Pool, Seat
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
+
+T = TypeVar("T")
+
+MOST_TOGETHER = 2  # reward models that a conversation may lose beside others; then it is asked for alone
+MOST_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,24 +39,44 @@ class RewardModelSettings:
 
 
 class RewardActor:
-    """Hosts a `RewardModel`. Every method is a coroutine: what comes while it is busy waits for the next batch."""
+    """Hosts a `RewardModel`. Every method is a coroutine: what comes while it is busy waits for the next batch.
+
+    Ray puts a new process in the place of one that died. Whoever lost the old one starts it, several may; the model is
+    read once.
+    """
 
     def __init__(self, settings: RewardModelSettings) -> None:
         self._settings = settings
+        self._model: RewardModel | None = None
+        self._batcher: Batcher | None = None
+        self._starting = asyncio.Lock()
+
+    async def has_started(self) -> bool:
+        return self._model is not None
 
     async def start(self) -> None:
-        self._model = _make_model(self._settings.name, self._settings.arguments)
-        await self._model.start()
-        self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
+        async with self._starting:
+            if self._batcher is None:
+                await self.close()  # what is left of a model that was lost
+                self._model = _make_model(self._settings.name, self._settings.arguments)
+                await self._model.start()
+                self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
+
+    async def ready(self) -> bool:
+        return self._batcher is not None
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
-        return await self._batcher.score(token_ids)
-
-    async def is_there(self) -> bool:
-        return True
+        if (batcher := self._batcher) is None:
+            raise ProcessLostError("its process was replaced, and has not started yet")
+        try:
+            return await batcher.score(token_ids)
+        except ProcessLostError:
+            if self._batcher is batcher:  # and `start` has not been here since
+                self._batcher = None
+            raise
 
     async def close(self) -> None:
-        if hasattr(self, "_model"):
+        if self._model is not None:
             await self._model.close()
 
 
@@ -86,53 +118,98 @@ class RemoteRewardModel(Remote):
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
 
-    async def is_there(self) -> bool:
-        return await self._call("is_there", deadline=self.deadlines.reply)
+    async def ready(self) -> bool:
+        return await self._call("ready", deadline=self.deadlines.reply)
+
+    async def lost(self, why: str) -> None:
+        await asyncio.to_thread(tell_at_once, f"start again ({why})", self.owner, self.deadlines.start)
+
+    async def end(self) -> None:
+        """As any, but without waiting for the new process: another who has lost it may have started that already."""
+        ray.kill(self.actor, no_restart=False)
 
 
-class Scores(Protocol):
-    """What the pool needs of a reward model: an `EngineError` says that its process is lost."""
+class PooledRewardModel(Member, Protocol):
+    """A reward model as the pool needs it; it is ready when it has started."""
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored: ...
-    async def is_there(self) -> bool: ...
+
+    async def start(self) -> None:
+        """Returns when it can score; at once when it can already."""
+        ...
+
+    async def end(self) -> None:
+        """End its process, whatever state it is in; there will be a new one to `start`."""
+        ...
+
+    async def lost(self, why: str) -> None:
+        """Tell those who want to know."""
+        ...
 
 
-class RewardModelPool:
+class RewardModelPool(Pool[PooledRewardModel]):
     """Several reward models that look like one: each conversation goes to the one with the fewest tokens to read.
 
-    The actors keep the deadlines; the pool looks, every `patience_s` that an answer takes, whether its actor is still
-    there. One that is not is asked no more, and what it was to score is failed.
+    The actors keep the deadlines; the pool looks, every `look_s` that an answer takes, whether its actor is still
+    there. One that is not is started again, and what it was to score goes to others, or to itself when it is back. A
+    conversation that was with several when they were lost is then asked for alone, so that one that ends them is told
+    from those that were only beside it; and given up at last.
     """
 
-    def __init__(self, models: Sequence[Scores], *, patience_s: float = DEFAULTS.reply.seconds) -> None:
-        self._there = list(models)
-        self._load = {id(model): 0 for model in models}
-        self._patience_s = patience_s
-        self._lost = ""
+    kind = "reward model"
+
+    def __init__(
+        self,
+        models: Sequence[PooledRewardModel],
+        *,
+        look_s: float = DEFAULTS.reply.seconds,
+        patience_s: float = DEFAULTS.start.seconds + MARGIN_S,
+        ask_every_s: float = 1.0,
+    ) -> None:
+        super().__init__(models, patience_s=patience_s, answer_s=look_s + MARGIN_S, ask_every_s=ask_every_s)
+        self._vigils = [Vigil(model.ready, look_s) for model in models]
+        self._one_alone = asyncio.Lock()
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
         """The number for one conversation, or why there is none."""
-        if not self._there:
-            return self._unscored()
-        model = min(self._there, key=lambda one: self._load[id(one)])
-        self._load[id(model)] += len(token_ids)
+        losses: list[str] = []
+        ask = partial(self._answered, lambda model: model.score(token_ids), len(token_ids), losses)
         try:
-            return await self._watched(model, asyncio.ensure_future(model.score(token_ids)))
+            try:
+                return await ask(MOST_TOGETHER)
+            except BlamedError:
+                async with self._one_alone:
+                    return await ask(MOST_LOSSES)
+        except BlamedError as error:
+            return _unscored(
+                f"was reading a conversation of {len(token_ids):,} tokens when its process was lost, {MOST_LOSSES} "
+                f"times; it is not tried again: it may be what ends them. {error}"
+            )
         except EngineError as error:
-            self._there = [one for one in self._there if one is not model]
-            self._lost = str(error)
-            return self._unscored()
-        finally:
-            self._load[id(model)] -= len(token_ids)
+            return _unscored(str(error))
 
-    async def _watched(self, model: Scores, request: asyncio.Future[float | Unscored]) -> float | Unscored:
-        try:
-            while not (await asyncio.wait([request], timeout=self._patience_s))[0]:
-                await model.is_there()
-        finally:
-            request.cancel()  # of no effect on one that is done
-        return request.result()
+    async def _watched(self, seat: Seat[PooledRewardModel], request: asyncio.Future[T]) -> T:
+        return await self._vigils[seat.number].watch(request)
 
-    def _unscored(self) -> Unscored:
-        mend = f"if its process lacked memory, lower {SETTING}.micro_batch_size_per_gpu; Ray's logs say how it ended"
-        return Unscored("died", self._lost, mend)
+    async def _come_back(self, seat: Seat[PooledRewardModel], hangs: bool) -> None:
+        """By a new start of the process that Ray puts in its place; one that hangs or fails in that is ended for it."""
+        model, pause_s, end = seat.member, self._ask_every_s, seat.why
+        with suppress(Exception):  # it comes back also if nobody can be told
+            await model.lost(end)
+        while True:
+            if hangs:
+                with suppress(Exception):  # the boundary of a process: it may be gone already
+                    await model.end()
+            try:
+                return await model.start()
+            except Exception as error:  # noqa: BLE001 - likewise: whatever it is, it has not started
+                hangs = isinstance(error, NoAnswerError) or not isinstance(error, ProcessLostError)
+                if hangs:
+                    seat.why = f"{end}; and it did not start again: {error}"
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+
+
+def _unscored(what: str) -> Unscored:
+    mend = f"if its process lacked memory, lower {SETTING}.micro_batch_size_per_gpu; Ray's logs say how it ended"
+    return Unscored("died", what, mend)

@@ -1,101 +1,258 @@
-"""Several reward models look like one; one that is lost fails what it had, and is asked no more."""
+"""Several reward models look like one; one that is lost is started again, and what it had is scored again."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
 
 import pytest
+from simulated_clock import simulate
 
-from verl.errors import ConfigError, EngineError
-from verl.rewards.model import Unscored
+from verl.errors import ConfigError, EngineError, NoAnswerError, ProcessLostError
+from verl.rewards.model import FakeRewardModel, Unscored
+from verl.rollout.pool import MOST_LOSSES
+from verl.workers import rewards
 from verl.workers.rewards import RewardActor, RewardModelPool, RewardModelSettings
 
 pytestmark = pytest.mark.unit
 
+LOAD_S = 30.0
+
 
 class Model:
-    """Scores with its own number once it is let go; a lost one raises what Ray's calls raise."""
+    """Scores with its own number, one conversation after the other; dies, hangs and starts as it is told."""
 
-    def __init__(self, number: float) -> None:
-        self.number, self.asked = number, 0
-        self.go, self.is_lost, self.looked = asyncio.Event(), False, 0
+    def __init__(self, number: float, seconds: float = 1.0) -> None:
+        self.number, self.seconds = number, seconds
+        self.asked: list[list[int]] = []
+        self.poison: list[int] | None = None  # a conversation that ends the process
+        self.hangs, self.starts, self.ended, self.told = False, 0, 0, list[str]()
+        self.refusals: list[Exception] = []  # of the next starts
+        self._is_up, self._death, self._turn = True, asyncio.Event(), asyncio.Lock()
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
-        self.asked += 1
-        await self.go.wait()
-        if self.is_lost:
-            raise EngineError("the process behind reward model 0: score has died")
-        return self.number
+        self.asked.append(list(token_ids))
+        return await self._before_death(self._score(list(token_ids)))
 
-    async def is_there(self) -> bool:
-        self.looked += 1
-        if self.is_lost:
-            raise EngineError("waited 60 s for reward model 0: is_there and gave up")
-        return True
+    async def _score(self, token_ids: list[int]) -> float:
+        async with self._turn:
+            await asyncio.sleep(self.seconds)
+            if token_ids == self.poison:
+                self.die()
+            while self.hangs:
+                await asyncio.sleep(1)
+            return self.number
+
+    async def ready(self) -> bool:
+        if self.hangs:
+            await asyncio.sleep(60)
+            raise NoAnswerError("waited 60 s for reward model to ready and gave up")
+        if self._death.is_set():
+            raise ProcessLostError("ready: its process has died")
+        return self._is_up
+
+    async def start(self) -> None:
+        self.starts += 1
+        self._death.clear()  # there is a new process
+        await self._before_death(asyncio.sleep(LOAD_S))
+        if self.refusals:
+            raise self.refusals.pop(0)
+        self._is_up = True
+
+    async def end(self) -> None:
+        self.ended += 1
+        self.die()
+
+    async def lost(self, why: str) -> None:
+        self.told.append(why)
+
+    def die(self) -> None:
+        self._is_up = self.hangs = False
+        self._death.set()
+
+    async def _before_death(self, work: Coroutine[Any, Any, Any]) -> Any:
+        working, death = asyncio.ensure_future(work), asyncio.ensure_future(self._death.wait())
+        try:
+            await asyncio.wait([working, death], return_when=asyncio.FIRST_COMPLETED)
+            if death.done():
+                raise ProcessLostError("score: its process has died")
+            return working.result()
+        finally:
+            working.cancel()
+            death.cancel()
 
 
+def in_simulated_time(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def run() -> None:
+        simulate(test())
+
+    run.__name__, run.__doc__ = test.__name__, test.__doc__
+    return run
+
+
+def after(seconds: float, act: Callable[[], None]) -> None:
+    asyncio.get_running_loop().call_later(seconds, act)
+
+
+def scored(pool: RewardModelPool, conversations: Sequence[list[int]]) -> asyncio.Future[list[float | Unscored]]:
+    return asyncio.gather(*(pool.score(tokens) for tokens in conversations))
+
+
+@in_simulated_time
 async def test_each_conversation_goes_to_the_model_with_the_fewest_tokens_to_read() -> None:
-    first, second = Model(1), Model(2)
-    pool = RewardModelPool([first, second])
-    waiting = [asyncio.ensure_future(pool.score([7] * length)) for length in (5, 1, 1, 1)]
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
-    first.go.set()
-    second.go.set()
-    assert await asyncio.gather(*waiting) == [1, 2, 2, 2]
+    found = await scored(RewardModelPool([Model(1), Model(2)]), [[7] * length for length in (5, 1, 1, 1)])
+    assert found in ([1, 2, 2, 2], [2, 1, 1, 1])
 
 
-async def test_one_that_died_fails_what_it_had_and_the_others_go_on() -> None:
+@in_simulated_time
+async def test_what_one_that_died_had_is_scored_by_the_others_meanwhile() -> None:
     lost, other = Model(1), Model(2)
-    lost.is_lost = True
-    lost.go.set()
-    other.go.set()
     pool = RewardModelPool([lost, other])
-    failed = await pool.score([7])
+    after(0.5, lost.die)
+    assert await scored(pool, [[number] for number in range(8)]) == [2] * 8
+    assert len(lost.asked) == 4
+    assert sorted(other.asked) == [[number] for number in range(8)]
+    assert asyncio.get_running_loop().time() < LOAD_S
+    assert pool.load == (0, 0)
+
+
+@in_simulated_time
+async def test_one_that_died_is_told_of_once_started_again_and_asked_again() -> None:
+    lost, other = Model(1), Model(2)
+    pool = RewardModelPool([lost, other])
+    after(0.5, lost.die)
+    await scored(pool, [[number] for number in range(8)])
+    await asyncio.sleep(LOAD_S)
+    assert lost.told == ["score: its process has died"]
+    assert (lost.starts, lost.ended) == (1, 0)
+    assert set(await scored(pool, [[number] for number in range(8)])) == {1, 2}
+
+
+@in_simulated_time
+async def test_the_only_one_scores_what_it_had_when_it_is_back() -> None:
+    only = Model(1)
+    after(2.5, only.die)
+    assert await scored(RewardModelPool([only]), [[number] for number in range(8)]) == [1] * 8
+    assert LOAD_S < asyncio.get_running_loop().time() < LOAD_S + 20
+
+
+@in_simulated_time
+async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says_why() -> None:
+    lost = Model(1)
+    lost.refusals = [EngineError("no memory left on the device")] * 100
+    lost.die()
+    pool = RewardModelPool([lost], patience_s=1260)
+    for failed in (*await scored(pool, [[1], [2], [3]]), await pool.score([4])):
+        assert isinstance(failed, Unscored)
+        assert failed.kind == "died"
+        assert "no reward model came back within 1260 s" in failed.what
+        assert "its process has died; and it did not start again: no memory left on the device" in failed.what
+        assert "micro_batch_size_per_gpu" in failed.mend
+    assert asyncio.get_running_loop().time() == pytest.approx(1260)
+    assert 2 < lost.ended < 30, "each try has a process of its own, after ever longer pauses"
+
+
+@in_simulated_time
+async def test_one_that_is_slow_is_waited_for_as_long_as_it_is_there() -> None:
+    slow = Model(1, seconds=10_000)
+    assert await RewardModelPool([slow], look_s=60).score([7]) == 1
+    assert slow.starts == 0
+
+
+@in_simulated_time
+async def test_one_that_does_not_answer_any_more_is_ended_and_started_again() -> None:
+    hung = Model(1)
+    hung.hangs = True
+    assert await RewardModelPool([hung], look_s=60).score([7]) == 1
+    assert hung.told == ["waited 60 s for reward model to ready and gave up"]
+    assert (hung.ended, hung.starts) == (1, 1)
+
+
+@in_simulated_time
+async def test_a_start_that_is_never_done_is_ended_and_tried_again() -> None:
+    lost = Model(1)
+    lost.refusals = [NoAnswerError("waited 1200 s for reward model 0 to start and gave up")]
+    lost.die()
+    assert await RewardModelPool([lost]).score([7]) == 1
+    assert (lost.ended, lost.starts) == (1, 2)
+
+
+@in_simulated_time
+async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do_not() -> None:
+    models = [Model(1), Model(1)]
+    for model in models:
+        model.poison = [6, 6, 6]
+    conversations = [[number] for number in range(20)]
+    *others, failed = await scored(RewardModelPool(models), [*conversations, [6, 6, 6]])
+    assert others == [1] * 20
     assert isinstance(failed, Unscored)
     assert failed.kind == "died"
-    assert "has died" in failed.what
-    assert [await pool.score([7]) for _ in range(3)] == [2, 2, 2]
-    assert lost.asked == 1
+    assert f"a conversation of 3 tokens when its process was lost, {MOST_LOSSES} times" in failed.what
+    assert sum(model.asked.count([6, 6, 6]) for model in models) == MOST_LOSSES
 
 
-async def test_when_all_are_lost_everything_fails_at_once_and_says_why() -> None:
-    lost = Model(1)
-    lost.is_lost = True
-    lost.go.set()
-    pool = RewardModelPool([lost])
-    for _ in range(2):
-        failed = await pool.score([7])
-        assert isinstance(failed, Unscored)
-        assert "has died" in failed.what
-    assert lost.asked == 1
+@in_simulated_time
+async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_comes() -> None:
+    models = [Model(number) for number in range(2 * MOST_LOSSES)]
+    for model in models:
+        model.die()
+    found = await RewardModelPool(models).score([7])
+    assert not isinstance(found, Unscored)
+    assert sum(len(model.asked) for model in models) == 2
 
 
-async def test_one_that_is_slow_is_waited_for_as_long_as_it_is_there() -> None:
-    slow = Model(1)
-    request = asyncio.ensure_future(RewardModelPool([slow], patience_s=0.001).score([7]))
-    while slow.looked < 3:
-        await asyncio.sleep(0.001)
-    assert not request.done()
-    slow.go.set()
-    assert await request == 1
-
-
-async def test_one_that_does_not_answer_any_more_is_lost() -> None:
-    hung = Model(1)
-    hung.is_lost = True
-    failed = await RewardModelPool([hung], patience_s=0.001).score([7])
-    assert isinstance(failed, Unscored)
-    assert "gave up" in failed.what
+def settings(name: str = "fake") -> RewardModelSettings:
+    return RewardModelSettings(name, {"vocabulary": 8} if name == "fake" else {}, batch=2, deadline_s=60)
 
 
 async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() -> None:
-    actor = RewardActor(RewardModelSettings("fake", {"vocabulary": 8}, batch=2, deadline_s=60))
+    actor = RewardActor(settings())
     await actor.start()
     assert await asyncio.gather(*(actor.score([number]) for number in range(5))) == [0, 1, 2, 3, 4]
     assert isinstance(await actor.score([8]), Unscored)
     await actor.close()
 
 
+async def test_an_actor_that_is_new_is_lost_until_somebody_starts_it() -> None:
+    actor = RewardActor(settings())
+    assert not await actor.ready()
+    with pytest.raises(ProcessLostError, match="has not started yet"):
+        await actor.score([1])
+    await actor.start()
+    assert await actor.ready()
+    assert await actor.score([1]) == 1
+
+
+async def test_an_actor_that_several_start_reads_its_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = [FakeRewardModel()]
+    monkeypatch.setattr(rewards, "_make_model", lambda *_: made.pop())
+    actor = RewardActor(settings())
+    await asyncio.gather(*(actor.start() for _ in range(3)))
+    assert await actor.score([1]) == 1
+
+
+async def test_an_actor_whose_model_lost_its_own_process_gets_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead(FakeRewardModel):
+        is_closed = False
+
+        async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
+            raise ProcessLostError("vLLM's engine process has died")
+
+        async def close(self) -> None:
+            self.is_closed = True
+
+    dead = Dead()
+    made = [FakeRewardModel(), dead]
+    monkeypatch.setattr(rewards, "_make_model", lambda *_: made.pop())
+    actor = RewardActor(settings())
+    await actor.start()
+    outcomes = await asyncio.gather(*(actor.score([number]) for number in range(5)), return_exceptions=True)
+    assert all(isinstance(outcome, ProcessLostError) for outcome in outcomes)
+    assert not await actor.ready()
+    await actor.start()
+    assert dead.is_closed
+    assert await actor.score([1]) == 1
+
+
 async def test_an_engine_that_runs_no_reward_model_is_refused_with_the_mend() -> None:
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.rollout\.name: 'sglang'.*use hf or vllm"):
-        await RewardActor(RewardModelSettings("sglang", {}, batch=2, deadline_s=60)).start()
+        await RewardActor(settings("sglang")).start()
