@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import ray
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, disconnect
+from verl.cluster.waits import Deadline
 from verl.demo.assets import make_assets, make_tokenizer
 from verl.demo.folder import Assets
-from verl.rewards.model import Unscored
+from verl.errors import ProcessLostError
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool, RewardModelSettings
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -123,7 +126,7 @@ def test_a_model_beside_a_function_reads_the_policys_own_tokens(
         assert step["reward/mean"] == pytest.approx(10 + 0.5 * step["reward/extra/model_score"], abs=1e-4)
 
 
-async def test_a_process_that_dies_fails_what_it_had_and_says_so() -> None:
+async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_comes_back() -> None:
     connect({"num_cpus": 1})
     try:
         devices = DevicePool(1, "cpu", mend="")
@@ -132,14 +135,32 @@ async def test_a_process_that_dies_fails_what_it_had_and_says_so() -> None:
         await asyncio.gather(*(model.start() for model in models))
         pool = RewardModelPool(models)
         assert await asyncio.gather(*(pool.score([number]) for number in range(8))) == [*range(8)]
-        ray.kill(models[0].actor)
-        outcomes = await asyncio.gather(*(pool.score([number]) for number in range(8)))
-        failed = [outcome for outcome in outcomes if isinstance(outcome, Unscored)]
-        assert failed
-        assert all("reward model 0" in one.what and one.kind == "died" for one in failed)
-        assert await asyncio.gather(*(pool.score([number]) for number in range(8))) == [*range(8)], "the other goes on"
+        first = await process_of(models[0])
+        os.kill(first, signal.SIGKILL)
+        assert await asyncio.gather(*(pool.score([number]) for number in range(8))) == [*range(8)]
+        while not await is_ready(models[0]):
+            await asyncio.sleep(0.2)
+        second = await process_of(models[0])
+        assert second != first
+
+        os.kill(second, signal.SIGSTOP)
+        hasty = RewardModelPool(models[:1], look_s=1)
+        models[0].deadlines = replace(models[0].deadlines, reply=Deadline(1))
+        assert await asyncio.gather(*(hasty.score([number]) for number in range(8))) == [*range(8)]
+        assert await process_of(models[0]) != second
     finally:
         disconnect()
+
+
+async def process_of(model: RemoteRewardModel) -> int:
+    return int(await model.actor.__ray_call__.remote(lambda _: os.getpid()))
+
+
+async def is_ready(model: RemoteRewardModel) -> bool:
+    try:
+        return await model.ready()
+    except ProcessLostError:
+        return False
 
 
 def test_what_cannot_be_a_reward_model_here_ends_the_start_with_the_mend(
