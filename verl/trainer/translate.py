@@ -72,6 +72,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     process_path = prime.model_path or model.path
     reference_stays = config.trainer.ref_update_freq < 1
     return TrainSettings(
+        seed=config.trainer.seed,
         deadlines=Deadlines.read(config.trainer.deadlines),
         actor=FsdpSettings(
             model.path,

@@ -38,6 +38,7 @@ class TrainSettings:
     process: FsdpSettings | None = None  # PRIME's reward model
     process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
+    seed: int = 0
     tokenizer_path: str | None = None  # None: with the model
     save_hf: bool = False
     save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
@@ -56,7 +57,9 @@ class TrainWorker:
         return ray.util.get_node_ip_address(), free_port()
 
     def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
-        """Join the other ranks and load the models."""
+        """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank."""
+        import torch
+
         from verl.training.fsdp import FsdpEngine
         from verl.training.group import init_process_group
         from verl.training.policy import Policy, ProcessRewards, functions_of
@@ -70,6 +73,7 @@ class TrainWorker:
         # The controller gives up first: it names the rank that is missing, which those in the collective cannot know.
         patience_s = self._deadlines.longest_s + MARGIN_S
         init_process_group(self._rank, self._world_size, host, port, settings.actor.device, patience_s)
+        torch.manual_seed(settings.seed)
         method, reference = settings.method, engine(settings.reference)
         process = None
         if settings.process is not None:
@@ -81,6 +85,7 @@ class TrainWorker:
         self._policy = Policy(
             FsdpEngine(settings.actor), method, reference=reference, critic=engine(settings.critic), process=process
         )
+        torch.manual_seed(settings.seed + 1 + self._rank)
         self._publish_dtype, self._settings = settings.publish_dtype, settings
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
