@@ -37,6 +37,7 @@ from verl.demo.assets import make_assets
 STEPS, BATCH = 20, 8
 RECOVERY_S = 300.0
 ENGINES = ("engine process", "rollout actor")
+TOKEN = secrets.token_hex(32)
 NODE, NODE_FOR_GOOD = "node", "node for good"
 IGNORED = ("time", "timing_s/", "perf/", "faults/")
 
@@ -305,10 +306,10 @@ class TwoNodes:
     """A cluster of two raylets on this machine, one core each: real nodes to Ray."""
 
     def __init__(self) -> None:
-        from ray.cluster_utils import Cluster
-
-        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        self.environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": TOKEN}
         os.environ.update(self.environment)
+        from ray.cluster_utils import Cluster  # reads the environment once
+
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self._second = self._cluster.add_node(num_cpus=1)
         self.address = self._cluster.address
