@@ -274,8 +274,7 @@ def _below(pid: int, name: str) -> list[psutil.Process]:
 
 def _any(name: str) -> Callable[[int, Any, random.Random], int | None]:
     def choose(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
-        roots = [controller] if cluster is None else cluster.raylets()
-        found = sorted(process.pid for root in roots for process in _below(root, name))
+        found = sorted(process.pid for process in _below(controller, name))
         return chance.choice(found) if found else None
 
     return choose
@@ -311,23 +310,26 @@ class TwoNodes:
         from ray.cluster_utils import Cluster  # reads the environment once
 
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        self._second = self._cluster.add_node(num_cpus=1)
         self.address = self._cluster.address
+        self._second = self._start_second()
 
-    def raylets(self) -> list[int]:
-        return [node.all_processes["raylet"][0].process.pid for node in (self._cluster.head_node, self._second)]
+    def _start_second(self) -> subprocess.Popen[bytes]:
+        ray = Path(sys.executable).with_name("ray")
+        command = [ray, "start", "--address", self.address, "--num-cpus=1", "--block"]
+        return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
-    def second_raylet(self) -> int:
-        return self.raylets()[1]
+    def second_raylet(self) -> int | None:
+        found = _below(self._second.pid, "raylet/raylet")
+        return found[0].pid if found else None
 
     def replace(self) -> None:
         """The node that was killed is gone; after a moment there is another."""
+        self._second.wait(timeout=60)
         time.sleep(3)
-        with contextlib.suppress(Exception):  # its processes are gone already
-            self._cluster.remove_node(self._second, allow_graceful=False)
-        self._second = self._cluster.add_node(num_cpus=1)
+        self._second = self._start_second()
 
     def close(self) -> None:
+        self._second.terminate()
         self._cluster.shutdown()
 
 

@@ -15,7 +15,7 @@ from verl.cluster.census import watched
 from verl.cluster.machines import devices_that_answer
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, detect_device, disconnect
-from verl.cluster.waits import MARGIN_S, Deadlines
+from verl.cluster.waits import MARGIN_S, Deadline, Deadlines, Owner, waiting
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
@@ -263,12 +263,20 @@ def _changed(section: S, changes: Mapping[str, Any]) -> S:
 async def _with_devices_left(config: Config, device: str, console: Console) -> Config:
     """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
     wanted, settings = train_ranks(config), config.trainer.faults
-    shrinks = settings.on_lost_node == "shrink"
-    there = await devices_that_answer(device, wanted, patience_s=0.0 if shrinks else settings.node_wait)
-    if there >= wanted or not there or not shrinks:
-        return config  # too few are an error of the pool's
-    console.advice(f"the cluster has {there} of {wanted} devices left: the run goes on with {there} train ranks")
-    return _changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+    there = await devices_that_answer(device, wanted)
+    if there >= wanted:
+        return config
+    left = f"the cluster has {there} of {wanted} devices left"
+    if there and settings.on_lost_node == "shrink":
+        console.advice(f"{left}: the run goes on with {there} train ranks (trainer.faults.on_lost_node=shrink)")
+        return _changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+    console.advice(
+        f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
+        "trainer.faults.on_lost_node=shrink the run would go on with fewer"
+    )
+    with waiting(f"have {wanted} devices", of=Owner("cluster"), deadline=Deadline(settings.node_wait)):
+        await devices_that_answer(device, wanted, patience_s=settings.node_wait)
+    return config  # if they are still too few, the pool says so
 
 
 def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
