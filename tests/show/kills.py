@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import math
 import os
 import random
 import re
@@ -153,6 +154,7 @@ class Disturbed:
         self.has_finished = False
         self._step = 0
         self._steps: list[tuple[float, int]] = []  # when a step was done, and which
+        self._noticed: list[float] = []  # when the run said that it lost something
         self._process: subprocess.Popen[str] | None = None
 
     def play(self) -> None:
@@ -182,6 +184,8 @@ class Disturbed:
                 if found := re.match(r"step +(\d+)/", line):
                     self._step = int(found[1])
                     self._steps.append((time.monotonic(), self._step))
+                if "all processes are started again" in line or re.search(r"rollout engine \d+ is lost", line):
+                    self._noticed.append(time.monotonic())
                 if not line.startswith(("──", "prompts a", "answers", "tokens", "...", "samples", "micro", "train r")):
                     print(f"{self._name}| {line}", end="", flush=True)
             return process.wait(timeout=60)
@@ -217,11 +221,14 @@ class Disturbed:
                 self._cluster.replace()
 
     def _settle(self) -> None:
-        for kill in self.kills:
-            later = [(at, step) for at, step in self._steps if at > kill.at]
-            back = next((at for at, step in later if step > kill.after_step), None)
-            kill.recovered_s = None if back is None else back - kill.at
-            kill.steps_again = sum(step <= kill.after_step for at, step in later if back is not None and at < back)
+        ends = [kill.at for kill in self.kills[1:]] + [math.inf]
+        for kill, next_one in zip(self.kills, ends, strict=True):
+            # A step that was nearly done may come before anybody notices: that is no recovery.
+            since = next((at for at in self._noticed if kill.at < at < next_one), kill.at)
+            later = [(at, step) for at, step in self._steps if at > since]
+            kill.recovered_s = later[0][0] - kill.at if later else None
+            furthest = max((step for at, step in self._steps if at <= since), default=0)
+            kill.steps_again = sum(at < next_one and step <= furthest for at, step in later)
 
     def compare(self, other: Disturbed) -> None:
         """What differs from the run that nobody disturbed."""
@@ -312,6 +319,9 @@ class TwoNodes:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         self.address = self._cluster.address
         self._second = self._start_second()
+        while self.second_raylet() is None:
+            time.sleep(0.5)
+        time.sleep(5)  # until it is known to the first
 
     def _start_second(self) -> subprocess.Popen[bytes]:
         ray = Path(sys.executable).with_name("ray")

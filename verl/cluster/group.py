@@ -15,6 +15,8 @@ from verl.errors import NoAnswerError, ProcessLostError, VerlError
 
 __all__ = ["ActorGroup", "call", "fetch"]
 
+DEATH_IS_KNOWN_S = 30.0  # from a death to its being known, at most
+
 
 async def call(
     awaitable: Any,
@@ -114,9 +116,21 @@ class ActorGroup:
         ]
         try:
             return list(await asyncio.gather(*tasks))
+        except VerlError:
+            raise
+        except Exception as error:  # such as a collective that was broken off: by whom?
+            await self._raise_loss(tasks, error)
+            raise
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _raise_loss(self, tasks: Sequence[asyncio.Future[Any]], error: Exception) -> None:
+        """When one of the ranks dies, the others fail in their collective, and their complaint may come first."""
+        await asyncio.wait(tasks, timeout=DEATH_IS_KNOWN_S)
+        for task in tasks:
+            if task.done() and isinstance(task.exception(), ProcessLostError):
+                raise ProcessLostError(str(task.exception())) from error
 
     def close(self) -> None:
         """End the actors' processes."""

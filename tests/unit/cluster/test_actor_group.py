@@ -1,0 +1,59 @@
+"""A group says whose death it was, although the others may complain first."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from simulated_clock import simulate
+
+from verl.cluster.group import ActorGroup
+from verl.cluster.waits import DEFAULTS
+from verl.errors import ProcessLostError
+
+pytestmark = pytest.mark.unit
+
+Part = Callable[[], Coroutine[Any, Any, int]]
+
+
+def group_of(*parts: Part) -> ActorGroup:
+    silent = SimpleNamespace(remote=lambda *_: None)
+    actors = [SimpleNamespace(update=SimpleNamespace(remote=part), __ray_call__=silent) for part in parts]
+    return ActorGroup("train worker", actors)
+
+
+async def works() -> int:
+    return 1
+
+
+async def complains() -> int:
+    raise RuntimeError("Connection closed by peer")
+
+
+async def is_found_dead() -> int:
+    await asyncio.sleep(8)
+    raise ProcessLostError("train worker 1: update: its process has died")
+
+
+async def is_stuck() -> int:
+    await asyncio.sleep(10_000)
+    return 1
+
+
+def call(*parts: Part) -> list[int]:
+    return simulate(group_of(*parts).call("update", deadline=DEFAULTS.train))
+
+
+def test_every_rank_answers_in_its_place() -> None:
+    assert call(works, works) == [1, 1]
+
+
+def test_the_death_of_a_rank_is_told_although_another_complained_first() -> None:
+    with pytest.raises(ProcessLostError, match="train worker 1"):
+        call(complains, is_found_dead)
+
+
+def test_a_complaint_without_a_death_is_what_it_is() -> None:
+    with pytest.raises(RuntimeError, match="closed by peer"):
+        call(complains, is_stuck)
