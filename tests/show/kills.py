@@ -222,7 +222,7 @@ class Disturbed:
 
     def _settle(self) -> None:
         ends = [kill.at for kill in self.kills[1:]] + [math.inf]
-        for kill, next_one in zip(self.kills, ends, strict=True):
+        for kill, next_one in zip(self.kills, ends, strict=False):
             # A step that was nearly done may come before anybody notices: that is no recovery.
             since = next((at for at in self._noticed if kill.at < at < next_one), kill.at)
             later = [(at, step) for at, step in self._steps if at > since]
