@@ -8,7 +8,8 @@ VerlError
 ├── CheckpointError    a checkpoint is incomplete or does not fit
 └── EngineError        an engine died, refused or did not answer in time
     └── ProcessLostError   the process behind a call is gone: its work can be done again elsewhere
-        └── NoAnswerError  it may still be there, but has not answered before its deadline
+        ├── NoAnswerError  it may still be there, but has not answered before its deadline
+        └── SourceLostError    it was one that holds the trained weights
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ __all__ = [
     "NoAnswerError",
     "ProcessLostError",
     "RewardError",
+    "SourceLostError",
     "VerlError",
     "WeightSyncError",
 ]
@@ -74,3 +76,7 @@ class ProcessLostError(EngineError):
 
 class NoAnswerError(ProcessLostError):
     """The process behind a call has not answered before its deadline; nobody knows whether it ever will."""
+
+
+class SourceLostError(ProcessLostError):
+    """Who holds the trained weights is gone: no engine can be brought back to them."""

@@ -12,6 +12,7 @@ import asyncio
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from _common import finish, metrics_of, sized_for_addition, train
 
@@ -61,11 +62,10 @@ async def run_with_skipped_publish(overrides: list[str]) -> str:
     """The same run, but from version 1 on the engines are told of a new version and sent nothing: what ends it."""
     carry = HostTransport.carry
 
-    async def skip(self: HostTransport, source: Source, receivers: Sequence[Receiver], version: int) -> None:
+    async def skip(self: HostTransport, source: Source, receivers: Sequence[Receiver], version: int) -> list[Any]:
         if version == 0:
-            await carry(self, source, receivers, version)
-        else:
-            await asyncio.gather(*(receiver.load_weights([], version) for receiver in receivers))
+            return list(await carry(self, source, receivers, version))
+        return await asyncio.gather(*(receiver.load_weights([], version) for receiver in receivers))
 
     HostTransport.carry = skip  # type: ignore[method-assign]
     try:

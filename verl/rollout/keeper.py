@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol, TypeVar
 
-from verl.errors import EngineError, ProcessLostError
+from verl.errors import EngineError, ProcessLostError, SourceLostError
 
 __all__ = ["EngineEvent", "EngineKeeper", "EngineState", "KeptEngine", "within"]
 
@@ -196,6 +196,8 @@ class EngineKeeper:
                 await self._restart(seat)
                 self._move(seat, EngineState.SYNCING)
                 await self._while_it_beats(seat, join(seat.number))
+            except SourceLostError:  # the run's loss, not the engine's: `guard` raises it
+                raise
             except Exception as error:  # noqa: BLE001 - the boundary of a process: whatever it is, it is tried again
                 _log.debug("rollout engine %d did not come back", seat.number, exc_info=True)
                 self._lose(seat, _words(error))

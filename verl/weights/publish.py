@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar, cast
 
-from verl.errors import ProcessLostError, WeightSyncError
+from verl.errors import ProcessLostError, SourceLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
 
 __all__ = ["Crew", "DeviceTransport", "Everybody", "HostTransport", "Publisher", "Receiver", "Source", "Transport"]
@@ -168,7 +168,10 @@ class Publisher:
                     return await self._join(number)
 
     async def _join(self, number: int) -> None:
-        [loss] = await self._transport.carry(self._source, [self._receivers[number]], self._version)
+        try:
+            [loss] = await self._transport.carry(self._source, [self._receivers[number]], self._version)
+        except ProcessLostError as error:  # what the receiver has lost is returned
+            raise SourceLostError(str(error)) from error
         if loss is not None:
             raise loss
         self._crew.carried(number)
