@@ -22,9 +22,11 @@ class Model:
     """A trainer with one weight, that can die."""
 
     def __init__(self) -> None:
-        self.weight, self.packed = 0.0, 0
+        self.weight, self.packed, self.is_gone = 0.0, 0, False
 
     async def pack_weights(self) -> Sequence[float]:
+        if self.is_gone:
+            raise ProcessLostError("train worker 1: pack_weights: its process has died")
         self.packed += 1
         return [self.weight]
 
@@ -244,6 +246,15 @@ async def test_with_none_left_every_wait_ends_and_says_why(crew: Crew) -> None:
     assert asyncio.get_running_loop().time() < 100
     with pytest.raises(EngineError, match="no rollout engine is left"):
         await crew.publisher.publish(1)
+
+
+@scene(1)
+async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(crew: Crew) -> None:
+    crew.model.is_gone = True
+    crew.engines[0].is_up = False
+    with pytest.raises(ProcessLostError, match="train worker 1"):
+        await crew.keeper.guard(asyncio.sleep(10_000))
+    assert crew.states() == ["syncing"]
 
 
 @scene(1)
