@@ -322,17 +322,13 @@ class _World:
                 return
             deaths -= 1
             self.outcome.resumes += 1
-            if kind == "controller":
-                await self.keeper.close()
-                for pool in self.pools:
-                    pool.close()
-                for engine in self.engines:
-                    engine.process.die()
-                self._build()
-            else:
-                async with self.publisher.changing():
-                    await asyncio.sleep(20)
-                    self.model.is_up = True
+            await self.keeper.close()  # whatever it was, all processes end, and others are started
+            for pool in self.pools:
+                pool.close()
+            for engine in self.engines:
+                engine.process.die()
+            await asyncio.sleep(20)
+            self._build()
         await self._check_rest()
         torment.cancel()
         await self.keeper.close()
