@@ -103,7 +103,7 @@ TRIES = 300
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
     "a pool that does not run again": (pool, "MOST_LOSSES", 1, "fewer losses", 0),
     "a pool that mixes up answers": (EnginePool, "generate", _the_last_one, "answer to another", 0),
-    "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back", 0),
+    "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back|does not see", 0),
     "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
     "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 226),
     "a keeper that does not hear of losses": (EngineKeeper, "lost", lambda *_: None, "the run ended", 0),
