@@ -1,7 +1,9 @@
 """Ranks in processes of their own that never outlive who started them."""
 
+import os
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -35,3 +37,7 @@ def _rank(rank: int, main: Callable[..., None], *args: Any) -> None:
     # torch sends SIGINT when the parent dies; as an exception it would wait for the end of a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main(rank, *args)
+    # The interpreter's own end may abort: threads of gloo that outlive their group (pytorch issue 190489).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
