@@ -112,22 +112,29 @@ def _merge(argv: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
-    from verl.config.load import load
+    from verl.config.kinds import SFT, TRAIN
+    from verl.config.load import load, load_sft
+    from verl.config.schema import SftConfig
+    from verl.config.sft_checks import sft_sizes
     from verl.config.show import describe, render
     from verl.config.sizes import derived_sizes, render_sizes
 
+    supervised = "--sft" in argv
+    argv = [argument for argument in argv if argument != "--sft"]
     keys = [argument for argument in argv if _is_key(argument)]
     if keys and len(keys) == len(argv):
-        sys.stdout.write("\n".join(describe(key) for key in keys))
+        sys.stdout.write("\n".join(describe(key, SFT if supervised else TRAIN) for key in keys))
         return 0
-    runs = load(argv, complete=False)
+    runs = load_sft(argv, complete=False) if supervised else load(argv, complete=False)
     for hint in dict.fromkeys(hint for run in runs for hint in run.hints):
         sys.stderr.write(redact(f"hint: {hint}\n"))
     for run in runs:
         if run.sweep:
             sys.stdout.write(f"---\n# {' '.join(run.sweep)}\n")
-        sizes = render_sizes(derived_sizes(run.config)).replace("\n", "\n#   ")
-        sys.stdout.write(f"{render(run.config)}\n# What follows from these:\n#   {sizes}\n")
+        config = run.config
+        rows = sft_sizes(config) if isinstance(config, SftConfig) else derived_sizes(config)
+        sizes = render_sizes(rows).replace("\n", "\n#   ")
+        sys.stdout.write(f"{render(config)}\n# What follows from these:\n#   {sizes}\n")
     sys.stdout.flush()
     return 0
 
@@ -243,8 +250,9 @@ COMMANDS: dict[str, Command] = {
     "merge": Command("make a Hugging Face model of a checkpoint, and prove it equal", MERGE_HELP, _merge),
     "config": Command(
         "print the resolved settings with their documentation",
-        "usage: verl config [settings]\n       verl config KEY...\n\nPrint all settings as YAML, with documentation; "
-        f"or explain single ones.\n\n{_GRAMMAR}",
+        "usage: verl config [--sft] [settings]\n       verl config [--sft] KEY...\n\n"
+        "Print all settings as YAML, with documentation; or explain single ones. With --sft: those of `verl sft`.\n\n"
+        f"{_GRAMMAR}",
         _config,
     ),
 }

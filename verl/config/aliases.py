@@ -5,11 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path as File
-from typing import Any
+from typing import Any, NamedTuple
 
 from verl.config.keys import Path, Tree, graft, key_of, leaves, written
 
-__all__ = ["KEYS", "VALUES", "canonical", "canonical_path", "canonical_tree", "short_names"]
+__all__ = [
+    "KEYS",
+    "OF_SFT",
+    "OF_TRAIN",
+    "VALUES",
+    "Spellings",
+    "canonical",
+    "canonical_path",
+    "canonical_tree",
+    "short_names",
+]
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PEFT = f"{_ACTOR}.peft"
@@ -63,23 +73,58 @@ VALUES: dict[str, dict[str, str]] = {
 }
 """Canonical key -> second spelling of a value -> canonical value."""
 
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+class Spellings(NamedTuple):
+    """The second spellings of one kind of run: of keys, and of values by key."""
+
+    keys: Mapping[str, str]
+    values: Mapping[str, Mapping[str, str]]
+
+
+OF_TRAIN = Spellings(KEYS, VALUES)
+OF_SFT = Spellings(
+    {
+        "model.partial_pretrain": "model.path",
+        "model.dtype": "model.fsdp_config.dtype",
+        "model.lora_rank": "model.peft.lora_rank",
+        "model.lora_alpha": "model.peft.lora_alpha",
+        "model.target_modules": "model.peft.target_modules",
+        "optim.warmup_steps_proportion": "optim.lr_warmup_steps_ratio",
+        "optim.lr_scheduler": "optim.lr_scheduler_type",
+        "optim.warmup_style": "optim.lr_scheduler_type",
+        "optim.clip_grad": "optim.grad_clip",
+        "trainer.nnode": "trainer.nnodes",
+        "trainer.checkpoint": "checkpoint",
+        "ray_init": "ray_kwargs.ray_init",
+    },
+    {
+        "trainer.resume_mode": VALUES["trainer.resume_mode"],
+        "model.fsdp_config.dtype": _DTYPES,
+        "model.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    },
+)
+
 _STEPS = re.compile(r"global_steps_(\d+)")
 
 
-def canonical(path: Path, value: Any, hints: list[str]) -> tuple[Path, Any]:
+def canonical(path: Path, value: Any, hints: list[str], spellings: Spellings = OF_TRAIN) -> tuple[Path, Any]:
     """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
-    target = canonical_path(path)
+    target = canonical_path(path, spellings)
     if target != path:
         hints.append(f"{key_of(path)} is a second spelling of {key_of(target)}")
-    return target, _canonical_value(key_of(target), value, hints)
+    return target, _canonical_value(key_of(target), value, hints, spellings)
 
 
-def canonical_tree(tree: Mapping[str, Any], hints: list[str], problems: list[str]) -> Tree:
+def canonical_tree(
+    tree: Mapping[str, Any], hints: list[str], problems: list[str], spellings: Spellings = OF_TRAIN
+) -> Tree:
     """The same settings under their canonical keys. One setting under two spellings must not have two values."""
     result: Tree = {}
     seen: dict[Path, tuple[Path, Any]] = {}
     for path, value in leaves(tree):
-        target, meant = canonical(path, value, hints)
+        target, meant = canonical(path, value, hints, spellings)
         if target in seen and seen[target][1] != meant:
             first, other = seen[target]
             problems.append(
@@ -91,16 +136,16 @@ def canonical_tree(tree: Mapping[str, Any], hints: list[str], problems: list[str
     return result
 
 
-def short_names() -> Iterable[tuple[str, str]]:
+def short_names(spellings: Spellings = OF_TRAIN) -> Iterable[tuple[str, str]]:
     """Sections that are also known by one word, for interpolations such as ${rollout.n}."""
-    return ((short, full) for short, full in KEYS.items() if "." not in short)
+    return ((short, full) for short, full in spellings.keys.items() if "." not in short)
 
 
-def canonical_path(path: Path) -> Path:
+def canonical_path(path: Path, spellings: Spellings = OF_TRAIN) -> Path:
     """The path that a second spelling stands for; any other path as it is."""
-    for _ in range(len(KEYS)):  # a canonical key may itself be a second spelling below: actor.lora_rank
+    for _ in range(len(spellings.keys)):  # a canonical key may itself be a second spelling below: actor.lora_rank
         for length in range(len(path), 0, -1):
-            target = KEYS.get(key_of(path[:length]))
+            target = spellings.keys.get(key_of(path[:length]))
             if target is not None:
                 path = (*target.split("."), *path[length:])
                 break
@@ -109,10 +154,10 @@ def canonical_path(path: Path) -> Path:
     raise AssertionError(f"the second spellings of {key_of(path)} run in a circle")
 
 
-def _canonical_value(key: str, value: Any, hints: list[str]) -> Any:
+def _canonical_value(key: str, value: Any, hints: list[str], spellings: Spellings) -> Any:
     if not isinstance(value, str):
         return value
-    meant = VALUES.get(key, {}).get(value, value)
+    meant = spellings.values.get(key, {}).get(value, value)
     if key == "trainer.resume_from_path" and not File(value).expanduser().exists():
         meant = _STEPS.sub(r"global_step_\1", value)
     if meant != value:

@@ -10,7 +10,7 @@ from verl.config.findings import ACTOR, ROLLOUT, Finding, changed, keys_of, valu
 from verl.config.keys import written
 from verl.config.mutes import mute_of, without_effect
 from verl.config.needs import may_score_code, saves_hf, uses_critic
-from verl.config.schema import MISSING, Config, Setting, settings_of
+from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, settings_of
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import (
     Cut,
@@ -23,9 +23,10 @@ from verl.config.sizes import (
     train_ranks,
 )
 
-__all__ = ["Finding", "contradictions", "hints", "missing", "unbuilt"]
+__all__ = ["Finding", "contradictions", "endless_warmup", "hints", "missing", "of_any_run", "unbuilt"]
 
-_EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": "Qwen/Qwen2.5-0.5B-Instruct"}
+_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of trainer.logger; the other sinks need none
 _UNBUILT = {  # what there is instead of a planned setting, where its default does not say it
     f"{ROLLOUT}.tensor_model_parallel_size": f"an engine has one device, and {ROLLOUT}.num_engines says how many "
@@ -35,9 +36,9 @@ _UNBUILT = {  # what there is instead of a planned setting, where its default do
 }
 
 
-def missing(config: Config) -> Iterator[Finding]:
+def missing(config: Config | SftConfig) -> Iterator[Finding]:
     """What a run needs and does not have: required settings that nobody has given, packages that are not installed."""
-    for key, setting in settings_of(Config).items():
+    for key, setting in settings_of(type(config)).items():
         if setting.required and value_of(config, key) == MISSING:
             yield Finding((key,), f"{key}: is required; set {key}={_EXAMPLES[key]}")
     sinks = config.trainer.logger
@@ -50,9 +51,9 @@ def missing(config: Config) -> Iterator[Finding]:
         )
 
 
-def unbuilt(config: Config) -> Iterator[Finding]:
+def unbuilt(config: Section) -> Iterator[Finding]:
     """Settings in use that are declared but do nothing yet: refused, never ignored."""
-    known = settings_of(Config)
+    known = settings_of(type(config))
     for key, setting in known.items():
         if not setting.planned or setting.roof is not None:
             continue
@@ -70,7 +71,7 @@ def unbuilt(config: Config) -> Iterator[Finding]:
             yield from _planned_values(config, setting)
 
 
-def _planned_values(config: Config, setting: Setting) -> Iterator[Finding]:
+def _planned_values(config: Section, setting: Setting) -> Iterator[Finding]:
     value = value_of(config, setting.key)
     assert isinstance(setting.planned, tuple)
     for item in value if isinstance(value, list) else [value]:
@@ -82,7 +83,7 @@ def _planned_values(config: Config, setting: Setting) -> Iterator[Finding]:
 
 def contradictions(config: Config) -> Iterator[Finding]:
     """Settings that cannot work together."""
-    data, trainer = config.data, config.trainer
+    trainer = config.trainer
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
     ranks = train_ranks(config)
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
@@ -133,17 +134,6 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{ROLLOUT}.weight_transport: {rollout.weight_transport} needs rollout.name=vllm, hf takes weights from "
             f"host memory; set {ROLLOUT}.weight_transport=host",
         )
-    if trainer.test_freq > 0 and data.val_files is None:
-        yield Finding(
-            ("trainer.test_freq", "data.val_files"),
-            f"trainer.test_freq: {trainer.test_freq} needs data to validate on; set data.val_files=test.parquet",
-        )
-    if trainer.resume_mode == "path" and trainer.resume_from_path is None:
-        yield Finding(
-            ("trainer.resume_mode", "trainer.resume_from_path"),
-            "trainer.resume_mode: path needs a checkpoint; set "
-            f"trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100",
-        )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
     if changed(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
         yield Finding(
@@ -156,9 +146,26 @@ def contradictions(config: Config) -> Iterator[Finding]:
             ("reward.reward_model.enable", "reward.reward_model.model_path"),
             "reward.reward_model.enable: true needs a model; set reward.reward_model.model_path=my-org/reward-model",
         )
+    yield from of_any_run(config)
     yield from _orders(config)
     yield from _endless_warmups(config)
     yield from algorithm_checks.contradictions(config)
+
+
+def of_any_run(config: Config | SftConfig) -> Iterator[Finding]:
+    """What cannot work, whatever a run trains by."""
+    trainer = config.trainer
+    if trainer.test_freq > 0 and config.data.val_files is None:
+        yield Finding(
+            ("trainer.test_freq", "data.val_files"),
+            f"trainer.test_freq: {trainer.test_freq} needs data to validate on; set data.val_files=test.parquet",
+        )
+    if trainer.resume_mode == "path" and trainer.resume_from_path is None:
+        yield Finding(
+            ("trainer.resume_mode", "trainer.resume_from_path"),
+            "trainer.resume_mode: path needs a checkpoint; set "
+            f"trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100",
+        )
 
 
 def _orders(config: Config) -> Iterator[Finding]:
@@ -199,35 +206,42 @@ def _endless_warmups(config: Config) -> Iterator[Finding]:
     steps = config.trainer.total_training_steps
     updates = None if steps is None else optimiser_steps(config, policy_steps(config, steps))
     if updates != 0:  # an endless warm-up of the critic is said elsewhere
-        yield from _endless_warmup(ACTOR, config.actor_rollout_ref.actor.optim, steps, updates)
+        yield from endless_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, steps, updates, _PIECES)
     if uses_critic(config):
         updates = None if steps is None else critic_optimiser_steps(config, steps)
-        yield from _endless_warmup("critic", config.critic.optim, steps, updates)
+        yield from endless_warmup("critic.optim", config.critic.optim, steps, updates, _PIECES)
 
 
-def _endless_warmup(section: str, optim: OptimConfig, steps: int | None, updates: int | None) -> Iterator[Finding]:
+_PIECES = (
+    *keys_of(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
+    *keys_of("critic", "ppo_mini_batch_size", "ppo_epochs"),
+    *("data.train_batch_size", "trainer.critic_warmup", "algorithm.adv_estimator"),
+)
+"""What decides how many optimiser steps a step of reinforcement learning has."""
+
+
+def endless_warmup(
+    section: str, optim: OptimConfig, steps: int | None, updates: int | None, pieces: tuple[str, ...] = ()
+) -> Iterator[Finding]:
+    """Of one optimiser: its section of the settings, and the run's steps and optimiser steps where they are known."""
     warmup, ratio, kind = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type
-    rests_on = (
-        *keys_of(section, "optim.lr_scheduler_type", "ppo_mini_batch_size", "ppo_epochs"),
-        *keys_of(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
-        *("data.train_batch_size", "trainer.total_training_steps", "trainer.critic_warmup", "algorithm.adv_estimator"),
-    )
+    rests_on = (f"{section}.lr_scheduler_type", "trainer.total_training_steps", *pieces)
     if warmup is not None and updates is not None:
         most = updates if kind == "constant" else updates - 1
         if warmup > most:
             yield Finding(
-                (f"{section}.optim.lr_warmup_steps", *rests_on),
-                f"{section}.optim.lr_warmup_steps: {warmup} must be at most {most} with lr_scheduler_type={kind}: "
+                (f"{section}.lr_warmup_steps", *rests_on),
+                f"{section}.lr_warmup_steps: {warmup} must be at most {most} with lr_scheduler_type={kind}: "
                 f"trainer.total_training_steps={steps} makes {updates} optimiser steps; "
-                f"set {section}.optim.lr_warmup_steps={most}",
+                f"set {section}.lr_warmup_steps={most}",
             )
     elif (
         warmup is None and kind != "constant" and (ratio == 1 if updates is None else round(ratio * updates) >= updates)
     ):
         yield Finding(
-            (f"{section}.optim.lr_warmup_steps_ratio", *rests_on),
-            f"{section}.optim.lr_warmup_steps_ratio: {ratio} leaves no optimiser step for lr_scheduler_type={kind}; "
-            f"set {section}.optim.lr_warmup_steps_ratio=0.1",
+            (f"{section}.lr_warmup_steps_ratio", *rests_on),
+            f"{section}.lr_warmup_steps_ratio: {ratio} leaves no optimiser step for lr_scheduler_type={kind}; "
+            f"set {section}.lr_warmup_steps_ratio=0.1",
         )
 
 

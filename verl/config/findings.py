@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.keys import look_up
-from verl.config.schema import Config, settings_of
+from verl.config.schema import Config, Section, settings_of
 
 __all__ = ["ACTOR", "REF", "ROLLOUT", "Finding", "changed", "keys_below", "keys_of", "value_of"]
 
@@ -27,17 +27,17 @@ def keys_of(section: str, *names: str) -> tuple[str, ...]:
     return tuple(f"{section}.{name}" for name in names)
 
 
-def keys_below(section: str) -> tuple[str, ...]:
+def keys_below(section: str, root: type[Section] = Config) -> tuple[str, ...]:
     """The keys of all settings of a section, those of the sections in it too."""
-    known = settings_of(Config).values()
+    known = settings_of(root).values()
     return tuple(found.key for found in known if found.section is None and found.key.startswith(f"{section}."))
 
 
-def value_of(config: Config, key: str) -> object:
+def value_of(config: Section, key: str) -> object:
     return look_up(config, tuple(key.split(".")))
 
 
-def changed(config: Config, key: str) -> bool:
+def changed(config: Section, key: str) -> bool:
     """Whether the setting has another value than its default."""
-    setting = settings_of(Config)[key]
+    setting = settings_of(type(config))[key]
     return setting.section is None and value_of(config, key) != setting.default

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from verl.config.schema import Config, Setting, settings_of
+from verl.config.schema import Config, Section, Setting, settings_of
 
 __all__ = ["Path", "Tree", "declared", "graft", "key_of", "leaves", "look_up", "nearest", "prune", "written"]
 
@@ -68,9 +68,9 @@ def look_up(tree: Any, path: Path) -> Any:
     return tree
 
 
-def declared(path: Path) -> Setting | None:
+def declared(path: Path, root: type[Section] = Config) -> Setting | None:
     """The setting that `path` names, or the open dictionary that it lies in; None if the key is unknown."""
-    known = settings_of(Config)
+    known = settings_of(root)
     found = known.get(key_of(path))
     if found is not None:
         return found
@@ -81,9 +81,9 @@ def declared(path: Path) -> Setting | None:
     return None
 
 
-def nearest(key: str, candidates: Iterable[str] | None = None) -> str | None:
+def nearest(key: str, candidates: Iterable[str] | None = None, root: type[Section] = Config) -> str | None:
     """The known key that `key` was probably meant to be: like it in its last name first, then as a whole."""
-    known = settings_of(Config)
+    known = settings_of(root)
     if candidates is None:
         candidates = [found.key for found in known.values() if found.section is None]
     whole, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])

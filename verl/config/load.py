@@ -1,8 +1,8 @@
-"""From a command line, a YAML file or a dict to a checked, frozen `Config`.
+"""From a command line, a YAML file or a dict to a checked, frozen `Config`, or `SftConfig`.
 
 The way of a setting: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys
-and types (`schema`) -> settings against each other (`checks`). Every problem on the way is collected; the error at the
-end lists them all.
+and types (`schema`) -> settings against each other (`checks`); all of it for one of the `kinds` of runs. Every problem
+on the way is collected; the error at the end lists them all.
 """
 
 from __future__ import annotations
@@ -15,42 +15,55 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path as File
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
 from verl.config import checks
-from verl.config.aliases import KEYS, canonical, canonical_tree, short_names
+from verl.config.aliases import canonical, canonical_tree, short_names
+from verl.config.findings import Finding
 from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
-from verl.config.schema import MISSING, OWN_FUNCTION, Config, Setting, settings_of
+from verl.config.kinds import KINDS, SFT, TRAIN, Kind
+from verl.config.schema import MISSING, OWN_FUNCTION, Config, Section, Setting, SftConfig, settings_of
 from verl.errors import ConfigError
 from verl.redaction import remember
 
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
 
-__all__ = ["Loaded", "load", "load_dict", "load_yaml"]
+__all__ = ["Loaded", "load", "load_dict", "load_sft", "load_yaml"]
+
+C = TypeVar("C", bound=Section)
 
 _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 """An override whose value has no structure: where Hydra's grammar refuses a character (~/models, a?b), it is text."""
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Loaded(Generic[C]):
     """Settings ready to run, what is worth saying about them, and the sweep values that they come from."""
 
-    config: Config
+    config: C
     hints: tuple[str, ...] = ()
     sweep: tuple[str, ...] = ()
 
 
-def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded]:
+def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[Config]]:
     """Settings from a command line: one, or with `-m` one for each point of the sweep.
 
     `complete=False` does not ask for the required settings: for looking, not for running.
 
     >>> [loaded] = load(["--config-name", "grpo", "data.train_batch_size=64", "+ray_kwargs.ray_init.num_gpus=1"])
     """
+    return _load(TRAIN, argv, complete)
+
+
+def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[SftConfig]]:
+    """The same for supervised training: `verl sft`."""
+    return _load(SFT, argv, complete)
+
+
+def _load(kind: Kind[C], argv: Sequence[str], complete: bool) -> list[Loaded[C]]:
     problems: list[str] = []
     options = _options(argv, problems)
     overrides = _parse(options.overrides, problems)
@@ -59,20 +72,20 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded]:
     if problems:
         # what can be read is checked too, so that the list is whole
         points = points[:1] or [_Point([])]
-    runs = [_build(point, source=source, complete=complete, problems=problems) for point in points]
+    runs = [_build(kind, point, source=source, complete=complete, problems=problems) for point in points]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
 
 
-def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
+def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded[Config]:
     """Settings from a YAML file, which may have a `defaults:` list, and overrides on top."""
     path = File(path).expanduser()
     [loaded] = load(["--config-path", str(path.parent), "--config-name", path.name, *overrides], complete=complete)
     return loaded
 
 
-def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded:
+def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded[Config]:
     """Settings from nested dicts, and overrides on top.
 
     >>> load_dict({"data": {"train_files": "a.parquet"}}, ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]).config
@@ -80,7 +93,7 @@ def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, com
     problems: list[str] = []
     parsed = _parse(overrides, problems)
     [point] = _points(parsed, False, problems)
-    loaded = _build(point, tree=copy.deepcopy(dict(settings)), complete=complete, problems=problems)
+    loaded = _build(TRAIN, point, tree=copy.deepcopy(dict(settings)), complete=complete, problems=problems)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return loaded
@@ -95,32 +108,33 @@ class _Point:
 
 
 def _build(
+    kind: Kind[C],
     point: _Point,
     *,
     problems: list[str],
     complete: bool,
     source: tuple[File, str] | None = None,
     tree: Tree | None = None,
-) -> Loaded:
+) -> Loaded[C]:
     hints: list[str] = []
     overrides = point.overrides
     if source is not None:
         tree, overrides = _compose(*source, overrides, problems)
-    tree = canonical_tree(tree or {}, hints, problems)
+    tree = canonical_tree(tree or {}, hints, problems, kind.spellings)
     for override in overrides:
-        _apply(override, tree, hints, problems)
-    _resolve(tree, problems)
+        _apply(kind, override, tree, hints, problems)
+    _resolve(kind, tree, problems)
     remember(tree)
-    config, wrong = _validate(_known(tree, problems), problems)
+    config, wrong = _validate(kind, _known(kind, tree, problems), problems)
 
-    def say(findings: Iterable[checks.Finding], into: list[str]) -> None:
+    def say(findings: Iterable[Finding], into: list[str]) -> None:
         into += [found.text for found in findings if not wrong.intersection(found.keys)]
 
     if complete:
-        say(checks.missing(config), problems)
+        say(kind.missing(config), problems)
     say(checks.unbuilt(config), problems)
-    say(checks.contradictions(config), problems)
-    say(checks.hints(config), hints)
+    say(kind.contradictions(config), problems)
+    say(kind.hints(config), hints)
     return Loaded(config, tuple(dict.fromkeys(hints)), point.sweep)
 
 
@@ -246,28 +260,28 @@ def _compose(
 # --- one override
 
 
-def _apply(override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _apply(kind: Kind[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
     if override.is_hydra_override():
         hints.append(f"{override.input_line} has no effect: verl reads settings with Hydra, but Hydra does not run it")
         return
     path: Path = tuple(override.key_or_group.split("."))
     value = override.value()
     if override.is_delete():
-        _delete(path, value, tree, hints, problems)
+        _delete(kind, path, value, tree, hints, problems)
         return
     for spelled, leaf in leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
-        target, meant = canonical(spelled, leaf, hints)
-        if override.is_add() and key_of(target) in settings_of(Config):
+        target, meant = canonical(spelled, leaf, hints, kind.spellings)
+        if override.is_add() and key_of(target) in settings_of(kind.root):
             hints.append(f"+{key_of(spelled)}: {key_of(target)} is a declared setting, the + is not needed")
         graft(tree, target, meant)
 
 
-def _delete(path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _delete(kind: Kind[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
     """`~key`: back to the default; in an open dictionary: out of it."""
-    target, _ = canonical(path, None, hints)
-    found, there = declared(target), look_up(tree, target)
+    target, _ = canonical(path, None, hints, kind.spellings)
+    found, there = declared(target, kind.root), look_up(tree, target)
     if found is None:
-        problems.append(_unknown(target))
+        problems.append(_unknown(kind, target))
     elif value is not None and value != there:
         mend = f"~{key_of(target)}"
         problems.append(f"~{key_of(target)}={written(value)}: the value is {written(there)}; write {mend} alone")
@@ -279,7 +293,7 @@ def _delete(path: Path, value: Any, tree: Tree, hints: list[str], problems: list
 # --- the tree
 
 
-def _resolve(tree: Tree, problems: list[str]) -> None:
+def _resolve(kind: Kind[C], tree: Tree, problems: list[str]) -> None:
     """Replace ${...} by what it stands for; defaults can be referred to as well."""
     waiting = [(path, value) for path, value in leaves(tree) if "${" in str(value)]
     if not waiting:
@@ -287,10 +301,10 @@ def _resolve(tree: Tree, problems: list[str]) -> None:
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    whole: Tree = Config().model_dump(mode="json")
+    whole: Tree = kind.root().model_dump(mode="json")
     for path, value in leaves(tree):
         graft(whole, path, value)
-    for short, full in short_names():
+    for short, full in short_names(kind.spellings):
         whole.setdefault(short, f"${{{full}}}")
     try:
         root = OmegaConf.create(whole)
@@ -311,13 +325,13 @@ def _resolve(tree: Tree, problems: list[str]) -> None:
             prune(tree, path)
 
 
-def _known(tree: Tree, problems: list[str]) -> Tree:
+def _known(kind: Kind[C], tree: Tree, problems: list[str]) -> Tree:
     """The declared part of the tree. Other keys are problems; empty sections and values left as ??? are not given."""
     known: Tree = {}
     for path, value in leaves(tree):
-        found = declared(path)
+        found = declared(path, kind.root)
         if found is None:
-            problems.append(_unknown(path, value))
+            problems.append(_unknown(kind, path, value))
         elif found.section is not None and found.key == key_of(path):
             if value not in (None, {}):
                 names = ", ".join(found.section.model_fields)
@@ -330,10 +344,13 @@ def _known(tree: Tree, problems: list[str]) -> Tree:
     return known
 
 
-def _unknown(path: Path, value: Any = None) -> str:
+def _unknown(kind: Kind[C], path: Path, value: Any = None) -> str:
     key = key_of(path)
-    near = nearest(key) or nearest(key, KEYS)
-    above = declared(path[:-1]) if len(path) > 1 else None
+    for other in KINDS:
+        if other is not kind and declared(path, other.root) is not None:
+            return f"{key}: is a setting of `verl {other.command}`, not of `verl {kind.command}`; leave it out"
+    near = nearest(key, root=kind.root) or nearest(key, kind.spellings.keys, kind.root)
+    above = declared(path[:-1], kind.root) if len(path) > 1 else None
     if near is None and above is not None and above.section is not None:
         return f"{key}: is not a setting; {above.key} has: {', '.join(above.section.model_fields)}"
     if near is None:
@@ -342,24 +359,24 @@ def _unknown(path: Path, value: Any = None) -> str:
     return f"{key}: is not a setting; the nearest is {near}: set {mend}"
 
 
-def _validate(tree: Tree, problems: list[str]) -> tuple[Config, set[str]]:
+def _validate(kind: Kind[C], tree: Tree, problems: list[str]) -> tuple[C, set[str]]:
     """The config, and the keys whose values were wrong: those have their defaults, so that the checks can go on."""
     try:
-        return Config.model_validate(tree), set()
+        return kind.root.model_validate(tree), set()
     except ValidationError as error:
         wrong: dict[str, str] = {}
         for item in error.errors(include_url=False):
-            found = _setting_at(item["loc"])
+            found = _setting_at(kind, item["loc"])
             wrong.setdefault(found.key, _wrong(found, item))
     problems += wrong.values()
     for key in wrong:
         prune(tree, tuple(key.split(".")))
-    return Config.model_validate(tree), set(wrong)
+    return kind.root.model_validate(tree), set(wrong)
 
 
-def _setting_at(loc: tuple[int | str, ...]) -> Setting:
+def _setting_at(kind: Kind[C], loc: tuple[int | str, ...]) -> Setting:
     """The setting of an error: pydantic goes on into list items and members of unions."""
-    known = settings_of(Config)
+    known = settings_of(kind.root)
     keys = (".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1))
     return next(known[key] for key in keys if key in known)
 

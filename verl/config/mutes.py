@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from verl.config.findings import ACTOR, REF, ROLLOUT, Finding, changed, keys_below, keys_of, value_of
 from verl.config.keys import written
@@ -15,11 +16,11 @@ from verl.config.needs import (
     uses_reference,
     uses_reward_function,
 )
-from verl.config.schema import Config
+from verl.config.schema import Config, Section
 from verl.config.schema.actor import OptimConfig
 from verl.config.sizes import critic_cut
 
-__all__ = ["Mute", "mute_of", "without_effect"]
+__all__ = ["OF_ANY_RUN", "Mute", "mute_of", "of_schedule", "without_effect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,23 +28,24 @@ class Mute:
     """Settings that do nothing while `when` holds."""
 
     keys: tuple[str, ...]
-    when: Callable[[Config], bool]
+    when: Callable[[Any], bool]
     why: str
     rests_on: tuple[str, ...]
 
 
-def without_effect(config: Config) -> Iterator[Finding]:
+def without_effect(config: Section, mutes: Sequence[Mute] | None = None) -> Iterator[Finding]:
     """Every setting that was given and does nothing, with the first reason for it."""
-    for key in dict.fromkeys(key for mute in _MUTES for key in mute.keys):
-        mute = mute_of(config, key) if changed(config, key) else None
+    mutes = _MUTES if mutes is None else mutes
+    for key in dict.fromkeys(key for mute in mutes for key in mute.keys):
+        mute = mute_of(config, key, mutes) if changed(config, key) else None
         if mute is not None:
             value = written(value_of(config, key))
             yield Finding((key, *mute.rests_on), f"{key}={value} has no effect: {mute.why}")
 
 
-def mute_of(config: Config, key: str) -> Mute | None:
+def mute_of(config: Section, key: str, mutes: Sequence[Mute] | None = None) -> Mute | None:
     """Why the setting of that key does nothing in this run, whatever its value; None if it is in effect."""
-    return next((mute for mute in _MUTES if key in mute.keys and mute.when(config)), None)
+    return next((mute for mute in (_MUTES if mutes is None else mutes) if key in mute.keys and mute.when(config)), None)
 
 
 # --- the algorithm
@@ -195,7 +197,8 @@ _POLICY_LOSS = (
 # --- training
 
 
-def _of_schedule(section: str, optim: Callable[[Config], OptimConfig]) -> tuple[Mute, Mute]:
+def of_schedule(section: str, optim: Callable[[Any], OptimConfig]) -> tuple[Mute, Mute]:
+    """Of the optimiser whose settings stand in `section`."""
     return (
         Mute(
             (f"{section}.lr_warmup_steps_ratio",),
@@ -211,6 +214,28 @@ def _of_schedule(section: str, optim: Callable[[Config], OptimConfig]) -> tuple[
         ),
     )
 
+
+OF_ANY_RUN = (
+    Mute(
+        ("trainer.total_epochs",),
+        lambda c: c.trainer.total_training_steps is not None,
+        "trainer.total_training_steps is given",
+        ("trainer.total_training_steps",),
+    ),
+    Mute(
+        ("trainer.max_ckpts_to_keep", "trainer.save_hf"),
+        lambda c: c.trainer.save_freq == -1,
+        "trainer.save_freq=-1 saves none",
+        ("trainer.save_freq",),
+    ),
+    Mute(
+        ("trainer.resume_from_path",),
+        lambda c: c.trainer.resume_mode != "path",
+        "trainer.resume_mode is not path",
+        ("trainer.resume_mode",),
+    ),
+)
+"""Whatever the run trains by."""
 
 _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 
@@ -239,30 +264,12 @@ _TRAINING = (
         "the critic's use_dynamic_bsz is true, and counts tokens",
         _DYNAMIC,
     ),
-    *_of_schedule(f"{ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
-    *_of_schedule("critic.optim", lambda c: c.critic.optim),
-    Mute(
-        ("trainer.total_epochs",),
-        lambda c: c.trainer.total_training_steps is not None,
-        "trainer.total_training_steps is given",
-        ("trainer.total_training_steps",),
-    ),
-    Mute(
-        ("trainer.max_ckpts_to_keep", "trainer.save_hf"),
-        lambda c: c.trainer.save_freq == -1,
-        "trainer.save_freq=-1 saves none",
-        ("trainer.save_freq",),
-    ),
+    *of_schedule(f"{ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
+    *of_schedule("critic.optim", lambda c: c.critic.optim),
     Mute(
         (f"{ACTOR}.checkpoint.load_contents", "critic.checkpoint.load_contents"),
         lambda c: c.trainer.resume_mode == "disable",
         "trainer.resume_mode=disable loads nothing",
-        ("trainer.resume_mode",),
-    ),
-    Mute(
-        ("trainer.resume_from_path",),
-        lambda c: c.trainer.resume_mode != "path",
-        "trainer.resume_mode is not path",
         ("trainer.resume_mode",),
     ),
 )
@@ -415,4 +422,4 @@ _DATA = (
     ),
 )
 
-_MUTES = (*_ALGORITHM, *_POLICY_LOSS, *_TRAINING, *_GENERATION, *_DATA)
+_MUTES = (*_ALGORITHM, *_POLICY_LOSS, *_TRAINING, *OF_ANY_RUN, *_GENERATION, *_DATA)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
-from verl.config.aliases import KEYS, VALUES
 from verl.config.keys import written
-from verl.config.schema import Config, Setting, settings_of
+from verl.config.kinds import SFT, TRAIN, AnyKind
+from verl.config.schema import Setting, settings_of
 from verl.config.show import documentation, type_in_words
 
 __all__ = ["render_reference"]
@@ -19,7 +20,8 @@ Every setting of verl, in the order of `verl config`. This page is written by `p
 Settings are given on the command line in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/)
 (`key=value`, `+key=value`, `~key`, `--config-path`, `--config-name`, `-m` for sweeps), or in YAML files. Unknown
 keys, wrong types and settings that contradict each other are reported all at once, before a run starts. `verl config`
-prints the resolved settings, `verl config KEY` explains one.
+prints the resolved settings, `verl config KEY` explains one. Supervised training has settings of its own,
+[below](#settings-of-verl-sft): `verl config --sft` prints them.
 
 **·** after a key: declared, not built yet; only the default is accepted. **\\*** after a value: not built yet.
 """
@@ -27,24 +29,26 @@ prints the resolved settings, `verl config KEY` explains one.
 
 def render_reference() -> str:
     """The whole page, Markdown."""
-    parts = [_HEAD]
-    known = settings_of(Config)
+    resumed = "| `global_steps_<N>` in `trainer.resume_from_path` | `global_step_<N>` |"
+    parts = [_HEAD, *_settings(TRAIN), resumed, "\n# Settings of verl sft\n", *_settings(SFT), resumed]
+    return "\n".join(parts) + "\n"
+
+
+def _settings(kind: AnyKind) -> Iterator[str]:
+    known = settings_of(kind.root)
     for section in known.values():
         if section.section is None:
             continue
         rows = [_row(known[f"{section.key}.{name}"]) for name in section.section.model_fields]
         rows = [row for row in rows if row]
         if rows:
-            parts.append(f"\n## {section.key}\n\n{section.doc}\n")
-            parts.append("| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n")
-    parts.append("\n## Second spellings\n\nAccepted, and answered with a hint.\n")
-    parts.append("| written | read as |\n| --- | --- |")
-    parts += [f"| `{written_as}` | `{key}` |" for written_as, key in KEYS.items()]
-    parts += [
-        f"| `{key}={second}` | `{key}={first}` |" for key, values in VALUES.items() for second, first in values.items()
-    ]
-    parts.append("| `global_steps_<N>` in `trainer.resume_from_path` | `global_step_<N>` |")
-    return "\n".join(parts) + "\n"
+            yield f"\n## {section.key}\n\n{section.doc}\n"
+            yield "| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
+    yield "\n## Second spellings\n\nAccepted, and answered with a hint.\n"
+    yield "| written | read as |\n| --- | --- |"
+    yield from (f"| `{written_as}` | `{key}` |" for written_as, key in kind.spellings.keys.items())
+    for key, values in kind.spellings.values.items():
+        yield from (f"| `{key}={second}` | `{key}={first}` |" for second, first in values.items())
 
 
 def _row(setting: Setting) -> str:

@@ -6,9 +6,10 @@ from typing import Any
 
 import yaml
 
-from verl.config.aliases import KEYS, canonical_path
+from verl.config.aliases import canonical_path
 from verl.config.keys import declared, key_of, look_up, nearest, written
-from verl.config.schema import MISSING, Config, Setting, settings_of
+from verl.config.kinds import TRAIN, AnyKind
+from verl.config.schema import MISSING, Section, Setting, settings_of
 from verl.errors import ConfigError
 from verl.redaction import redacted
 
@@ -18,11 +19,11 @@ _COLUMN = 52
 """Where the comments start, if the value leaves room."""
 
 
-def render(config: Config) -> str:
+def render(config: Section) -> str:
     """The settings as YAML that can be loaded again, but for secrets, which are hidden. Comments document each, and
     mark what differs from its default."""
     lines: list[str] = []
-    for setting in settings_of(Config).values():
+    for setting in settings_of(type(config)).values():
         indent = "  " * (len(setting.path) - 1)
         value = look_up(config, setting.path)
         if setting.section is not None:
@@ -39,16 +40,16 @@ def render(config: Config) -> str:
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def describe(key: str) -> str:
+def describe(key: str, kind: AnyKind = TRAIN) -> str:
     """All that is declared about a setting, or the settings of a section; second spellings are understood."""
-    path = canonical_path(tuple(key.split(".")))
-    setting = declared(path)
+    path = canonical_path(tuple(key.split(".")), kind.spellings)
+    setting = declared(path, kind.root)
     if setting is None:
-        near = nearest(key_of(path))
+        near = nearest(key_of(path), root=kind.root)
         raise ConfigError([f"{key}: is not a setting; " + (f"the nearest is {near}" if near else "try `verl config`")])
     if setting.section is None:
-        return _in_full(setting)
-    below = [found for found in settings_of(Config).values() if found.key.startswith(f"{setting.key}.")]
+        return _in_full(setting, kind)
+    below = [found for found in settings_of(kind.root).values() if found.key.startswith(f"{setting.key}.")]
     width = max(len(found.key) for found in below if found.section is None)
     rows = [
         f"  {found.key:<{width}}  {_marks(found)}{documentation(found)}" for found in below if found.section is None
@@ -64,12 +65,12 @@ def type_in_words(setting: Setting) -> str:
     return " | ".join(f"{part}*" if part in planned else part for part in setting.type_name.split(" | "))
 
 
-def _in_full(setting: Setting) -> str:
+def _in_full(setting: Setting, kind: AnyKind) -> str:
     lines = [setting.key, f"  {setting.doc}", f"  type:    {type_in_words(setting)}"]
     lines.append("  default: " + ("none, it is required" if setting.required else written(setting.default)))
     if setting.unit:
         lines.append(f"  unit:    {setting.unit}")
-    also = [short for short, full in KEYS.items() if full == setting.key]
+    also = [short for short, full in kind.spellings.keys.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
     if setting.planned is True or setting.roof is not None:

@@ -7,16 +7,18 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from verl.config.aliases import KEYS, VALUES, canonical_path
+from verl.config.aliases import canonical_path
 from verl.config.keys import declared, look_up
+from verl.config.kinds import KINDS
 from verl.config.load import load
 from verl.config.reference import render_reference
-from verl.config.schema import Config, settings_of
+from verl.config.schema import Config, SftConfig, settings_of
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
-SETTINGS = [setting for setting in settings_of(Config).values() if setting.section is None]
+ROOTS = (Config, SftConfig)
+SETTINGS = [setting for root in ROOTS for setting in settings_of(root).values() if setting.section is None]
 MANY = "actor_rollout_ref.rollout.n=8"
 
 
@@ -79,12 +81,13 @@ def test_planned_values_are_choices_and_never_the_default(setting) -> None:
         assert not set(setting.planned) & set(default)
 
 
-def test_every_second_spelling_leads_to_a_declared_key_and_hides_none() -> None:
-    for second, key in KEYS.items():
-        assert declared(canonical_path(tuple(key.split(".")))) is not None, key
-        assert second not in settings_of(Config), second
-    for key, values in VALUES.items():
-        choices = settings_of(Config)[key].choices
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.command)
+def test_every_second_spelling_leads_to_a_declared_key_and_hides_none(kind) -> None:
+    for second, key in kind.spellings.keys.items():
+        assert declared(canonical_path(tuple(key.split(".")), kind.spellings), kind.root) is not None, key
+        assert second not in settings_of(kind.root), second
+    for key, values in kind.spellings.values.items():
+        choices = settings_of(kind.root)[key].choices
         assert set(values.values()) <= set(choices)
         assert not set(values) & set(choices)
 

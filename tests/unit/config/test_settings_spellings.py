@@ -74,18 +74,6 @@ trainer:
 """
 )
 
-SFT = """
-data:
-  train_files: /data/sft_train.parquet
-  val_files: /data/sft_val.parquet
-  prompt_key: prompt
-  response_key: response
-  micro_batch_size_per_gpu: 4
-model: {path: Qwen/Qwen2.5-7B-Instruct}
-trainer: {n_gpus_per_node: 4, nnodes: 1, total_epochs: 3, save_freq: 500, project_name: my-sft, logger: [wandb]}
-optim: {lr: 2e-5, weight_decay: 0.01, warmup_steps_proportion: 0.1, lr_scheduler: cosine}
-"""
-
 
 def read(text: str, *overrides: str):
     return load_dict(yaml.safe_load(textwrap.dedent(text)) or {}, overrides, complete=False)
@@ -135,7 +123,6 @@ def test_the_dapo_snippet_loads() -> None:
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        (SFT, {"data.response_key", "data.micro_batch_size_per_gpu"}),
         (
             "actor_rollout_ref: {actor: {peft: {peft_type: lora, lora_rank: 16, lora_alpha: 32, "
             "target_modules: [q_proj, v_proj, k_proj, o_proj]}}}",

@@ -9,6 +9,7 @@ from pydantic import Field
 from verl.config.schema.base import Dtype, OwnFunction, Section, section, setting
 
 __all__ = [
+    "ActorCheckpointConfig",
     "ActorConfig",
     "Aggregation",
     "FsdpConfig",

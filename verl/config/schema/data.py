@@ -50,7 +50,3 @@ class DataConfig(Section):
     return_raw_input_ids: bool = setting(
         False, "Keep prompts as they are: for a reward model's own chat template, and as extra_info['raw_prompt']."
     )
-    response_key: str | None = setting(None, "Column of the answer, for supervised training.", planned=True)
-    micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples a rank takes at once in supervised training.", unit="samples", ge=1, planned=True
-    )

@@ -9,7 +9,7 @@ from pydantic import ConfigDict
 
 from verl.config.schema.base import Every, OneOrMany, Section, section, setting
 
-__all__ = ["DeadlinesConfig", "RayConfig", "TrainerConfig"]
+__all__ = ["DeadlinesConfig", "RayConfig", "RunConfig", "TrainerConfig"]
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
@@ -58,22 +58,17 @@ class FaultsConfig(Section):
     node_wait: float = setting(1800.0, "Longest wait for a lost machine to be replaced.", unit="seconds", ge=0)
 
 
-class TrainerConfig(Section):
+class RunConfig(Section):
+    """What a run has, whatever it trains by."""
+
     nnodes: int = setting(1, "Machines.", unit="machines", ge=1)
     n_gpus_per_node: int = setting(
         8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices", ge=1
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to train; auto: cuda if there is one.")
-    total_epochs: int = setting(1, "Passes over the training prompts.", unit="epochs", ge=1)
+    total_epochs: int = setting(1, "Passes over the training data.", unit="epochs", ge=1)
     total_training_steps: int | None = setting(
         None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
-    )
-    critic_warmup: int = setting(0, "First steps, in which only the critic is trained.", unit="steps", ge=0)
-    ref_update_freq: Every = setting(
-        -1, "The reference becomes the current policy every so many steps (SPIN); -1: never.", unit="steps"
-    )
-    max_staleness: int = setting(
-        0, "How many weight versions behind an answer may be; 0: synchronous.", unit="versions", ge=0, planned=True
     )
     save_freq: Every = setting(-1, "A checkpoint every so many steps; -1: never.", unit="steps")
     test_freq: Every = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
@@ -103,10 +98,6 @@ class TrainerConfig(Section):
     experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
     wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
     seed: int = setting(1, "Seed of everything random in the run.", ge=0)
-    deterministic: bool = setting(
-        False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
-    )
-    local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
     faults: FaultsConfig = section(FaultsConfig, "What happens when a process or a machine is lost.")
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "How long one process waits for another before it is named, reported and given up."
@@ -114,11 +105,30 @@ class TrainerConfig(Section):
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
     @property
+    def devices(self) -> int:
+        """Of all machines together."""
+        return self.nnodes * self.n_gpus_per_node
+
+    @property
     def checkpoint_dir(self) -> Path:
         """Where checkpoints go: default_local_dir, or by project and experiment."""
         if self.default_local_dir is not None:
             return Path(self.default_local_dir).expanduser()
         return Path("checkpoints", self.project_name, self.experiment_name)
+
+
+class TrainerConfig(RunConfig):
+    critic_warmup: int = setting(0, "First steps, in which only the critic is trained.", unit="steps", ge=0)
+    ref_update_freq: Every = setting(
+        -1, "The reference becomes the current policy every so many steps (SPIN); -1: never.", unit="steps"
+    )
+    max_staleness: int = setting(
+        0, "How many weight versions behind an answer may be; 0: synchronous.", unit="versions", ge=0, planned=True
+    )
+    deterministic: bool = setting(
+        False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
+    )
+    local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
 
 
 class RayInit(Section):

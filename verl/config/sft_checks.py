@@ -1,0 +1,111 @@
+"""The settings of supervised training against each other: what cannot work, what is without effect, and the sizes that
+follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.checks import endless_warmup, missing, of_any_run
+from verl.config.findings import Finding, keys_of
+from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, without_effect
+from verl.config.schema import SftConfig
+from verl.config.sizes import Size
+
+__all__ = ["contradictions", "hints", "missing", "sft_sizes"]
+
+
+def contradictions(config: SftConfig) -> Iterator[Finding]:
+    """Settings that cannot work together."""
+    yield from of_any_run(config)
+    steps = config.trainer.total_training_steps
+    yield from endless_warmup("optim", config.optim, steps, steps)
+    if _saves_hf(config) and "model" not in config.checkpoint.save_contents:
+        yield Finding(
+            ("trainer.save_hf", "checkpoint.save_contents"),
+            "checkpoint.save_contents: trainer.save_hf or hf_model makes a model of the weights in the checkpoint, and "
+            "they are left out; add model, or set trainer.save_hf=False and take out hf_model",
+        )
+
+
+def hints(config: SftConfig) -> Iterator[Finding]:
+    """What works, but is probably not meant."""
+    data, ranks = config.data, config.trainer.devices
+    if data.train_batch_size < ranks:
+        yield Finding(
+            ("data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
+            f"data.train_batch_size: {data.train_batch_size} examples leave some of the {ranks} train ranks without "
+            f"work; set data.train_batch_size={ranks} or more",
+        )
+    if data.packing and data.max_token_len_per_gpu < data.max_length:
+        yield Finding(
+            ("data.max_token_len_per_gpu", "data.max_length", "data.packing"),
+            f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
+            f"longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}",
+        )
+    yield from without_effect(config, _MUTES)
+
+
+def sft_sizes(config: SftConfig) -> list[Size]:
+    """What a step is made of, and how each number comes about."""
+    data, trainer = config.data, config.trainer
+    ranks, batch = trainer.devices, data.train_batch_size
+    rows = [
+        Size("examples a step", batch, "data.train_batch_size"),
+        Size("tokens of an example, at most", data.max_length, "data.max_length"),
+        Size("train ranks", ranks, f"{trainer.nnodes} nodes x {trainer.n_gpus_per_node}"),
+    ]
+    if data.packing:
+        return [*rows, Size("tokens of a micro-batch and rank", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
+    micro = min(data.micro_batch_size_per_gpu, -(-batch // ranks))
+    return [
+        *rows,
+        Size("examples of a micro-batch and rank", micro, "data.micro_batch_size_per_gpu"),
+        Size("... tokens of it, at most", micro * data.max_length, f"{micro} examples x {data.max_length} tokens"),
+    ]
+
+
+def _saves_hf(config: SftConfig) -> bool:
+    return config.trainer.save_hf or "hf_model" in config.checkpoint.save_contents
+
+
+_MUTES = (
+    *OF_ANY_RUN,
+    *of_schedule("optim", lambda c: c.optim),
+    Mute(
+        keys_of("data", "prompt_key", "response_key"),
+        lambda c: c.data.messages_key is not None,
+        "data.messages_key is given: its conversations are all that is read",
+        ("data.messages_key",),
+    ),
+    Mute(
+        ("data.max_token_len_per_gpu",),
+        lambda c: not c.data.packing,
+        "data.packing=false counts examples",
+        ("data.packing",),
+    ),
+    Mute(
+        ("data.micro_batch_size_per_gpu",),
+        lambda c: c.data.packing,
+        "data.packing=true counts tokens",
+        ("data.packing",),
+    ),
+    Mute(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle=false", ("data.shuffle",)),
+    Mute(
+        ("data.val_max_samples", "trainer.val_before_train"),
+        lambda c: c.data.val_files is None,
+        "data.val_files is not given",
+        ("data.val_files",),
+    ),
+    Mute(
+        ("checkpoint.load_contents",),
+        lambda c: c.trainer.resume_mode == "disable",
+        "trainer.resume_mode=disable loads nothing",
+        ("trainer.resume_mode",),
+    ),
+    Mute(
+        ("trainer.faults.max_engine_restarts", "trainer.deadlines.generation", "trainer.deadlines.weights"),
+        lambda c: True,
+        "supervised training has no rollout engines",
+        (),
+    ),
+)
