@@ -58,11 +58,15 @@ POLICIES = {
     "fsdp-tied": fsdp(tied=True),
     "fsdp-checkpointing": fsdp(tied=True, gradient_checkpointing=True),
     "fsdp-bfloat16": fsdp(tied=False, compute_dtype="bfloat16"),
+    "fsdp-offload": fsdp(tied=True, param_offload=True, optimizer_offload=True),
+    "fsdp-offload-policy": fsdp(tied=False, offload_policy=True),
+    "fsdp-no-reshard": fsdp(tied=False, reshard_after_forward=False),
 }
 CRITICS = {
     "fake-critic": lambda directory: FakeTrainEngine(FakeSettings(VOCABULARY, head="value", role="critic")),
     "fsdp-critic": critic(),
     "fsdp-critic-checkpointing": critic(gradient_checkpointing=True),
+    "fsdp-critic-offload": critic(param_offload=True, optimizer_offload=True, reshard_after_forward=False),
     "fsdp-critic-bfloat16": critic(compute_dtype="bfloat16"),
     "fsdp-critic-all-bfloat16": critic(param_dtype="bfloat16", compute_dtype="bfloat16"),
 }

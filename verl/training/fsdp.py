@@ -17,15 +17,16 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, totals_of
 from verl.data.batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
-from verl.training.logprobs import LastLayer
-from verl.training.model import load_model
+from verl.training.logprobs import LastLayer, compiled_kernels
+from verl.training.memory import Parking, in_host_memory, moments_of
+from verl.training.model import PackedCausalLM, load_model
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
 
@@ -65,15 +66,36 @@ class FsdpEngine:
                 fused=True,
                 **_adamw(settings),
             )
+        self.notes: list[str] = []  # what whoever started this should know
+        if settings.compile and isinstance(self.model, PackedCausalLM):
+            self._compile(self.model)
+        self._weights = Parking(self.model.parameters, active=settings.param_offload)
+        self._moments = Parking(lambda: moments_of(self.optimizer), active=settings.optimizer_offload)
+        self._weights.park()
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
-        precision = _precision(self.settings)
+        precision, on_device = _precision(self.settings), self.device.type != "cpu"
+        how: dict[str, Any] = {
+            "mesh": mesh,
+            "reshard_after_forward": self.settings.reshard_after_forward,
+            "offload_policy": CPUOffloadPolicy(pin_memory=on_device)
+            if self.settings.offload_policy
+            else OffloadPolicy(),
+        }
         for layer in self.model.layers():
-            fully_shard(layer, mesh=mesh, mp_policy=precision)
+            fully_shard(layer, mp_policy=precision, **how)
         for module in self.model.precise():
-            fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        fully_shard(self.model, mesh=mesh, mp_policy=precision)
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **how)
+        fully_shard(self.model, mp_policy=precision, **how | {"reshard_after_forward": None})  # torch knows the root
+
+    def _compile(self, model: PackedCausalLM) -> None:
+        model.kernels, trouble = compiled_kernels(self.device, _dtype(self.settings.compute_dtype))
+        if trouble is not None:
+            self.notes.append(
+                "torch.compile failed, so the kernels of log-probs run as they are written, with the same results and "
+                f"somewhat slower: {trouble}. To leave it out: actor_rollout_ref.actor.use_torch_compile=False"
+            )
 
     def forward(
         self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
@@ -81,35 +103,38 @@ class FsdpEngine:
         """What the model says, without gradients, on the CPU; at the settings' temperature unless told another."""
         self.model.eval()
         outputs = []
-        with torch.no_grad():
+        with self._weights.here(), torch.no_grad():
             for batch in micro_batches:
                 output = self._run(batch, temperature, reference)
                 size = batch.num_tokens
                 outputs.append(type(output)(*(numbers[:size].cpu() for numbers in output if numbers is not None)))
-        self.reshard()
+            self.reshard()
         if reference is not None:
             reference.reshard()
         return outputs
 
     def reshard(self) -> None:
-        """After forward passes without a backward: the root would keep its parameters whole, and later changes would
+        """After forward passes without a backward: modules would keep their parameters whole, and later changes would
         not reach them."""
-        cast(FSDPModule, self.model).reshard()
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        self._weights.park()
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
         """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: update of a model that was built with trainable=False")
-        totals = self._totals(micro_batches)
+        totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
         self.model.train()
         shares: dict[str, Tensor] = {}
-        for batch in micro_batches:
-            for name, value in self._backward(batch, loss, totals, reference).items():
-                shares[name] = shares.get(name, 0.0) + value.detach()
-        if reference is not None:
-            reference.reshard()
-        lr = self.schedule.at(self.step)
-        norm, stepped = self._step(lr, worth=totals.tokens > 0)
+        with self._weights.here():
+            for batch in micro_batches:
+                for name, value in self._backward(batch, loss, totals, reference).items():
+                    shares[name] = shares.get(name, 0.0) + value.detach()
+            if reference is not None:
+                reference.reshard()
+            norm, stepped = self._step(lr, worth=totals.tokens > 0)
         role = self.settings.role
         return self._sum_over_ranks(shares) | {
             f"{role}/grad_norm": norm,
@@ -131,29 +156,33 @@ class FsdpEngine:
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The full weights, one at a time, in `dtype` or as they are kept."""
-        for name, parameter in self.model.hf.named_parameters():
-            local = parameter.detach() if dtype is None else parameter.detach().to(dtype)
-            yield name, local.full_tensor() if isinstance(local, DTensor) else local
+        with self._weights.here():
+            for name, parameter in self.model.hf.named_parameters():
+                local = parameter.detach().to(self.device, dtype)
+                whole = local.full_tensor() if isinstance(local, DTensor) else local
+                yield name, whole.clone() if self._weights.active else whole  # on one rank it may be the shard itself
 
     def take_weights(self, other: Any) -> None:
         """Copy the shards of another engine of the same model, each rank its own."""
         theirs = dict(other.model.named_parameters())
-        with torch.no_grad():
+        with torch.no_grad(), self._weights.here(), other._weights.here():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(theirs[name])
 
     def state(self) -> dict[str, Any]:
-        """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key."""
-        state: dict[str, Any] = {
-            "model": get_model_state_dict(self.model.hf),
-            "schedule": {"step": self.step},
-            "rng": {str(self.rank): _random_state(self.device)},
-        }
-        if self.optimizer is not None:
-            if not self.optimizer.state:
-                self._make_moments(self.optimizer)
-            state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
-        return state
+        """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key.
+
+        What is offloaded comes as a copy, since it goes away again.
+        """
+        state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
+        with self._weights.here(), self._moments.here():
+            state["model"] = get_model_state_dict(self.model.hf)
+            if self.optimizer is not None:
+                if not self.optimizer.state:
+                    self._make_moments(self.optimizer)
+                state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
+            offloads = self._weights.active or self._moments.active
+            return cast(dict[str, Any], in_host_memory(state)) if offloads else state
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """The state of an optimiser that has not stepped yet. torch makes it by a step at a learning rate of 0, and
@@ -167,20 +196,22 @@ class FsdpEngine:
 
         What the optimiser is told (betas, eps, weight decay) comes from the settings, not from the checkpoint.
         """
-        if "model" in state:
-            set_model_state_dict(self.model.hf, state["model"])
+        with self._weights.here(), self._moments.here():
+            if "model" in state:
+                set_model_state_dict(self.model.hf, state["model"])
+            if self.optimizer is not None and "optimizer" in state:
+                set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
+                for group in self.optimizer.param_groups:
+                    group.update(_adamw(self.settings))
         if "schedule" in state:
             self.step = int(state["schedule"]["step"])
-        if self.optimizer is not None and "optimizer" in state:
-            set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
-            for group in self.optimizer.param_groups:
-                group.update(_adamw(self.settings))
         if mine := state.get("rng", {}).get(str(self.rank)):
             _set_random_state(mine, self.device)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """What another model's distributions are compared with. Its weight is whole until `reshard`."""
         self.model.eval()
+        self._weights.fetch()
         with torch.no_grad():
             return cast(LastLayer, self._call(batch, 1.0, bare=True))
 
@@ -231,7 +262,8 @@ class FsdpEngine:
                 torch._foreach_mul_(grads, clip / (norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            self.optimizer.step()
+            with self._moments.here():
+                self.optimizer.step()
             self.step += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm, moves

@@ -7,12 +7,15 @@ one number per position (the log of the normaliser) and the backward pass comput
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["LastLayer", "token_logprobs", "vocabulary_kl"]
+from verl.training.compiled import Compiled
+
+__all__ = ["PLAIN", "Kernels", "LastLayer", "compiled_kernels", "token_logprobs", "vocabulary_kl"]
 
 CHUNK_ELEMENTS = 1 << 24
 """Logits held at once when the caller does not say how many positions: 64 MiB in float32."""
@@ -36,14 +39,38 @@ class LastLayer(NamedTuple):
         return _logits(hidden[rows], weight, bias, scale, softcap, temperature).log_softmax(-1)
 
 
+class Kernels(NamedTuple):
+    """What is done with one chunk of logits, as it is written (`PLAIN`) or compiled."""
+
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., Tensor]
+
+
 def token_logprobs(
-    layer: LastLayer, targets: Tensor, *, temperature: float = 1.0, chunk: int | None = None
+    layer: LastLayer,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs of `targets [N]` and entropies, both [N] float32. `chunk` positions have their logits at once."""
     chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
     hidden, weight, bias, scale, softcap = layer
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, scale, softcap, temperature, chunk)
+    form = scale, softcap, temperature
+    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, form, chunk, kernels or PLAIN)
     return logprobs, entropy
+
+
+def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str | None]:
+    """The kernels, compiled here and now on a small example for all sizes: (kernels, why they run as written)."""
+    forward, backward = Compiled(_forward), Compiled(_backward)
+    kernels = Kernels(forward, backward)
+    hidden, weight = (torch.ones(size, 8, dtype=dtype, device=device, requires_grad=True) for size in (6, 32))
+    layer = LastLayer(hidden, torch.nn.Parameter(weight))
+    logprobs, _ = token_logprobs(layer, torch.arange(6, device=device), chunk=3, kernels=kernels)
+    logprobs.sum().backward()
+    return kernels, forward.trouble or backward.trouble
 
 
 def vocabulary_kl(own: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
@@ -65,6 +92,52 @@ def _logits(
     return logits
 
 
+def _forward(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, softcap: float | None, t: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of C positions: log-probs of their targets, entropies, and the logs of the normalisers, each [C]."""
+    logits = _logits(hidden, weight, bias, scale, softcap, t)
+    normaliser = logits.logsumexp(-1)
+    log_p = logits.sub_(normaliser[:, None])
+    logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
+    return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), normaliser
+
+
+def _backward(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    scale: float,
+    softcap: float | None,
+    temperature: float,
+    normaliser: Tensor,
+    entropy: Tensor,
+    d_logprobs: Tensor | None,
+    d_entropy: Tensor | None,
+) -> Tensor:
+    """The gradient [C, V] of the product of hidden states and weight."""
+    logits = _logits(hidden, weight, bias, scale, softcap, temperature)
+    slope = (logits * (temperature / softcap)).square_().neg_().add_(1.0) if softcap is not None else None
+    log_p = logits.sub_(normaliser[:, None])
+    grad = log_p.exp()  # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
+    if d_entropy is None:
+        assert d_logprobs is not None
+        grad.mul_(-d_logprobs[:, None])
+    else:
+        factor = log_p.add_(entropy[:, None]).mul_(-d_entropy[:, None])
+        if d_logprobs is not None:
+            factor.sub_(d_logprobs[:, None])
+        grad.mul_(factor)
+    if d_logprobs is not None:
+        grad.scatter_add_(-1, targets[:, None], d_logprobs[:, None])
+    grad.mul_(scale / temperature)
+    return grad if slope is None else grad.mul_(slope)
+
+
+PLAIN = Kernels(_forward, _backward)
+
+
 class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,55 +146,34 @@ class _TokenLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        scale: float,
-        softcap: float | None,
-        temperature: float,
+        form: tuple[float, float | None, float],
         chunk: int,
+        kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         logprobs, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, bias, scale, softcap, temperature)
-            normaliser[rows] = logits.logsumexp(-1)
-            log_p = logits.sub_(normaliser[rows, None])
-            logprobs[rows] = log_p.gather(-1, targets[rows, None]).squeeze(-1)
-            entropy[rows] = log_p.exp().mul_(log_p).sum(-1).neg_()
+            found = kernels.forward(hidden[rows], weight, bias, targets[rows], *form)
+            logprobs[rows], entropy[rows], normaliser[rows] = found
         ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
-        ctx.settings = (scale, softcap, temperature, chunk)
+        ctx.settings = form, chunk, kernels
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        d_logprobs, d_entropy = grads
         hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
-        scale, softcap, temperature, chunk = ctx.settings
-        if d_logprobs is None and d_entropy is None:
-            return (None,) * 8
+        form, chunk, kernels = ctx.settings
+        if all(each is None for each in grads):
+            return (None,) * 7
         gradients = _Gradients(ctx, hidden, weight, bias, normaliser.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, bias, scale, softcap, temperature)
-            slope = (logits * (temperature / softcap)).square_().neg_().add_(1.0) if softcap is not None else None
-            log_p = logits.sub_(normaliser[rows, None])
-            grad = log_p.exp()  # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
-            if d_entropy is None:
-                assert d_logprobs is not None
-                grad.mul_(-d_logprobs[rows, None])
-            else:
-                factor = log_p.add_(entropy[rows, None]).mul_(-d_entropy[rows, None])
-                if d_logprobs is not None:
-                    factor.sub_(d_logprobs[rows, None])
-                grad.mul_(factor)
-            del logits, log_p
-            if d_logprobs is not None:
-                grad.scatter_add_(-1, targets[rows, None], d_logprobs[rows, None])
-            grad.mul_(scale / temperature)
-            if slope is not None:
-                grad.mul_(slope)
-            gradients.add(rows, grad)
-        return *gradients.found(), None, None, None, None, None
+            upstream = [None if each is None else each[rows] for each in grads]
+            known = normaliser[rows], entropy[rows]
+            gradients.add(rows, kernels.backward(hidden[rows], weight, bias, targets[rows], *form, *known, *upstream))
+        return *gradients.found(), None, None, None, None
 
 
 class _VocabularyKl(torch.autograd.Function):

@@ -24,7 +24,7 @@ from verl.artefacts import PICKLED, fetched, model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
-from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
+from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
 from verl.training.settings import Head
 
 __all__ = ["PackedCausalLM", "PackedValueModel", "load_model"]
@@ -86,7 +86,7 @@ class PackedCausalLM(PackedModel):
 
     def __init__(self, hf: PreTrainedModel, chunk: int | None = None) -> None:
         super().__init__(hf)
-        self.chunk = chunk
+        self.chunk, self.kernels = chunk, PLAIN
         config = hf.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`.
@@ -116,9 +116,10 @@ class PackedCausalLM(PackedModel):
         layer = LastLayer(before, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
         if bare:
             return layer
-        numbers = [*token_logprobs(layer, tokens[targets], temperature=temperature, chunk=self.chunk)]
+        how: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
+        numbers = [*token_logprobs(layer, tokens[targets], kernels=self.kernels, **how)]
         if reference is not None:
-            numbers.append(vocabulary_kl(layer, reference, temperature=temperature, chunk=self.chunk))
+            numbers.append(vocabulary_kl(layer, reference, **how))
         zeros = numbers[0].new_zeros(len(tokens))
         return ModelOutput(*(zeros.index_copy(0, targets, each) for each in numbers))
 

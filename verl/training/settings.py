@@ -31,6 +31,11 @@ class FsdpSettings:
     param_dtype: str = "float32"  # in which parameters and optimiser states are kept
     compute_dtype: str = "float32"  # in which layers compute; gradients are summed over ranks in float32
     gradient_checkpointing: bool = False
+    reshard_after_forward: bool = True  # gathered layers are let go of before the backward pass
+    param_offload: bool = False  # weights lie in host memory while the engine is not used
+    optimizer_offload: bool = False  # moments lie there but for the optimiser's step
+    offload_policy: bool = False  # FSDP2's own: shards, gradients and moments always lie there
+    compile: bool = False  # the kernels of log-probs and entropies
     temperature: float = 1.0  # of the distribution whose log-probs are trained
     logprob_chunk: int | None = None  # positions whose logits exist at once
     device: str = "cpu"

@@ -1,0 +1,72 @@
+import pytest
+import torch
+
+from verl.training.compiled import Compiled
+from verl.training.logprobs import compiled_kernels, token_logprobs
+
+pytestmark = pytest.mark.unit
+
+
+def failing(monkeypatch, error):
+    """A torch.compile whose compiler fails; how often it was tried."""
+    tries = []
+
+    def compile(function, **how):
+        def run(*args, **kwargs):
+            tries.append(function)
+            raise error
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", compile)
+    return tries
+
+
+ERRORS = [
+    RuntimeError("Failed to find C compiler. Please specify via CC environment variable."),
+    OSError("cuda.h: no such file"),
+    FileNotFoundError(2, "g++"),
+    ImportError("libcuda.so.1: cannot open shared object file"),
+]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
+def test_a_compiler_that_fails_is_asked_once_and_the_function_runs_as_written(monkeypatch, error):
+    tries = failing(monkeypatch, error)
+    double = Compiled(lambda x: 2 * x)
+    assert [double(3), double(4)] == [6, 8]
+    assert len(tries) == 1
+    assert double.trouble is not None
+    assert double.trouble.startswith(type(error).__name__)
+
+
+def test_the_trouble_is_one_line_of_what_went_wrong(monkeypatch):
+    failing(monkeypatch, RuntimeError("\n  backend='inductor' raised:\nCalledProcessError: gcc ...\n" + "x" * 9999))
+    double = Compiled(lambda x: 2 * x)
+    double(1)
+    assert double.trouble == "RuntimeError: backend='inductor' raised:"
+
+
+def test_an_error_of_the_function_itself_is_raised():
+    broken = Compiled(lambda x: x @ x)
+    with pytest.raises(RuntimeError, match=r"size|shape|same reduction"):
+        broken(torch.ones(2, 3))
+
+
+def test_kernels_that_cannot_be_compiled_say_why_and_work(monkeypatch):
+    failing(monkeypatch, ERRORS[0])
+    kernels, trouble = compiled_kernels(torch.device("cpu"), torch.float32)
+    assert trouble is not None
+    assert "Failed to find C compiler" in trouble
+    assert torch.equal(kernels.forward(*example())[0], token_logprobs_of(example()))
+
+
+def example():
+    torch.manual_seed(0)
+    return torch.randn(5, 8), torch.randn(11, 8), None, torch.arange(5), 1.0, None, 1.0
+
+
+def token_logprobs_of(arguments):
+    from verl.training.logprobs import LastLayer
+
+    return token_logprobs(LastLayer(*arguments[:3]), arguments[3])[0]

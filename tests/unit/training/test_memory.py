@@ -1,0 +1,112 @@
+import pytest
+import torch
+from torch import nn
+
+from verl.training.memory import Parking, in_host_memory, moments_of
+
+pytestmark = pytest.mark.unit
+
+
+def parked(tensors, **how):
+    parking = Parking(lambda: tensors, active=True, **how)
+    parking.park()
+    return parking
+
+
+def held(tensors):
+    """Bytes behind them."""
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+
+
+def test_parked_tensors_hold_nothing_and_come_back_as_they_were():
+    tensors = [torch.randn(3, 4), torch.randn(5).bfloat16()]
+    before, views = [tensor.clone() for tensor in tensors], [tensor.view(-1) for tensor in tensors]
+    parking = parked(tensors)
+    assert held(tensors) == 0
+    for _ in range(2):
+        with parking.here():
+            assert all(torch.equal(one, other) for one, other in zip(tensors, before, strict=True))
+            assert all(torch.equal(view, one.view(-1)) for view, one in zip(views, before, strict=True))
+        assert held(tensors) == 0
+
+
+def test_what_is_changed_while_it_is_here_stays_changed():
+    weight = torch.zeros(4)
+    parking = parked([weight])
+    for number in range(3):
+        with parking.here():
+            assert weight.tolist() == [number] * 4
+            weight += 1
+
+
+def test_nothing_is_parked_while_somebody_uses_it():
+    weight = torch.ones(4)
+    parking = parked([weight])
+    with parking.here():
+        with parking.here():
+            parking.park()
+            assert weight.sum() == 4
+        assert weight.sum() == 4
+    assert held([weight]) == 0
+
+
+def test_an_error_inside_parks_all_the_same():
+    weight = torch.ones(4)
+    parking = parked([weight])
+    with pytest.raises(RuntimeError), parking.here():
+        raise RuntimeError
+    assert held([weight]) == 0
+
+
+def test_fetched_tensors_stay_until_they_are_parked():
+    weight = torch.ones(4)
+    parking = parked([weight])
+    parking.fetch()
+    parking.fetch()
+    assert weight.sum() == 4
+    parking.park()
+    assert held([weight]) == 0
+
+
+def test_tensors_of_one_storage_are_parked_once():
+    whole = torch.arange(6.0)
+    parking = parked([whole[:3], whole[3:]])
+    assert held([whole]) == 0
+    parking.fetch()
+    assert whole.tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_happens_unless_it_is_asked_for():
+    weight = torch.ones(4)
+    parking = Parking(lambda: [weight], active=False)
+    parking.park()
+    with parking.here():
+        pass
+    assert held([weight]) == 16
+
+
+def test_moments_are_parked_as_soon_as_there_are_some():
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    parking = Parking(lambda: moments_of(optimizer), active=True)
+    plain = nn.Linear(3, 2)
+    plain.load_state_dict(model.state_dict())
+    other = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        for each, step in ((model, optimizer), (plain, other)):
+            each(torch.ones(1, 3)).sum().backward()
+            with parking.here():
+                step.step()
+            step.zero_grad()
+        assert held(moments_of(optimizer)) == 0
+        assert held(moments_of(other)) > 0
+    assert torch.equal(model.weight, plain.weight)
+
+
+def test_a_copied_state_outlives_the_parking():
+    weight = torch.ones(4)
+    parking = parked([weight])
+    with parking.here():
+        state = in_host_memory({"model": {"weight": weight}, "schedule": {"step": 3}})
+    assert state["model"]["weight"].tolist() == [1, 1, 1, 1]
+    assert state["schedule"] == {"step": 3}
