@@ -45,7 +45,7 @@ ENTRIES = {
     "Reward function not being called": "test_a_function_that_would_not_be_called_is_named_at_the_start",
     "Ensure the reward function path and name are correct": "test_a_wrong_path_or_name_names_the_right_one",
     "reward_model.reward_fn.path=/path/to/my_reward.py": "test_the_second_spelling_reaches_the_function",
-    "def compute_reward(prompt: str, response: str) -> float": "test_another_signature_is_told_the_right_one",
+    "def compute_reward(prompt: str, response: str) -> float": "test_a_function_of_prompt_and_response_is_called_so",
     "Validation score always 0": "test_a_validation_of_zeros_shows_an_answer_its_truth_and_its_scorer",
     "Validation data has the same format as training data": "test_validation_rows_of_another_form_are_found",
     "Validation uses greedy decoding (default)": "test_validation_is_greedy_unless_asked_otherwise",
@@ -245,7 +245,20 @@ def test_the_second_spelling_reaches_the_function(tmp_path: Path) -> None:
     assert any(f"second spelling of {FUNCTION}.path" in hint for hint in loaded.hints)
 
 
-@pytest.mark.parametrize("signature", ["prompt: str, response: str", "prompt, response, ground_truth"])
+@pytest.mark.parametrize("signature", ["prompt: str, response: str", "prompt, response, ground_truth", "response"])
+async def test_a_function_of_prompt_and_response_is_called_so(tmp_path: Path, signature: str) -> None:
+    path = reward_file(tmp_path, f"def compute_reward({signature}):\n    return dict(score=1, told=len(locals()))\n")
+    reward = load_reward(str(path), "compute_reward")
+    assert await reward.score("", "4", "4", {"raw_prompt": "2+2?"}) == (1.0, {"told": signature.count(",") + 1})
+
+
+async def test_a_prompt_that_was_not_kept_is_named_with_the_setting(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
+    with pytest.raises(RewardError, match=r"data\.return_raw_input_ids=True"):
+        await load_reward(str(path), "compute_reward").score("", "4", "4")
+
+
+@pytest.mark.parametrize("signature", ["question: str, response: str", "text, truth"])
 def test_another_signature_is_told_the_right_one(tmp_path: Path, signature: str) -> None:
     path = reward_file(tmp_path, f"def compute_score({signature}):\n    return 1.0\n")
     with pytest.raises(RewardError) as caught:

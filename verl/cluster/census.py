@@ -21,6 +21,7 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.cluster.local import LocalActor
 from verl.cluster.stacks import Seen, answer_with_stacks, look
 from verl.cluster.waits import DEFAULTS, WAITS, Deadline, Owner, Progress, waiting
 from verl.cluster.watchdog import SAID_AGAIN_S, Late, Place, Reporter, Watchdog, rows
@@ -37,7 +38,8 @@ _who = CONTROLLER
 
 def introduce(actor: Any, who: Owner) -> None:
     """Have an actor make itself known before it does anything else, and watch over its own waits from then on."""
-    actor.__ray_call__.remote(_introduced, who)
+    if not isinstance(actor, LocalActor):
+        actor.__ray_call__.remote(_introduced, who)
 
 
 def _introduced(_actor: Any, who: Owner) -> None:

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from verl.cluster.census import introduce
+from verl.cluster.handles import end, get_all
 from verl.cluster.waits import Deadline, Owner, Progress, reported, waiting
 from verl.errors import NoAnswerError, ProcessLostError, VerlError
 
@@ -77,7 +77,7 @@ def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline
     """`ray.get` for workers without an event loop: a wait like any other."""
     with waiting(what, of=of, deadline=deadline) as wait:
         try:
-            return ray.get(list(references), timeout=deadline.seconds)
+            return get_all(references, deadline.seconds)
         except GetTimeoutError as error:
             told = asyncio.run(reported(wait))
             raise NoAnswerError(f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}") from error
@@ -135,4 +135,4 @@ class ActorGroup:
     def close(self) -> None:
         """End the actors' processes."""
         for actor in self.actors:
-            ray.kill(actor)
+            end(actor)

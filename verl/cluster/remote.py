@@ -5,26 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-import ray
-
 from verl.cluster.census import introduce
 from verl.cluster.group import call
-from verl.cluster.pool import DevicePool
+from verl.cluster.handles import end
 from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress, waiting
 from verl.errors import ProcessLostError
 
-__all__ = ["Remote", "spawn"]
+__all__ = ["Remote"]
 
 NEW_YET_S, NEW_ANSWERS_S = 0.5, 10.0  # how often a process is asked whether it is a new one, and how long it may take
-
-
-def spawn(actor: type, *args: Any, pool: DevicePool, device: int, share: float) -> Any:
-    """Ask Ray for the process; it comes up while the caller goes on. Its coroutines interleave without a bound.
-
-    Ray puts a new process in the place of one that died, under the same handle; somebody has to `start` that one again.
-    """
-    options = {"max_concurrency": 100_000, "max_restarts": -1, **pool.options(device, share=share)}
-    return ray.remote(actor).options(**options).remote(*args)
 
 
 class Remote:
@@ -50,7 +39,7 @@ class Remote:
         """End the process, whatever state it is in; returns once a new one, not yet started, is in its place."""
         with waiting("end, and be replaced", of=self.owner, deadline=self.deadlines.start):
             if not await self._is_new():
-                ray.kill(self.actor, no_restart=False)
+                end(self.actor, comes_back=True)
                 while not await self._is_new():
                     await asyncio.sleep(NEW_YET_S)
 
@@ -67,7 +56,7 @@ class Remote:
             if self._started:
                 await self._call("close", deadline=self.deadlines.close)
         finally:
-            ray.kill(self.actor)
+            end(self.actor)
 
     async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
         """Without a deadline somebody else must watch over it."""

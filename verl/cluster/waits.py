@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+A_MONTH_S = 30 * 86_400.0
+
+
 class Owner(NamedTuple):
     """Who is waited for: a kind of process, and which of them. Its process tells where it is (`processes.py`)."""
 
@@ -84,6 +87,11 @@ class Deadlines:
     @classmethod
     def read(cls, section: DeadlinesConfig) -> Deadlines:
         return cls(**{name: Deadline(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
+
+    @classmethod
+    def unhurried(cls) -> Deadlines:
+        """For a run in one process: who sits at a breakpoint has all the time there is."""
+        return cls(**{name: Deadline(A_MONTH_S) for name in DeadlinesConfig.model_fields})
 
 
 DEFAULTS = Deadlines.read(DeadlinesConfig())

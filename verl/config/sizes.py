@@ -72,13 +72,15 @@ def critic_cut(config: Config) -> Cut:
 
 def train_ranks(config: Config) -> int:
     """Processes that train: one per device, or as many as asked for on a machine without any."""
+    if config.trainer.local:
+        return 1
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def engine_count(config: Config) -> int:
     """Rollout engines of the run; at least one."""
     rollout = config.actor_rollout_ref.rollout
-    if rollout.num_engines is not None:
+    if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
     return max(1, train_ranks(config) // rollout.tensor_model_parallel_size)
 
@@ -124,7 +126,7 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         Size(
             "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
         ),
-        Size("train ranks", ranks, f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"),
+        Size("train ranks", ranks, _how_ranks(config)),
         Size(
             "optimiser steps a step",
             optimiser_steps(config),
@@ -189,8 +191,16 @@ def _how_longest(config: Config) -> str:
     return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
 
 
+def _how_ranks(config: Config) -> str:
+    if config.trainer.local:
+        return "trainer.local"
+    return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"
+
+
 def _how_engines(config: Config) -> str:
     rollout = config.actor_rollout_ref.rollout
+    if config.trainer.local:
+        return "trainer.local"
     if rollout.num_engines is not None:
         return "rollout.num_engines"
     return f"{train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"

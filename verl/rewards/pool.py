@@ -18,11 +18,12 @@ from itertools import islice
 from typing import Any
 
 from verl.errors import RewardError
+from verl.rewards.here import ScoresHere
 from verl.rewards.outcome import Answer, Outcome
 from verl.rewards.score import named
 from verl.rewards.seat import Call, Scoring, Seat
 
-__all__ = ["ScorePool"]
+__all__ = ["ScorePool", "Scores", "scores"]
 
 _LOAD_TRIES = 3
 _MOMENT_S = 0.02
@@ -204,3 +205,11 @@ class ScorePool:
     def _number(self) -> int:
         self._numbers += 1
         return self._numbers
+
+
+Scores = ScorePool | ScoresHere
+
+
+def scores(reward: Mapping[str, Any], *, workers: int = 1, **limits: Any) -> Scores:
+    """Who scores: `workers` processes; or without any this one, where a breakpoint works and limits are not kept."""
+    return ScorePool(reward, workers=workers, **limits) if workers else ScoresHere(reward, **limits)

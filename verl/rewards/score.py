@@ -26,6 +26,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards import compose
+from verl.rewards.given import called_by_name, unpacked
 from verl.rewards.outcome import Answer, Failed, Outcome, Scored, failure, read, short
 
 __all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "no_scorer", "scorer_of", "ships"]
@@ -146,13 +147,15 @@ def load_reward(
     functions: Sequence[Mapping[str, Any]] = (),
     batched: bool = False,
     shipped: Arguments = MappingProxyType({}),
+    function: bytes | Scorer | None = None,
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
     `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call. `functions` are several, weighted
     and added up (`compose.combine`), instead of one. A `batched` function is called with lists: (data_sources,
     solution_strs, ground_truths, extra_infos) -> results. `shipped` holds further arguments of shipped scorers, by
-    module; what they ask of this machine is asked now.
+    module; what they ask of this machine is asked now. A `function` that was given as one, or packed for its way here,
+    takes the place of that in `path`, which is then only its name.
     """
     kwargs, where = kwargs or {}, named(path, name, functions)
     paths = {one.get("path") for one in functions} if functions else {path}
@@ -170,7 +173,10 @@ def load_reward(
                 f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
             )
         return RewardFunction(None, where, {}, shipped=shipped)
-    scorer = _find(path, name, kwargs, batched=batched, shipped=shipped)
+    if function is not None:
+        scorer = _fitting(unpacked(function), where, kwargs, batched=batched)
+    else:
+        scorer = _find(path, name, kwargs, batched=batched, shipped=shipped)
     return RewardFunction(scorer, where, kwargs, batched=batched)
 
 
@@ -228,8 +234,16 @@ def _find(
         raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
-    _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
+    scorer = _fitting(scorer, where, kwargs, batched=batched)
     return partial(scorer, **shipped[path]) if path in shipped else scorer
+
+
+def _fitting(scorer: Scorer, where: str, kwargs: Mapping[str, Any], *, batched: bool) -> Scorer:
+    """The function as it will be called: by the names that it gives its parameters, or as `compute_score` is."""
+    if not batched and (by_name := called_by_name(scorer, where, kwargs)) is not None:
+        return by_name
+    _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
+    return scorer
 
 
 def _shipped(data_source: str, arguments: Arguments) -> Scorer:

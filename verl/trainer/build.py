@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.cluster.census import watched
+from verl.cluster.local import LocalPool, detect_device_here
 from verl.cluster.machines import devices_that_answer
-from verl.cluster.pool import DevicePool
+from verl.cluster.pool import DevicePool, Places
 from verl.cluster.session import connect, detect_device, disconnect
-from verl.cluster.waits import MARGIN_S, Deadline, Deadlines, Owner, waiting
+from verl.cluster.waits import MARGIN_S, Deadline, Owner, waiting
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
@@ -23,7 +24,7 @@ from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, tr
 from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
 from verl.rewards.outcome import short
-from verl.rewards.pool import ScorePool
+from verl.rewards.pool import scores
 from verl.rewards.tally import FailureTally
 from verl.rewards.who import who_scores
 from verl.rollout.keeper import EngineKeeper
@@ -38,6 +39,7 @@ from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.saving import Saver, find_checkpoint
 from verl.trainer.translate import (
     compute_dtype,
+    deadlines,
     engine_settings,
     episode_settings,
     method,
@@ -65,6 +67,7 @@ T = TypeVar("T")
 S = TypeVar("S", bound=Section)
 Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle] | None]]
 """(split, row, group, how many answers) -> samples; None for a row that is left out."""
+Reward = Callable[..., Any]
 Exhibiting = Callable[..., Awaitable[str]]
 """(split, data source or None) -> one of the latest answers, and what it got, in words."""
 
@@ -75,12 +78,14 @@ async def assemble(
     console: Console,
     *,
     faults: Faults | None = None,
+    reward: Reward | None = None,
     model_ready: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[Trainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes.
 
-    `faults` are those of the run so far, of which this may be a restart. `model_ready` is awaited before the weights
-    are read, so that engines can start while somebody still makes them.
+    `faults` are those of the run so far, of which this may be a restart. `reward` is a function that was given as one,
+    instead of the path of its file. `model_ready` is awaited before the weights are read, so that engines can start
+    while somebody still makes them.
     """
     times, faults = Metrics(), faults or Faults(console)
 
@@ -91,21 +96,26 @@ async def assemble(
     config = _absolute(config)
     check_files(config)  # what can be seen to be wrong at once is said before anything is started
     with timer(times, "start_reward_check"):
-        await _check_reward(config)
+        await _check_reward(config, reward)
     async with AsyncExitStack() as closing:
-        closing.callback(disconnect)
-        with timer(times, "start_ray"):
-            connect(config.ray_kwargs.ray_init.arguments())
-        deadlines = Deadlines.read(config.trainer.deadlines)
-        stalls = config.trainer.checkpoint_dir / "stalls"
-        closing.enter_context(watched(stalls, console.note, console.advice, deadlines.reply))
-        device = detect_device() if config.trainer.device == "auto" else config.trainer.device
-        if faults.has_restarted:
-            config = await _with_devices_left(config, device, console)
-        ranks = train_ranks(config)
-        mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
-        pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=deadlines.devices)
+        limits = deadlines(config)
+        if config.trainer.local:
+            device = _device(config, detect_device_here)
+            pool: DevicePool | LocalPool = LocalPool()
+        else:
+            closing.callback(disconnect)
+            with timer(times, "start_ray"):
+                connect(config.ray_kwargs.ray_init.arguments())
+            stalls = config.trainer.checkpoint_dir / "stalls"
+            closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
+            device = _device(config, detect_device)
+            if faults.has_restarted:
+                config = await _with_devices_left(config, device, console)
+            mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
+            ranks = train_ranks(config)
+            pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
         closing.callback(pool.close)
+        ranks = train_ranks(config)
         engines = _place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
         engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
@@ -114,10 +124,10 @@ async def assemble(
         closing.push_async_callback(_close_all, reward_models)
         models_up = asyncio.create_task(timed("reward_models", _all(model.start() for model in reward_models)))
         closing.callback(models_up.cancel)
-        policy = PolicyGroup.place(pool, ranks, share=0.5, deadlines=deadlines)
+        policy = PolicyGroup.place(pool, ranks, share=0.5, deadlines=limits)
         closing.callback(policy.close)
 
-        data = await timed("data", asyncio.to_thread(read_data, config))
+        data = await timed("data", _data(config))
         for report in data.reports:
             console.note(report)
         timetable = _timetable(config, data)
@@ -126,7 +136,7 @@ async def assemble(
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         together = config.trainer.deterministic
         episodes = EpisodePool.place(
-            count, episode_settings(config, data, count), engines, reward_models, together=together
+            pool, count, episode_settings(config, data, count, reward), engines, reward_models, together=together
         )
         closing.callback(episodes.close)
 
@@ -145,8 +155,8 @@ async def assemble(
         keeper = EngineKeeper(
             engines,
             faults.engine,
-            answer_s=deadlines.reply.seconds + MARGIN_S,
-            start_s=deadlines.start.seconds + MARGIN_S,
+            answer_s=limits.reply.seconds + MARGIN_S,
+            start_s=limits.start.seconds + MARGIN_S,
             max_restarts=faults.settings.max_engine_restarts,
         )
         answer, exhibit = _answering(config, data, episodes, keeper), _exhibiting(config, episodes)
@@ -192,12 +202,22 @@ async def assemble(
         )
 
 
-async def _check_reward(config: Config) -> None:
+async def _check_reward(config: Config, reward: Reward | None) -> None:
     """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
     if not uses_reward_function(config):
         return
-    with ScorePool(**scoring(config, workers=1) | {"workers": 1}) as pool:
+    arguments = scoring(config, 1, reward)
+    with scores(**arguments | {"workers": min(1, arguments["workers"])}) as pool:
         await pool.start()
+
+
+def _device(config: Config, detect: Callable[[], str]) -> str:
+    return detect() if config.trainer.device == "auto" else config.trainer.device
+
+
+async def _data(config: Config) -> RunData:
+    """Read beside the start of others; where these are in this process too, imports would get into each other's way."""
+    return read_data(config) if config.trainer.local else await asyncio.to_thread(read_data, config)
 
 
 async def _all(parts: Iterable[Awaitable[Any]]) -> None:
@@ -284,7 +304,7 @@ def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
 
-def _place_engines(config: Config, pool: DevicePool, device: str) -> list[RemoteEngine]:
+def _place_engines(config: Config, pool: Places, device: str) -> list[RemoteEngine]:
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
     count = engine_count(config)
@@ -296,13 +316,13 @@ def _place_engines(config: Config, pool: DevicePool, device: str) -> list[Remote
             share=_engines_share(config) / -(-count * width // pool.count),
             name=rollout.name,
             settings=engine_settings(config, device, number),
-            deadlines=Deadlines.read(config.trainer.deadlines),
+            deadlines=deadlines(config),
         )
         for number in range(count)
     ]
 
 
-def _place_reward_models(config: Config, pool: DevicePool, device: str) -> list[RemoteRewardModel]:
+def _place_reward_models(config: Config, pool: Places, device: str) -> list[RemoteRewardModel]:
     """Beside engines and train workers, from the last device down."""
     model = config.reward.reward_model
     if not model.enable:
@@ -315,7 +335,7 @@ def _place_reward_models(config: Config, pool: DevicePool, device: str) -> list[
             device=pool.count - 1 - number % pool.count,
             share=share,
             settings=reward_model_settings(config, device, number),
-            deadlines=Deadlines.read(config.trainer.deadlines),
+            deadlines=deadlines(config),
         )
         for number in range(model.replicas)
     ]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from verl.config.load import Loaded, load
 from verl.config.schema.root import Config
@@ -18,8 +19,11 @@ from verl.trainer.stopping import Stopping
 __all__ = ["main", "train"]
 
 
-async def train(config: Config, console: Console) -> int:
-    """One run, from settings to the last step; its exit code. It begins again when it loses a part of its state."""
+async def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> int:
+    """One run, from settings to the last step; its exit code. It begins again when it loses a part of its state.
+
+    `reward` is a function that was given as one, instead of by the path of its file.
+    """
     from verl.trainer.build import assemble  # late: settings are checked before Ray is imported
 
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
@@ -30,7 +34,7 @@ async def train(config: Config, console: Console) -> int:
     while True:
         trainer = None
         try:
-            async with assemble(config, console, faults=faults) as trainer:
+            async with assemble(config, console, faults=faults, reward=reward) as trainer:
                 with stopping.on_sigterm():
                     await trainer.fit(stopping)
             return stopping.exit_code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
@@ -29,6 +29,7 @@ from verl.config.sizes import (
 )
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
+from verl.rewards.given import packed
 from verl.rewards.overlong import Overlong
 from verl.rewards.sandbox import Limits
 from verl.trainer.data import RunData
@@ -40,6 +41,7 @@ from verl.workers.train import TrainSettings
 
 __all__ = [
     "compute_dtype",
+    "deadlines",
     "engine_settings",
     "episode_settings",
     "method",
@@ -51,6 +53,11 @@ __all__ = [
     "train_settings",
     "transport_name",
 ]
+
+
+def deadlines(config: Config) -> Deadlines:
+    """How long one process waits for another; in one process nobody does."""
+    return Deadlines.unhurried() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
@@ -73,7 +80,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     reference_stays = config.trainer.ref_update_freq < 1
     return TrainSettings(
         seed=config.trainer.seed,
-        deadlines=Deadlines.read(config.trainer.deadlines),
+        deadlines=deadlines(config),
         actor=FsdpSettings(
             model.path,
             grad_clip=actor.grad_clip,
@@ -201,17 +208,19 @@ def _critic_sizes(config: Config) -> UpdateSizes:
     return UpdateSizes(cut.mini_batch, cut.micro_batch_samples, cut.micro_batch_tokens, cut.epochs)
 
 
-def episode_settings(config: Config, data: RunData, workers: int) -> EpisodeSettings:
-    """What each of so many episode workers reads and how it scores."""
+def episode_settings(
+    config: Config, data: RunData, workers: int, reward: Callable[..., Any] | None = None
+) -> EpisodeSettings:
+    """What each of so many episode workers reads and how it scores: by `reward`, if a function was given as one."""
     model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        scoring(config, workers) if uses_reward_function(config) else None,
+        scoring(config, workers, reward) if uses_reward_function(config) else None,
         _model_reward(config),
         model.trust_remote_code,
         Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
-        Deadlines.read(config.trainer.deadlines),
+        deadlines(config),
     )
 
 
@@ -273,15 +282,17 @@ def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     return {"verl.rewards.code": arguments}
 
 
-def scoring(config: Config, workers: int) -> dict[str, Any]:
-    """The arguments of `ScorePool`, one in each of so many episode workers: they share the processes."""
-    reward = config.reward
+def scoring(config: Config, workers: int, given: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The arguments of `scores` in each of so many episode workers: they share the processes."""
+    reward, local = config.reward, config.trainer.local
     arguments = reward_arguments(config)
     batched = arguments.pop("batched")
+    if given is not None:
+        arguments["function"] = given if local else packed(given)
     processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
     return {
         "reward": arguments,
-        "workers": -(-processes // workers),
+        "workers": 0 if local else -(-processes // workers),
         "deadline_s": reward.deadline_s,
         "memory_mb": reward.memory_mb,
         "batch_size": reward.batch_size if batched else None,

@@ -45,5 +45,6 @@ def init_process_group(
 
 
 def close_process_group() -> None:
-    """Leave the group again, so that this process may join another."""
-    dist.destroy_process_group()
+    """Leave the group again, if this process has joined one, so that it may join another."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
-import ray
 
 from verl.cluster.census import introduce, tell_of
 from verl.cluster.group import call
+from verl.cluster.handles import end, put
+from verl.cluster.pool import Places
 from verl.cluster.vigil import Vigil
 from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
 from verl.errors import ConfigError
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from verl.agents.lockstep import Lockstep
     from verl.agents.scoring import Score
     from verl.rewards.outcome import Outcome
-    from verl.rewards.pool import ScorePool
+    from verl.rewards.pool import Scores
 
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
@@ -63,7 +64,7 @@ class EpisodeSettings:
 
     tokenizer_path: str
     datasets: dict[str, DatasetSettings]
-    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of ScorePool; None: no function scores
+    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of `scores`; None: no function scores
     model_reward: ModelReward | None = None
     trust_remote_code: bool = False
     overlong: Overlong | None = None  # shapes the scores of training, never those of validation
@@ -129,11 +130,11 @@ class EpisodeWorker:
 
         from verl.agents.scoring import added, by_function, by_model
         from verl.rewards.model_input import reader
-        from verl.rewards.pool import ScorePool
+        from verl.rewards.pool import scores
 
         settings, model = self._settings, self._settings.model_reward
         if settings.reward is not None:
-            functions = ScorePool(**settings.reward)
+            functions = scores(**settings.reward)
             await functions.start()
             by_own = by_function(partial(self._scored, functions))
             if model is None:
@@ -156,7 +157,7 @@ class EpisodeWorker:
             return by_reward_model
         return added(by_own, by_reward_model, model.weight)
 
-    async def _scored(self, functions: ScorePool, *answer: Any) -> Outcome:
+    async def _scored(self, functions: Scores, *answer: Any) -> Outcome:
         """A call that never ends is ended by the pool; it is told of now, for its group may have more of its kind."""
         outcome = await functions.score(*answer)
         if isinstance(outcome, Failed) and outcome.kind == "timeout":
@@ -220,7 +221,7 @@ def deposit(sample: Sample, number: int = 0) -> SampleHandle:
     """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
-        ref=ray.put(sample) if sample.failure is None else None,
+        ref=put(sample) if sample.failure is None else None,
         group=sample.group,
         tokens=len(sample.tokens),
         generated=len(generated),
@@ -254,6 +255,7 @@ class EpisodePool:
     @classmethod
     def place(
         cls,
+        pool: Places,
         count: int,
         settings: EpisodeSettings,
         engines: Sequence[RemoteEngine],
@@ -261,8 +263,10 @@ class EpisodePool:
         *,
         together: bool = False,
     ) -> EpisodePool:
-        worker = ray.remote(EpisodeWorker).options(num_cpus=0, max_concurrency=100_000)
-        actors = [worker.remote(settings, engines, reward_models) for _ in range(1 if together else count)]
+        actors = [
+            pool.spawn(EpisodeWorker, settings, engines, reward_models, interleaves=True)
+            for _ in range(1 if together else count)
+        ]
         return cls(actors, together=together, deadlines=settings.deadlines)
 
     async def start(self) -> None:
@@ -321,4 +325,4 @@ class EpisodePool:
 
     def close(self) -> None:
         for actor in self._actors:
-            ray.kill(actor)
+            end(actor)

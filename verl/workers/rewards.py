@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import ray
-
 from verl.cluster.census import tell_at_once
-from verl.cluster.pool import DevicePool
-from verl.cluster.remote import Remote, spawn
+from verl.cluster.handles import end
+from verl.cluster.pool import Places
+from verl.cluster.remote import Remote
 from verl.cluster.vigil import Vigil
 from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
 from verl.errors import ConfigError, EngineError, NoAnswerError, ProcessLostError
@@ -105,7 +104,7 @@ class RemoteRewardModel(Remote):
     @classmethod
     def place(
         cls,
-        pool: DevicePool,
+        pool: Places,
         number: int,
         *,
         device: int,
@@ -113,7 +112,8 @@ class RemoteRewardModel(Remote):
         settings: RewardModelSettings,
         deadlines: Deadlines = DEFAULTS,
     ) -> RemoteRewardModel:
-        return cls(spawn(RewardActor, settings, pool=pool, device=device, share=share), number, deadlines)
+        actor = pool.spawn(RewardActor, settings, device=device, share=share, interleaves=True, comes_back=True)
+        return cls(actor, number, deadlines)
 
     async def score(self, token_ids: Sequence[int]) -> float | Unscored:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
@@ -126,7 +126,7 @@ class RemoteRewardModel(Remote):
 
     async def end(self) -> None:
         """As any, but without waiting for the new process: another who has lost it may have started that already."""
-        ray.kill(self.actor, no_restart=False)
+        end(self.actor, comes_back=True)
 
 
 class PooledRewardModel(Member, Protocol):

@@ -6,10 +6,8 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-import ray
-
-from verl.cluster.pool import DevicePool
-from verl.cluster.remote import Remote, spawn
+from verl.cluster.pool import Places
+from verl.cluster.remote import Remote
 from verl.cluster.waits import DEFAULTS, Deadlines, Progress
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
@@ -73,7 +71,7 @@ class RolloutActor:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.score(token_ids)
 
-    async def load_weights(self, parcels: Sequence[ray.ObjectRef], version: int) -> None:
+    async def load_weights(self, parcels: Sequence[Any], version: int) -> None:
         async with self._loading:  # one after the other, also when the caller of the first has gone
             await self._engine.load_weights(await asyncio.gather(*parcels), version)
 
@@ -118,7 +116,7 @@ class RemoteEngine(Remote):
     @classmethod
     def place(
         cls,
-        pool: DevicePool,
+        pool: Places,
         number: int,
         *,
         device: int,
@@ -127,7 +125,8 @@ class RemoteEngine(Remote):
         settings: dict[str, Any],
         deadlines: Deadlines = DEFAULTS,
     ) -> RemoteEngine:
-        return cls(spawn(RolloutActor, name, settings, pool=pool, device=device, share=share), number, deadlines)
+        actor = pool.spawn(RolloutActor, name, settings, device=device, share=share, interleaves=True, comes_back=True)
+        return cls(actor, number, deadlines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call(

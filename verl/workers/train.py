@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import ray
-
 from verl.algorithms.settings import Method
 from verl.cluster.group import ActorGroup, fetch
-from verl.cluster.pool import DevicePool
+from verl.cluster.handles import own_address, put
+from verl.cluster.pool import Places
 from verl.cluster.session import free_port
 from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines, Owner
 from verl.data.plan import Plan, RankPlan
@@ -54,7 +53,7 @@ class TrainWorker:
 
     def address(self) -> tuple[str, int]:
         """Where rank 0 can be met by the others."""
-        return ray.util.get_node_ip_address(), free_port()
+        return own_address(), free_port()
 
     def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
         """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank."""
@@ -88,6 +87,12 @@ class TrainWorker:
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._publish_dtype, self._settings = settings.publish_dtype, settings
 
+    def leave(self) -> None:
+        """Leave the other ranks, for a process that goes on without them."""
+        from verl.training.group import close_process_group
+
+        close_process_group()
+
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
         samples = fetch(plan.refs, what="give the samples", of=Owner("object store"), deadline=self._deadlines.train)
@@ -99,7 +104,7 @@ class TrainWorker:
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._policy.score(sequences)
 
-    def pack_weights(self) -> list[ray.ObjectRef]:
+    def pack_weights(self) -> list[Any]:
         """Gather the full weights; rank 0 lays them into the object store and returns where they are."""
         import torch
 
@@ -111,7 +116,7 @@ class TrainWorker:
                 pass
             return []
         dtype = getattr(torch, self._publish_dtype)
-        return [ray.put(parcel) for parcel in pack(weights, max_bytes=PARCEL_BYTES, dtype=dtype)]
+        return [put(parcel) for parcel in pack(weights, max_bytes=PARCEL_BYTES, dtype=dtype)]
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
         """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
@@ -193,10 +198,9 @@ class PolicyGroup:
         self._group, self._deadlines = group, deadlines
 
     @classmethod
-    def place(cls, pool: DevicePool, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> PolicyGroup:
-        """Ask Ray for the processes; they come up while the caller goes on."""
-        worker = ray.remote(TrainWorker)
-        actors = [worker.options(**pool.options(rank, share=share)).remote(rank, ranks) for rank in range(ranks)]
+    def place(cls, pool: Places, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> PolicyGroup:
+        """Ask for the processes; they come up while the caller goes on."""
+        actors = [pool.spawn(TrainWorker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
         return cls(ActorGroup("train worker", actors), deadlines)
 
     async def start(self, settings: TrainSettings) -> None:

@@ -210,7 +210,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
         "critic=3",
         "trainer.save_freq=0",
         "trainer.logger=[console,wnadb]",
-        "trainer.local=true",
+        "trainer.max_staleness=1",
         "trainer.test_freq=5",
         "actor_rollout_ref.actor.fsdp_config.dtype=int8",
     )
@@ -223,7 +223,7 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
         "critic": "3 must be a section",
         "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=-1",
         "trainer.logger": "wnadb must be one of console, jsonl",
-        "trainer.local": "true is not built yet; set trainer.local=false",
+        "trainer.max_staleness": "1 is not built yet; set trainer.max_staleness=0",
         "trainer.test_freq": "5 needs data to validate on; set data.val_files=test.parquet",
         "actor_rollout_ref.actor.fsdp_config.dtype": "int8 must be one of auto, float32, bfloat16, float16",
     }

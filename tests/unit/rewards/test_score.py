@@ -129,7 +129,7 @@ async def test_a_stop_iteration_is_an_exception_like_others(tmp_path: Path) -> N
         ("def other(): ...\n", "compute_score", ["no 'compute_score'", "it has: other", "custom_reward_function.name"]),
         ("x = 1\n", "compute_score", ["defines no function"]),
         ("compute_score = 3\n", "compute_score", ["is a int, not a function"]),
-        ("def compute_score(prompt, response): ...\n", "compute_score", ["(prompt, response)", "extra_info=None"]),
+        ("def compute_score(question, reply): ...\n", "compute_score", ["(question, reply)", "extra_info=None"]),
         ("import not_there_at_all\n", "compute_score", ["imports 'not_there_at_all'", "not installed"]),
         ("\n1 / 0\n", "compute_score", ["failed while it was imported", "line 2", "ZeroDivisionError"]),
         ("def broken(:\n", "compute_score", ["SyntaxError", "line 1"]),

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import ray
 
 from verl.agents.episode import Transcript
 from verl.agents.runner import EpisodeRunner
@@ -29,9 +28,8 @@ async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
 
 
 @pytest.fixture
-def worker(monkeypatch: pytest.MonkeyPatch) -> EpisodeWorker:
-    """A worker as `start` leaves it, with an object store that keeps what it is given."""
-    monkeypatch.setattr(ray, "put", lambda sample: sample)
+def worker() -> EpisodeWorker:
+    """A worker as `start` leaves it."""
     made = EpisodeWorker(EpisodeSettings("", {}, overlong=Overlong(buffer=2, factor=1.0, max_length=2)), [])
     prompts: Any = [Prompt(row=0, token_ids=[1], data_source="sums", ground_truth="46")]
     made._datasets = {"train": prompts, "val": prompts}
@@ -47,7 +45,7 @@ async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWor
         (8, 2, 7.0),
     ]
     first = handles[0]
-    assert isinstance(first.ref, Sample)
+    assert isinstance(first.ref.get(), Sample)
     assert (first.tokens, first.generated, first.version, first.baseline) == (3, 2, 2, None)
 
 

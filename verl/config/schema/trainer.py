@@ -128,7 +128,9 @@ class TrainerConfig(RunConfig):
     deterministic: bool = setting(
         False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
     )
-    local: bool = setting(False, "Run without Ray's processes, so that a breakpoint just works.", planned=True)
+    local: bool = setting(
+        False, "All in this process, without Ray, so that a breakpoint just works; one train rank and one engine."
+    )
 
 
 class RayInit(Section):

@@ -1,0 +1,65 @@
+"""A cluster of one process is used as Ray is."""
+
+import asyncio
+
+import pytest
+
+from verl.cluster.group import ActorGroup, fetch
+from verl.cluster.handles import end, get_all, put
+from verl.cluster.local import LocalPool
+from verl.cluster.waits import A_MONTH_S, DEFAULTS, Deadlines, Owner
+
+pytestmark = pytest.mark.unit
+
+
+class Worker:
+    def __init__(self, start: int) -> None:
+        self.total, self.left = start, False
+
+    def add(self, number: int) -> int:
+        self.total += number
+        return self.total
+
+    async def wait_and_add(self, number: int) -> int:
+        await asyncio.sleep(0)
+        return self.add(number)
+
+    def fail(self) -> None:
+        raise ZeroDivisionError
+
+    def leave(self) -> None:
+        self.left = True
+
+
+async def test_methods_and_coroutines_are_called_as_remote_ones() -> None:
+    actor = LocalPool().spawn(Worker, 1, device=0, share=0.5, interleaves=True)
+    assert await actor.add.remote(1) == 2
+    assert await actor.wait_and_add.remote(2) == 4
+    assert await ActorGroup("worker", [actor]).call("add", 5, deadline=DEFAULTS.train) == [9]
+
+
+async def test_what_is_raised_is_raised_where_it_is_awaited() -> None:
+    actor = LocalPool().spawn(Worker, 1)
+    reference = actor.fail.remote()
+    with pytest.raises(ZeroDivisionError):
+        await reference
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        actor.no_such_thing.remote()
+
+
+async def test_what_is_put_stays_itself() -> None:
+    thing = object()
+    references = [put(thing), put(2)]
+    assert await references[0] is thing
+    assert get_all(references, timeout=1) == [thing, 2]
+    assert fetch(references, what="give", of=Owner("store"), deadline=DEFAULTS.train) == [thing, 2]
+
+
+def test_an_actor_that_ends_leaves_what_it_has_joined() -> None:
+    worker = Worker(1)
+    end(LocalPool().spawn(lambda: worker))
+    assert worker.left
+
+
+def test_no_deadline_hurries_who_sits_at_a_breakpoint() -> None:
+    assert Deadlines.unhurried().longest_s == A_MONTH_S
