@@ -78,28 +78,31 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
         ) from error
 
 
-def read_prompt(prompt: Any) -> str | list[dict[str, Any]]:
-    """The prompt as people write it: a finished string, or chat messages; a `DataError` for what is neither."""
+def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:
+    """The prompt as people write it: a finished string, or chat messages; a `DataError` for what is neither.
+
+    `what` it is, and the `setting` that names its column, are for that error.
+    """
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError("the prompt is an empty string; remove the row or fill it")
+            raise DataError(f"the {what} is an empty string; remove the row or fill it")
         if prompt.startswith(("[{'role'", '[{"role"', "[{'content'", '[{"content"')):
             raise DataError(
-                f"the prompt is text that holds chat messages, {prompt[:40]!r}; it must be the list itself: write the "
+                f"the {what} is text that holds chat messages, {prompt[:40]!r}; it must be the list itself: write the "
                 "file again without json.dumps or str around it"
             )
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
         raise DataError(
-            f"the prompt is {_kind(prompt)}; it must be a string or a list of messages such as "
-            '[{"role": "user", "content": "..."}]. Mend the data or name another column with data.prompt_key'
+            f"the {what} is {_kind(prompt)}; it must be a string or a list of messages such as "
+            f'[{{"role": "user", "content": "..."}}]. Mend the data or name another column with data.{setting}'
         )
     # A Parquet column of messages has every key in every message: those that a message lacks come as None.
     messages = [{key: value for key, value in each.items() if value is not None} for each in prompt]
     for place, message in enumerate(messages):
         if missing := {"role", "content"} - message.keys() - ({"content"} if "tool_calls" in message else set()):
             raise DataError(
-                f"message {place} of the prompt has no {' and no '.join(sorted(missing))}, only "
+                f"message {place} of the {what} has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
     return messages

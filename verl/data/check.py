@@ -13,8 +13,20 @@ __all__ = ["PathLike", "entries_of", "inspect_files", "missing_column", "odditie
 
 PathLike = str | os.PathLike[str]
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
-LIKELY = {"prompt_key": LIKELY_PROMPTS, "curriculum_key": ("difficulty", "level")}
-HOLDS = {"prompt_key": "the prompts", "curriculum_key": "a number for each prompt, the easy ones low"}
+LIKELY = {
+    "prompt_key": LIKELY_PROMPTS,
+    "curriculum_key": ("difficulty", "level"),
+    "response_key": ("response", "answer", "completion", "output", "solution"),
+    "messages_key": ("messages", "conversations", "conversation"),
+    "tools_key": ("tools", "functions"),
+}
+HOLDS = {
+    "prompt_key": "the prompts",
+    "curriculum_key": "a number for each prompt, the easy ones low",
+    "response_key": "the answers",
+    "messages_key": "the conversations",
+    "tools_key": "the tools of each conversation",
+}
 MOST_SHOWN = 5
 
 

@@ -25,6 +25,7 @@ from verl.errors import DataError
 
 __all__ = [
     "BlockCache",
+    "Columns",
     "JsonlRows",
     "ParquetRows",
     "Piece",
@@ -41,6 +42,9 @@ BLOCK_ROWS = 4096  # a streamed row group of twice as many rows or more is cut
 BLOCK_BYTES = 16 * 2**20  # ... as is one of twice as many bytes or more
 BUFFER_BYTES = 2**18  # read at a time of each column of a streamed file
 
+
+Columns: TypeAlias = "str | tuple[str, ...]"
+"""One column, or several: then a value is a dict of theirs."""
 
 Piece: TypeAlias = "list[Any] | pa.Array"
 """Some values of a column, not yet turned into Python objects where that can wait: another process may do it."""
@@ -66,11 +70,11 @@ class Rows(Protocol):
         """One row, all columns."""
         ...
 
-    def pieces(self, column: str) -> Iterator[Piece]:
-        """One column from first row to last, in pieces of at most `READ_AT_ONCE` rows."""
+    def pieces(self, column: Columns) -> Iterator[Piece]:
+        """One column, or several, from first row to last, in pieces of at most `READ_AT_ONCE` rows."""
         ...
 
-    def values(self, column: str) -> Iterator[list[Any]]:
+    def values(self, column: Columns) -> Iterator[list[Any]]:
         """The same as Python objects."""
         ...
 
@@ -187,11 +191,12 @@ class ParquetRows:
         start = int(self.block_ends[block - 1]) if block else 0
         return self._decoded(block, start).slice(index - start, 1).to_pylist()[0]
 
-    def pieces(self, column: str) -> Iterator[Piece]:
-        for batch in self._file.iter_batches(READ_AT_ONCE, columns=[column]):
-            yield batch.column(0)
+    def pieces(self, column: Columns) -> Iterator[Piece]:
+        names = [column] if isinstance(column, str) else list(column)
+        for batch in self._file.iter_batches(READ_AT_ONCE, columns=names):
+            yield batch.column(0) if isinstance(column, str) else batch.to_struct_array()
 
-    def values(self, column: str) -> Iterator[list[Any]]:
+    def values(self, column: Columns) -> Iterator[list[Any]]:
         return map(plain, self.pieces(column))
 
     def place(self, index: int) -> str:
@@ -247,12 +252,16 @@ class JsonlRows:
             raise DataError(f"{self.place(index)}: holds a {type(row).__name__}; each line is one JSON object")
         return row
 
-    def pieces(self, column: str) -> Iterator[Piece]:
+    def pieces(self, column: Columns) -> Iterator[Piece]:
         return self.values(column)
 
-    def values(self, column: str) -> Iterator[list[Any]]:
+    def values(self, column: Columns) -> Iterator[list[Any]]:
         for start in range(0, len(self), READ_AT_ONCE):
-            yield [self.row(index).get(column) for index in range(start, min(start + READ_AT_ONCE, len(self)))]
+            rows = [self.row(index) for index in range(start, min(start + READ_AT_ONCE, len(self)))]
+            if isinstance(column, str):
+                yield [row.get(column) for row in rows]
+            else:
+                yield [{name: row.get(name) for name in column} for row in rows]
 
     def place(self, index: int) -> str:
         return f"{self.path}, line {self._lines[index]}"

@@ -22,19 +22,19 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import PromptError, encode_prompts
-from verl.data.files import Piece, Rows, plain
+from verl.data.files import Columns, Piece, Rows, plain
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LengthCache", "Ruler", "measure"]
+__all__ = ["LengthCache", "Measuring", "Ruler", "measure"]
 
 Lengths = npt.NDArray[np.int32]
 ROWS_FOR_A_PROCESS = 50_000  # fewer are measured sooner than a process is up
@@ -43,9 +43,21 @@ MOST_PROCESSES = 8
 SETTLED_S = 2.0  # a file that was written more recently may be written again without a change of its time
 
 
+class Measuring(Protocol):
+    """What measures a piece of a column; it may be sent to another process."""
+
+    def __call__(self, piece: Piece) -> Lengths:
+        """Tokens of each; a `PromptError` names the one that cannot be measured."""
+        ...
+
+    def fingerprint(self) -> str | None:
+        """The same for two that measure alike; None if that cannot be told."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Ruler:
-    """What measures prompts."""
+    """Measures prompts."""
 
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any]
@@ -69,7 +81,7 @@ class Ruler:
 class LengthCache:
     """Lengths on disk: one file for each data file as it was, measured as it was. Nothing here fails a run."""
 
-    def __init__(self, folder: Path | None, column: str, ruler: Ruler) -> None:
+    def __init__(self, folder: Path | None, column: Columns, ruler: Measuring) -> None:
         self._folder, self._column = folder, column
         self._ruler = None if folder is None else ruler.fingerprint()
 
@@ -107,8 +119,8 @@ class LengthCache:
 def measure(
     files: Sequence[Rows],
     rows: int,
-    column: str,
-    ruler: Ruler,
+    column: Columns,
+    ruler: Measuring,
     *,
     processes: int | None = None,
     folder: Path | None = None,
@@ -144,7 +156,7 @@ def _processes(wanted: int | None, rows: int) -> int:
     return worth if worth > 1 else 0
 
 
-def _in_order(file: Rows, rows: int, column: str, lengths_of: Submit) -> Iterator[Lengths]:
+def _in_order(file: Rows, rows: int, column: Columns, lengths_of: Submit) -> Iterator[Lengths]:
     """The lengths of the first `rows` rows, piece by piece; a few pieces are on their way at any time."""
     waiting: deque[tuple[int, Future[Lengths]]] = deque()
 
@@ -153,7 +165,8 @@ def _in_order(file: Rows, rows: int, column: str, lengths_of: Submit) -> Iterato
         try:
             return future.result()
         except PromptError as error:
-            raise DataError(f"{file.place(start + error.index)}, column '{column}': {error}") from None
+            where = f", column '{column}'" if isinstance(column, str) else ""
+            raise DataError(f"{file.place(start + error.index)}{where}: {error}") from None
 
     start = 0
     for piece in file.pieces(column):
@@ -172,7 +185,7 @@ Submit = Callable[[Piece], "Future[Lengths]"]
 
 
 @contextmanager
-def _measuring(ruler: Ruler, processes: int) -> Iterator[Submit]:
+def _measuring(ruler: Measuring, processes: int) -> Iterator[Submit]:
     """Something that measures pieces, side by side in so many processes, or (0) at once in this one."""
     if not processes:
 
@@ -206,7 +219,7 @@ def _measuring(ruler: Ruler, processes: int) -> Iterator[Submit]:
 class _Process:
     """This module in a process of its own: a ruler goes in first, then pieces; lengths or an exception come back."""
 
-    def __init__(self, ruler: Ruler) -> None:
+    def __init__(self, ruler: Measuring) -> None:
         # Each has one thread: several processes with a thread for every core would be in each other's way.
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(

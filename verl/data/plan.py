@@ -18,7 +18,7 @@ import numpy.typing as npt
 from verl.data.packing import balance, chunk, level, longer_than, pack
 from verl.types import SampleHandle
 
-__all__ = ["Cuts", "Plan", "Planner", "RankPlan", "UpdateSizes", "Updates"]
+__all__ = ["Cuts", "Limit", "Plan", "Planner", "RankPlan", "UpdateSizes", "Updates"]
 
 Ints = npt.NDArray[np.int32]
 
@@ -106,7 +106,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class _Limit:
+class Limit:
     """What a micro-batch may hold: a number of samples, or a number of tokens."""
 
     samples: int | None
@@ -183,9 +183,9 @@ class Planner:
                 raise ValueError(f"{name} is {value}, it must be at least 1")
         self.ranks, self.mini_batch_prompts, self.epochs = ranks, mini_batch_prompts, epochs
         self.shuffle_seed = shuffle_seed
-        self._update = _Limit(micro_batch_samples, micro_batch_tokens)
+        self._update = Limit(micro_batch_samples, micro_batch_tokens)
         own = forward_micro_batch_samples is not None or forward_micro_batch_tokens is not None
-        self._forward = _Limit(forward_micro_batch_samples, forward_micro_batch_tokens) if own else self._update
+        self._forward = Limit(forward_micro_batch_samples, forward_micro_batch_tokens) if own else self._update
         self._critic = critic
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
@@ -258,7 +258,7 @@ class Planner:
         """The critic's updates on what each rank holds."""
         if self._critic is None:
             return [None] * self.ranks
-        limit = _Limit(self._critic.micro_batch_samples, self._critic.micro_batch_tokens)
+        limit = Limit(self._critic.micro_batch_samples, self._critic.micro_batch_tokens)
         place = {sample: (rank, k) for rank, own in enumerate(held) for k, sample in enumerate(own)}
         cuts: list[list[list[int]]] = [[] for _ in held]
         counts = []

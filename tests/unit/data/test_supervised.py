@@ -1,0 +1,119 @@
+"""Examples of files: all looked at once, each named by its place where it is wrong, and shared out evenly."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import chat_tokenizer
+
+from verl.data.examples import Example, ExampleReader
+from verl.data.plan import Limit
+from verl.data.supervised import ExampleDataset, Share, shares
+from verl.errors import DataError
+
+pytestmark = pytest.mark.unit
+
+READER = ExampleReader(chat_tokenizer(), (1,))
+TALK = ExampleReader(chat_tokenizer(), (1,), messages_key="messages")
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def pairs(*lengths: int) -> list[dict[str, Any]]:
+    return [{"prompt": "p" * (length - 2), "response": "r", "other": 1} for length in lengths]
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_rows_of_all_files_are_numbered_through_and_measured(tmp_path: Path, suffix: str) -> None:
+    files = [write(tmp_path / f"{k}{suffix}", pairs(*lengths)) for k, lengths in enumerate([(5, 3, 9), (4, 7)])]
+    dataset = ExampleDataset(files, READER, max_length=9)
+    assert dataset.lengths.tolist() == [5, 3, 9, 4, 7]
+    assert [len(dataset[row].tokens) for row in range(len(dataset))] == [5, 3, 9, 4, 7]
+    assert str(dataset.report) == "2 files: 5 rows, 5 kept"
+    assert len(ExampleDataset(files, READER, max_length=9, max_samples=4)) == 4
+
+
+def test_conversations_of_parquet_are_read_as_of_jsonl(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "name": "x"}]
+    found = []
+    for suffix in (".parquet", ".jsonl"):
+        dataset = ExampleDataset(write(tmp_path / f"talk{suffix}", [{"messages": talk}] * 3), TALK, max_length=99)
+        found.append((dataset.lengths.tolist(), dataset[2].tokens.tolist(), dataset[2].mask.tolist()))
+    assert found[0] == found[1]
+
+
+def test_what_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", pairs(5, 12, 30))
+    with pytest.raises(DataError) as raised:
+        ExampleDataset(file, READER, max_length=10)
+    assert str(raised.value) == (
+        f"{file}, row 1: the example has 12 tokens, more than data.max_length=10, and so have 1 others (the longest "
+        "30). Set data.max_length=30, or data.truncation=right or left"
+    )
+    cut = ExampleDataset(file, READER, max_length=10, truncation="left")
+    assert cut.lengths.tolist() == [5, 10, 10]
+    assert cut[2].mask.tolist() == [False] * 8 + [True] * 2
+    assert str(cut.report) == "a.parquet: 3 rows, 2 truncated to 10 tokens, 3 kept"
+
+
+def test_a_wrong_row_is_found_at_start_and_named(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.jsonl", [*pairs(4), {"prompt": "p", "response": ""}])
+    with pytest.raises(DataError, match=rf"^{file}, line 2: column 'response': the answer is an empty string"):
+        ExampleDataset(file, READER, max_length=10)
+
+
+def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [{"prompt": "p", "answer": "r"}])
+    with pytest.raises(DataError, match=r"column 'response' not found in .* Set data.response_key=answer"):
+        ExampleDataset(file, READER, max_length=10)
+
+
+limits = st.one_of(
+    st.builds(lambda n: Limit(samples=n, tokens=None), st.integers(1, 5)),
+    st.builds(lambda n: Limit(samples=None, tokens=n), st.integers(8, 40)),
+)
+
+
+@given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=24), ranks=st.integers(1, 4), limit=limits)
+def test_shares_hold_every_example_once_within_the_limit(lengths: list[int], ranks: int, limit: Limit) -> None:
+    examples = [
+        Example(np.full(length, number, np.int32), np.arange(length) > 0) for number, length in enumerate(lengths)
+    ]
+    parts = shares(examples, ranks, limit)
+    assert len(parts) == ranks
+    assert len({len(part.ends) for part in parts}) == 1, "every rank has as many micro-batches as the others"
+    seen: list[int] = []
+    for part in parts:
+        starts = [0, *part.ends[:-1]]
+        for first, last in zip(starts, part.ends, strict=True):
+            inside = part.offsets[first : last + 1]
+            size = int(inside[-1] - inside[0])
+            if limit.tokens is not None:
+                assert size <= limit.tokens or last - first == 1
+            else:
+                assert last - first <= limit.samples
+        for start, stop in zip(part.offsets[:-1], part.offsets[1:], strict=True):
+            [number] = set(part.tokens[start:stop].tolist())
+            assert stop - start == lengths[number]
+            assert part.mask[start:stop].tolist() == [False, *[True] * (lengths[number] - 1)]
+            seen.append(number)
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+def test_a_share_of_nothing_is_empty() -> None:
+    nothing = Share.of([[], []])
+    assert (len(nothing.tokens), nothing.offsets.tolist(), nothing.ends.tolist()) == (0, [0], [0, 0])
