@@ -288,10 +288,11 @@ def hints(config: Config) -> Iterator[Finding]:
             f"and the trainer's are of the whole one: training/rollout_probs_diff_mean is large by construction; to "
             f"compare the two, set {ROLLOUT}.{name}={whole}",
         )
-    if actor.use_torch_compile and "use_torch_compile" in actor.model_fields_set:
+    if actor.use_torch_compile and "use_torch_compile" in actor.model_fields_set and config.trainer.device == "cpu":
         yield Finding(
-            (f"{ACTOR}.use_torch_compile",),
-            f"{ACTOR}.use_torch_compile=true has no effect: nothing is compiled yet",
+            (f"{ACTOR}.use_torch_compile", "trainer.device"),
+            f"{ACTOR}.use_torch_compile=true has no effect: on a CPU (trainer.device) nothing is compiled, it takes "
+            "longer than it saves",
         )
     yield from algorithm_checks.hints(config)
     yield from without_effect(config)

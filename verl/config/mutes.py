@@ -17,7 +17,7 @@ from verl.config.needs import (
     uses_reward_function,
 )
 from verl.config.schema import Config, Section
-from verl.config.schema.actor import OptimConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.sizes import critic_cut
 
 __all__ = ["OF_ANY_RUN", "Mute", "mute_of", "of_schedule", "without_effect"]
@@ -237,6 +237,26 @@ OF_ANY_RUN = (
 )
 """Whatever the run trains by."""
 
+
+def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[Mute, Mute]:
+    """Of a section with sharded training: what is offloaded twice, or from host memory to host memory."""
+    return (
+        Mute(
+            keys_of(section, "param_offload", "optimizer_offload", "offload_policy"),
+            lambda c: c.trainer.device == "cpu",
+            _NO_DEVICE,
+            ("trainer.device",),
+        ),
+        Mute(
+            keys_of(section, "param_offload", "optimizer_offload"),
+            lambda c: fsdp(c).offload_policy,
+            f"{section}.offload_policy=true keeps weights, gradients and moments in host memory as it is",
+            (f"{section}.offload_policy",),
+        ),
+    )
+
+
+_NO_DEVICE = "on a CPU (trainer.device) all is in host memory"
 _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 
 _TRAINING = (
@@ -266,6 +286,14 @@ _TRAINING = (
     ),
     *of_schedule(f"{ACTOR}.optim", lambda c: c.actor_rollout_ref.actor.optim),
     *of_schedule("critic.optim", lambda c: c.critic.optim),
+    *of_sharding(f"{ACTOR}.fsdp_config", lambda c: c.actor_rollout_ref.actor.fsdp_config),
+    *of_sharding("critic.fsdp_config", lambda c: c.critic.fsdp_config),
+    Mute(
+        (f"{REF}.fsdp_config.param_offload",),
+        lambda c: c.trainer.device == "cpu",
+        _NO_DEVICE,
+        ("trainer.device",),
+    ),
     Mute(
         (f"{ACTOR}.checkpoint.load_contents", "critic.checkpoint.load_contents"),
         lambda c: c.trainer.resume_mode == "disable",

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from verl.config.checks import endless_warmup, missing, of_any_run
 from verl.config.findings import Finding, keys_of
-from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, without_effect
+from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, without_effect
 from verl.config.schema import SftConfig
 from verl.config.sizes import Size
 
@@ -71,6 +71,7 @@ def _saves_hf(config: SftConfig) -> bool:
 _MUTES = (
     *OF_ANY_RUN,
     *of_schedule("optim", lambda c: c.optim),
+    *of_sharding("model.fsdp_config", lambda c: c.model.fsdp_config),
     Mute(
         keys_of("data", "prompt_key", "response_key"),
         lambda c: c.data.messages_key is not None,

@@ -17,6 +17,7 @@ from verl.cluster.machines import devices_that_answer
 from verl.cluster.pool import DevicePool, Places
 from verl.cluster.session import connect, detect_device, disconnect
 from verl.cluster.waits import MARGIN_S, Deadline, Owner, waiting
+from verl.config.checks import hints
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
@@ -132,7 +133,8 @@ async def assemble(
             console.note(report)
         timetable = _timetable(config, data)
         models = train_settings(config, timetable.total_steps, device)
-        console.note(_outlook(config, timetable, data))
+        for note in (_outlook(config, timetable, data), *_shown_by_device(config, device)):
+            console.note(note)
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         together = config.trainer.deterministic
         episodes = EpisodePool.place(
@@ -297,6 +299,13 @@ async def _with_devices_left(config: Config, device: str, console: Console) -> C
     with waiting(f"have {wanted} devices", of=Owner("cluster"), deadline=Deadline(settings.node_wait)):
         await devices_that_answer(device, wanted, patience_s=settings.node_wait)
     return config  # if they are still too few, the pool says so
+
+
+def _shown_by_device(config: Config, device: str) -> list[str]:
+    """What is probably not meant, but could not be said before it was known what trainer.device=auto is here."""
+    known = {found.text for found in hints(config)}
+    now = hints(_changed(config, {"trainer": {"device": device}}))
+    return [found.text for found in now if found.text not in known]
 
 
 def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:

@@ -16,7 +16,7 @@ from verl.config.needs import (
     uses_reference,
     uses_reward_function,
 )
-from verl.config.schema.actor import OptimConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.config.sizes import (
@@ -50,6 +50,7 @@ __all__ = [
     "reward_model_settings",
     "rollout_dtype",
     "scoring",
+    "sharding",
     "train_settings",
     "transport_name",
 ]
@@ -69,12 +70,17 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         config.reward.prime,
     )
     common: dict[str, Any] = {
-        "compute_dtype": compute_dtype(config, device),
         "temperature": config.actor_rollout_ref.rollout.temperature,
         "device": device,
         "trust_remote_code": model.trust_remote_code,
     }
-    own = {"param_dtype": actor.fsdp_config.model_dtype, **common}
+    compiled = actor.use_torch_compile and device != "cpu"
+    own = {**common, **sharding(actor.fsdp_config, device), "compile": compiled}
+    held = own | {  # of what is compared with, and not trained
+        "param_offload": device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
+        "optimizer_offload": False,
+        "offload_policy": False,
+    }
     updates = optimiser_steps(config, policy_steps(config, total_steps))
     process_path = prime.model_path or model.path
     reference_stays = config.trainer.ref_update_freq < 1
@@ -88,15 +94,14 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             **own,
             **_optimiser("actor_rollout_ref.actor", actor.optim, updates),
         ),
-        reference=FsdpSettings(model.path, trainable=False, **own) if uses_reference(config) else None,
+        reference=FsdpSettings(model.path, trainable=False, **held) if uses_reference(config) else None,
         critic=FsdpSettings(
             critic.model.path or model.path,
             head="value",
             role="critic",
             grad_clip=critic.grad_clip,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            param_dtype=critic.fsdp_config.model_dtype,
-            **{**common, "compute_dtype": _dtype(critic.fsdp_config.dtype, device)},
+            **common | sharding(critic.fsdp_config, device),
             **_optimiser("critic", critic.optim, critic_optimiser_steps(config, total_steps)),
         )
         if uses_critic(config)
@@ -104,7 +109,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         process=FsdpSettings(process_path, role="process", lr=prime.lr, grad_clip=prime.grad_clip, **own)
         if prime.enable
         else None,
-        process_reference=FsdpSettings(process_path, trainable=False, **own)
+        process_reference=FsdpSettings(process_path, trainable=False, **held)
         if prime.enable and not (process_path == model.path and reference_stays)
         else None,
         method=method(config),
@@ -114,6 +119,19 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
         load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
     )
+
+
+def sharding(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
+    """Types and places of a model's numbers, as `FsdpSettings` names them. On a CPU there is no other place."""
+    away, policy = device != "cpu", fsdp.offload_policy
+    return {
+        "param_dtype": fsdp.model_dtype,
+        "compute_dtype": _dtype(fsdp.dtype, device),
+        "reshard_after_forward": fsdp.reshard_after_forward,
+        "param_offload": away and fsdp.param_offload and not policy,
+        "optimizer_offload": away and fsdp.optimizer_offload and not policy,
+        "offload_policy": away and policy,
+    }
 
 
 def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:

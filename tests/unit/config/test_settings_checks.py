@@ -137,7 +137,7 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
         ([f"{A}.clip_ratio_low=0.3"], "is above clip_ratio_high=0.2"),
         ([f"{R}.top_p=0.9"], f"set {R}.top_p=1.0"),
         ([f"{R}.top_k=50"], f"set {R}.top_k=-1"),
-        ([f"{A}.use_torch_compile=true"], "nothing is compiled yet"),
+        ([f"{A}.use_torch_compile=true", "trainer.device=cpu"], "on a CPU (trainer.device) nothing is compiled"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "for nothing"),
     ],
 )
@@ -184,6 +184,10 @@ def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wak
         (f"{R}.cpu_cache_gib=2", [f"{R}.name=hf"]),
         (f"{R}.cpu_cache_gib=2", ["trainer.device=cuda"]),
         (f"{R}.gpu_memory_utilization=0.4", ["trainer.device=cpu"]),
+        (f"{A}.fsdp_config.param_offload=true", ["trainer.device=cpu"]),
+        (f"{A}.fsdp_config.offload_policy=true", ["trainer.device=cpu"]),
+        (f"{A}.fsdp_config.param_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
+        (f"{A}.fsdp_config.optimizer_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
         (f"{R}.val_kwargs.top_p=0.9", [f"{R}.val_kwargs.do_sample=false"]),
         ("data.truncation=left", ["data.filter_overlong_prompts=true"]),
         ("data.seed=4", ["data.shuffle=false"]),
@@ -250,6 +254,7 @@ def test_bounds_that_nothing_uses_are_not_compared() -> None:
 def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> None:
     assert hints("trainer.deterministic=true") == []
     assert hints(f"{A}.use_torch_compile=false") == []
+    assert hints(f"{A}.use_torch_compile=true", "trainer.device=cuda") == []
 
 
 def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypatch, tmp_path) -> None:

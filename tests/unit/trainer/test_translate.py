@@ -15,7 +15,7 @@ from verl.data.order import InOrder
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
-from verl.trainer.build import _absolute
+from verl.trainer.build import _absolute, _shown_by_device
 from verl.trainer.data import RunData
 from verl.trainer.translate import episode_settings, method, planner, train_settings
 from verl.types import SampleHandle
@@ -261,3 +261,55 @@ def test_the_model_for_others_is_asked_for_in_either_spelling() -> None:
     contents = "actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
     asked = [train_settings(config_of(*each), 1, "cpu").save_hf for each in ([], ["trainer.save_hf=true"], [contents])]
     assert asked == [False, True, True]
+
+
+OFFLOAD = (
+    "actor_rollout_ref.actor.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
+    "actor_rollout_ref.ref.fsdp_config.param_offload=true",
+    "actor_rollout_ref.actor.use_kl_loss=true",
+    *PPO,
+)
+
+
+def test_each_model_is_offloaded_as_its_own_section_says() -> None:
+    models = train_settings(config_of(*OFFLOAD), 10, "cuda")
+    assert models.reference is not None
+    assert models.critic is not None
+    assert (models.actor.param_offload, models.actor.optimizer_offload) == (True, True)
+    assert (models.reference.param_offload, models.reference.optimizer_offload) == (True, False)
+    assert (models.critic.param_offload, models.critic.optimizer_offload) == (False, False)
+    critic = train_settings(config_of(*PPO, "critic.fsdp_config.param_offload=true"), 10, "cuda").critic
+    assert critic is not None
+    assert critic.param_offload
+
+
+def test_offload_policy_does_the_work_of_the_other_two() -> None:
+    actor = train_settings(config_of(*OFFLOAD, "actor.fsdp_config.offload_policy=true"), 10, "cuda").actor
+    assert (actor.offload_policy, actor.param_offload, actor.optimizer_offload) == (True, False, False)
+
+
+def test_on_a_cpu_nothing_is_offloaded_or_compiled() -> None:
+    models = train_settings(config_of(*OFFLOAD, "actor.fsdp_config.offload_policy=true"), 10, "cpu")
+    for model in (models.actor, models.reference, models.critic):
+        assert model is not None
+        assert not any((model.param_offload, model.optimizer_offload, model.offload_policy, model.compile))
+
+
+def test_kernels_are_compiled_on_accelerators_unless_it_is_turned_off() -> None:
+    assert train_settings(config_of(), 10, "cuda").actor.compile
+    assert not train_settings(config_of("actor.use_torch_compile=false"), 10, "cuda").actor.compile
+
+
+def test_resharding_is_as_it_is_told() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.reshard_after_forward"
+    assert train_settings(config_of(), 10, "cpu").actor.reshard_after_forward
+    assert not train_settings(config_of(f"{key}=false"), 10, "cpu").actor.reshard_after_forward
+
+
+def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
+    key = "actor_rollout_ref.actor.fsdp_config.param_offload"
+    assert _shown_by_device(config_of(f"{key}=true"), "cuda") == []
+    [said] = _shown_by_device(config_of(f"{key}=true"), "cpu")
+    assert said.startswith(f"{key}=true has no effect: on a CPU")
+    assert _shown_by_device(config_of(f"{key}=true", "trainer.device=cpu"), "cpu") == []  # it was said before

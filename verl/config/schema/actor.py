@@ -102,11 +102,15 @@ class FsdpConfig(Section):
     model_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the master weights and moments.")
     dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on a CPU.")
     reshard_after_forward: bool = setting(
-        True, "Free a layer's gathered weights between forward and backward: less memory, more traffic.", planned=True
+        True, "Free a layer's gathered weights between forward and backward: less memory, more traffic."
     )
-    param_offload: bool = setting(False, "Keep the weights in host memory while they are not used.", planned=True)
-    optimizer_offload: bool = setting(False, "Keep the optimiser's moments in host memory.", planned=True)
-    offload_policy: bool = setting(False, "FSDP2's own offloading of weights, gradients and moments.", planned=True)
+    param_offload: bool = setting(
+        False, "Keep the weights in host memory while this model is not used, so while answers are generated."
+    )
+    optimizer_offload: bool = setting(False, "Keep the optimiser's moments in host memory but for its step.")
+    offload_policy: bool = setting(
+        False, "FSDP2's own offloading: weights, gradients and moments always lie in host memory, where AdamW runs."
+    )
 
 
 class MegatronConfig(Section):
@@ -170,7 +174,9 @@ class ActorConfig(Section):
         "low_var_kl", "Its estimator; a trailing + takes k2's gradient; full: exact over the vocabulary."
     )
     grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
-    use_torch_compile: bool = setting(True, "Compile the fused kernels. Nothing is compiled yet: without effect.")
+    use_torch_compile: bool = setting(
+        True, "Compile the kernels of log-probs and entropies, on accelerators; if that fails they run as written."
+    )
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
     peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)
@@ -185,7 +191,7 @@ class ActorConfig(Section):
 
 
 class RefFsdpConfig(Section):
-    param_offload: bool = setting(False, "Keep the reference's weights in host memory.", planned=True)
+    param_offload: bool = setting(False, "Keep the reference's weights in host memory while it is not used.")
 
 
 class RefConfig(Section):
