@@ -459,10 +459,13 @@ class _World:
             raise Violation(self.violations[-1]) from error
 
     async def _check_rest(self) -> None:
-        """After the last step, whatever was lost comes back, and nobody holds on to anything."""
+        """After the last step, whatever was lost comes back, and nobody holds on to anything.
+
+        Where a train worker died in that step, too late to matter, there are no weights to come back with.
+        """
         up = (EngineState.READY, EngineState.GIVEN_UP)
         for _ in range(2000):
-            if self._faults_left <= 0 and all(state in up for state in self.keeper.states):
+            if not self.model.is_up or (self._faults_left <= 0 and all(state in up for state in self.keeper.states)):
                 break
             self._faults_left = 0
             await asyncio.sleep(5)
