@@ -234,7 +234,7 @@ def test_dropout_in_a_models_configuration_is_not_applied(group, tmp_path, famil
 
 
 def test_supervised_updates_lower_the_loss(policy):
-    losses = [policy.update([mini_batch()], sft)["sft/loss"] for _ in range(12)]
+    losses = [policy.update([mini_batch()], sft)["train/loss"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]
 
 

@@ -145,7 +145,7 @@ class OutcomeObjective:
 def sft(output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
     """Negative log-likelihood of the masked tokens, as a mean over tokens: supervised training."""
     loss = aggregate(-output.logprobs, batch.mask, batch.offsets, "token-mean", totals)
-    return loss, {"sft/loss": loss.detach()}
+    return loss, {"train/loss": loss.detach()}
 
 
 def _known(values: Tensor | None, name: str) -> Tensor:

@@ -64,7 +64,7 @@ def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp
     loss, step = float("inf"), 0
     for step in range(1, max_steps + 1):
         rows = train[torch.randint(len(train), (_BATCH,), generator=random)]
-        now = engine.update([supervised_batch(rows)], sft)["sft/loss"]
+        now = engine.update([supervised_batch(rows)], sft)["train/loss"]
         loss = now if step == 1 else 0.8 * loss + 0.2 * now
         if step % _LOOK_EVERY == 0 and loss < _LOSS_WORTH_A_LOOK:
             _copy(engine.weights(), judge)

@@ -27,15 +27,13 @@ from verl.data.batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
 from verl.errors import ConfigError
 from verl.functions import load_function
+from verl.training.contents import chosen
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 
 __all__ = ["Policy", "ProcessRewards", "functions_of"]
 
 Engine = TrainEngine[ModelOutput]
-
-CONTENTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
-"""What a checkpoint may hold of an engine, and the parts of its state that this is."""
 
 
 class Policy:
@@ -132,8 +130,7 @@ class Policy:
             states["process"] = self.process.model.state()
         if self.reference is not None and self.method.ref_update_freq > 0:
             states["reference"] = self.reference.state()
-        chosen = {folder: _chosen(state, (contents or {}).get(folder, CONTENTS)) for folder, state in states.items()}
-        return {folder: state for folder, state in chosen.items() if state}
+        return chosen(states, contents)
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """The inverse of `states`; what is not in them stays as it is."""
@@ -279,11 +276,6 @@ def functions_of(method: Method) -> tuple[Estimator, LossFunction]:
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
-
-
-def _chosen(state: dict[str, Any], contents: Collection[str]) -> dict[str, Any]:
-    wanted = {part for content in contents for part in CONTENTS.get(content, ())}
-    return {part: value for part, value in state.items() if part in wanted}
 
 
 def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:

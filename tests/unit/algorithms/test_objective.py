@@ -159,5 +159,5 @@ def test_sft_is_the_mean_negative_log_likelihood_of_generated_tokens():
     output, batch, totals = example()
     loss, metrics = sft(output, batch, totals)
     assert float(loss) == pytest.approx(float(-output.logprobs[batch.mask].mean()))
-    assert float(metrics["sft/loss"]) == float(loss)
+    assert float(metrics["train/loss"]) == float(loss)
     assert float(sft(output, batch, Totals(2 * totals.tokens, 6))[0]) == pytest.approx(float(loss) / 2)

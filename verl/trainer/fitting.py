@@ -1,0 +1,116 @@
+"""Steps until a run is done, whatever a step is: when to validate, to save and to stop."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from verl.errors import ProcessLostError, VerlError
+from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics
+from verl.tracking.sinks import Sink
+from verl.trainer.faults import Faults
+from verl.trainer.saving import Saver
+from verl.trainer.stopping import Stopping
+
+__all__ = ["Fitting", "Timetable"]
+
+
+@dataclass(frozen=True, slots=True)
+class Timetable:
+    """When the loop does what; -1 is never."""
+
+    batch: int
+    total_steps: int
+    save_every: int = -1
+    validate_every: int = -1
+    validate_first: bool = True
+    validate_last: bool = False
+
+    def saves_at(self, version: int) -> bool:
+        return self.save_every > 0 and (version % self.save_every == 0 or version == self.total_steps)
+
+    def validates_at(self, version: int) -> bool:
+        if version == self.total_steps:
+            return self.validate_every > 0 or self.validate_last
+        return self.validate_every > 0 and version % self.validate_every == 0
+
+
+class Fitting(ABC):
+    """Owns the version of the weights: it is the number of steps done."""
+
+    def __init__(
+        self, saver: Saver, timetable: Timetable, tracker: Sink, console: Console, faults: Faults, version: int = 0
+    ) -> None:
+        self.saver, self.timetable, self.faults = saver, timetable, faults
+        self.tracker, self.console, self.version = tracker, console, version
+
+    @abstractmethod
+    async def step(self, version: int) -> Metrics:
+        """From weights of `version` to those of `version + 1`."""
+
+    @abstractmethod
+    async def validate(self) -> None:
+        """Look at the current weights with held-out data, if there are any, and tell the tracker."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the model: the place in the data."""
+
+    async def begin(self) -> None:  # noqa: B027 - most have nothing to do here
+        """Before the first step, and the first validation."""
+
+    async def report(self, metrics: Metrics) -> None:
+        """A step is done, and the version is that of its weights."""
+        self.tracker.log(metrics | self.faults.metrics(), self.version)
+
+    async def fit(self, stopping: Stopping | None = None) -> None:
+        """Steps until the timetable is done or `stopping` says so, from wherever a checkpoint left off.
+
+        However it ends, what is being written is written to its end, unless the train workers are lost.
+        """
+        if self.version >= self.timetable.total_steps:
+            self.console.note(f"nothing left to do: {self.version} of {self.timetable.total_steps} steps are done")
+            return
+        try:
+            await self._fit(stopping or Stopping())
+        except ProcessLostError:
+            raise
+        except Exception:
+            with suppress(VerlError):  # what ended the run comes first
+                await self.saver.finish()
+            raise
+
+    async def _fit(self, stopping: Stopping) -> None:
+        await self.begin()
+        if self.timetable.validate_first:
+            await self.validate()
+        stopping.begin()
+        while self.version < self.timetable.total_steps:
+            metrics = await self.step(self.version)
+            self.version += 1
+            await self.report(metrics)
+            if self.timetable.validates_at(self.version):
+                await self.validate()
+            await self.saver.look()
+            reason = stopping.reason(self.saver.longest_s)
+            if reason or self.timetable.saves_at(self.version):
+                await self.save()
+            if reason:
+                break
+            stopping.stepped()
+        await self.saver.finish()
+        if self.version < self.timetable.total_steps:
+            self.console.note(f"{reason}: saved and ended after step {self.version}; start again to go on")
+
+    async def save(self) -> None:
+        """Begin a checkpoint of the current version; it is written beside what comes next."""
+        seconds = await self.saver.save(self.version, self.state())
+        self.tracker.log({"timing_s/save": seconds}, self.version)
+
+    def _advise_all(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.console.advice(line)

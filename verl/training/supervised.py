@@ -1,0 +1,62 @@
+"""Supervised training on one rank: shares of a batch go in, the model moves or its loss comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.algorithms.objective import sft
+from verl.data.batch import FlatBatch
+from verl.data.supervised import Share
+from verl.training.contents import chosen
+from verl.training.engine import ModelOutput, TrainEngine
+
+__all__ = ["Supervised"]
+
+
+class Supervised:
+    """A model that learns from examples: negative log-likelihood, as a mean over the tokens of the whole batch over all
+    ranks. Every method is collective."""
+
+    def __init__(self, engine: TrainEngine[ModelOutput]) -> None:
+        self.engine = engine
+
+    def update(self, share: Share) -> dict[str, float]:
+        """One optimiser step; `train/loss` is that of the batch before it."""
+        return self.engine.update(_micro_batches(share), sft)
+
+    def loss(self, share: Share) -> tuple[float, float]:
+        """The sum of the losses of all trained tokens over all ranks, and how many these are."""
+        batches = _micro_batches(share)
+        outputs = self.engine.forward(batches)
+        sums = [float(_masked(output.logprobs, batch)) for output, batch in zip(outputs, batches, strict=True)]
+        mine = torch.tensor([[-sum(sums), float(share.mask.sum())]], dtype=torch.float64)
+        total, tokens = self.engine.gather(mine).sum(0).tolist()
+        return total, tokens
+
+    def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
+        """What a checkpoint must hold, in the folder that a policy has in it: what reads the one reads the other."""
+        return chosen({"actor": self.engine.state()}, contents)
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """The inverse of `states`; what is not in them stays as it is."""
+        self.engine.load_state(states.get("actor", {}))
+
+
+def _masked(logprobs: Tensor, batch: FlatBatch) -> Tensor:
+    return torch.where(batch.mask, logprobs, 0.0).double().sum()
+
+
+def _micro_batches(share: Share) -> list[FlatBatch]:
+    offsets, bounds = torch.from_numpy(share.offsets), [0, *share.ends.tolist()]
+    tokens, mask = torch.from_numpy(share.tokens).long(), torch.from_numpy(share.mask)
+    batches = []
+    for first, last in pairwise(bounds):
+        inside = offsets[first : last + 1]
+        part = slice(int(inside[0]), int(inside[-1]))
+        batches.append(FlatBatch(tokens[part], inside - inside[0], mask[part]))
+    return batches

@@ -1,0 +1,164 @@
+"""The ranks of a training engine as processes: what they have in common, whatever they train by."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+
+from verl.cluster.group import ActorGroup
+from verl.cluster.handles import own_address
+from verl.cluster.pool import Places
+from verl.cluster.session import free_port
+from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
+from verl.errors import CheckpointError
+from verl.training.settings import FsdpSettings
+
+if TYPE_CHECKING:  # torch is imported where it is used: see RankWorker
+    from verl.checkpoint.files import FileSum
+
+__all__ = ["RankGroup", "RankSettings", "RankWorker"]
+
+G = TypeVar("G", bound="RankGroup")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """What a rank is told: the model that it trains, and how it is saved."""
+
+    actor: FsdpSettings
+    seed: int = 0
+    tokenizer_path: str | None = None  # None: with the model
+    save_hf: bool = False
+    save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
+    load_contents: Mapping[str, Sequence[str]] | None = None
+    deadlines: Deadlines = DEFAULTS
+
+
+class Trained(Protocol):
+    """What a rank trains, as saving needs it. Both are collective."""
+
+    def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
+        """What a checkpoint must hold, by folder."""
+        ...
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None: ...
+
+
+class RankWorker:
+    """The actor of one rank. Imports torch when it starts: until then the cores belong to the others' long start.
+
+    Who inherits it has a `start(address, settings)`, in which it calls `join` and sets `_trained`.
+    """
+
+    _trained: Trained
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+
+    def address(self) -> tuple[str, int]:
+        """Where rank 0 can be met by the others."""
+        return own_address(), free_port()
+
+    def join(self, address: tuple[str, int], settings: RankSettings) -> None:
+        """Meet the other ranks."""
+        from verl.training.group import init_process_group
+
+        host, port = address
+        self._settings: RankSettings = settings
+        # The controller gives up first: it names the rank that is missing, which those in the collective cannot know.
+        patience_s = settings.deadlines.longest_s + MARGIN_S
+        init_process_group(self._rank, self._world_size, host, port, settings.actor.device, patience_s)
+
+    def leave(self) -> None:
+        """Leave the other ranks, for a process that goes on without them."""
+        from verl.training.group import close_process_group
+
+        close_process_group()
+
+    def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        """Copy the state; it is written while training goes on. See `saved`."""
+        if not hasattr(self, "_writer"):
+            from verl.checkpoint.background import BackgroundWriter
+
+            self._writer = BackgroundWriter()
+        states = self._trained.states(self._settings.save_contents)
+        finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
+        self._writer.start(states, Path(directory), trainer, finishing)
+
+    def saved(self, wait: bool) -> bool:
+        """Whether it is written; what went wrong with it is raised here."""
+        return not hasattr(self, "_writer") or self._writer.finished(wait=wait)
+
+    def _write_model_files(self, directory: Path) -> dict[str, FileSum]:
+        """What `from_pretrained` needs beside the weights, for whoever exports them."""
+        from verl.checkpoint.files import make_directory, write
+        from verl.training.model_files import model_files
+
+        if not hasattr(self, "_model_files"):
+            model, tokenizer = self._settings.actor, self._settings.tokenizer_path
+            self._model_files = model_files(model.model_path, tokenizer, trust_remote_code=model.trust_remote_code)
+        folder = Path("actor", "huggingface")
+        make_directory(directory / folder)
+        return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
+
+    def _write_merged(self, directory: Path) -> dict[str, FileSum]:
+        """The weights for `from_pretrained`, from the shards that were just written; held against them once more."""
+        from verl.checkpoint.export import checkpoint_weights, export_weights, weight_gaps
+        from verl.training.model_files import exported_form
+
+        shards, folder = directory / "actor", Path("actor", "huggingface")
+        form = exported_form(directory / folder, trust_remote_code=self._settings.actor.trust_remote_code)
+        written = export_weights(checkpoint_weights(shards, **form), directory / folder)
+        if gaps := weight_gaps(checkpoint_weights(shards, **form), directory / folder):
+            raise CheckpointError(f"{directory / folder}: is not what was to be written: {'; '.join(gaps[:3])}")
+        return {str(folder / name): each for name, each in written.items()}
+
+    def verify(self, directory: str) -> list[str]:
+        """What is wrong with this rank's part of a checkpoint's files."""
+        from verl.checkpoint.manifest import damage_of
+
+        return damage_of(Path(directory), rank=self._rank, ranks=self._world_size)
+
+    def load(self, directory: str) -> None:
+        from verl.checkpoint.save import load
+
+        states = self._trained.states(self._settings.load_contents)
+        self._trained.load_states({folder: load(state, Path(directory, folder)) for folder, state in states.items()})
+
+
+class RankGroup:
+    """All ranks as the trainer sees them: one model."""
+
+    worker: ClassVar[type[RankWorker]]
+
+    def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULTS) -> None:
+        self._group, self._deadlines = group, deadlines
+
+    @classmethod
+    def place(cls: type[G], pool: Places, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> G:
+        """Ask for the processes; they come up while the caller goes on."""
+        actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
+        return cls(ActorGroup("train worker", actors), deadlines)
+
+    async def start(self, settings: RankSettings) -> None:
+        address = (await self._group.call("address", deadline=self._deadlines.start))[0]
+        await self._group.call("start", address, settings, deadline=self._deadlines.start)
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        await self._group.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+
+    async def saved(self, *, wait: bool) -> bool:
+        return all(await self._group.call("saved", wait, deadline=self._deadlines.checkpoint))
+
+    async def verify(self, directory: str) -> list[str]:
+        """What is wrong with the files of a checkpoint; each rank reads a part of them."""
+        parts = await self._group.call("verify", directory, deadline=self._deadlines.checkpoint)
+        return list(dict.fromkeys(words for part in parts for words in part))
+
+    async def load(self, directory: str) -> None:
+        await self._group.call("load", directory, deadline=self._deadlines.checkpoint)
+
+    def close(self) -> None:
+        self._group.close()

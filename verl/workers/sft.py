@@ -1,0 +1,47 @@
+"""The workers of supervised training: one process per rank, each with its shard of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl.data.supervised import Share
+from verl.tracking.metrics import resident_gib
+from verl.workers.rank import RankGroup, RankSettings, RankWorker
+
+__all__ = ["SftGroup", "SftWorker"]
+
+
+class SftWorker(RankWorker):
+    """The actor of one rank of a model that is trained on examples."""
+
+    def start(self, address: tuple[str, int], settings: RankSettings) -> None:
+        """Join the other ranks and load the model. New weights are the same everywhere, later draws differ by rank."""
+        import torch
+
+        from verl.training.fsdp import FsdpEngine
+        from verl.training.supervised import Supervised
+
+        self.join(address, settings)
+        torch.manual_seed(settings.seed)
+        self._model = self._trained = Supervised(FsdpEngine(settings.actor))
+        torch.manual_seed(settings.seed + 1 + self._rank)
+
+    def update(self, share: Share) -> dict[str, float]:
+        return self._model.update(share) | {"perf/train_worker_rss_gib": resident_gib()}
+
+    def loss(self, share: Share) -> tuple[float, float]:
+        return self._model.loss(share)
+
+
+class SftGroup(RankGroup):
+    """All ranks as the trainer sees them: one model."""
+
+    worker = SftWorker
+
+    async def update(self, shares: Sequence[Share]) -> dict[str, float]:
+        """One optimiser step on the batch that the shares of all ranks are together."""
+        return (await self._group.call("update", per_rank=shares, deadline=self._deadlines.train))[0]
+
+    async def loss(self, shares: Sequence[Share]) -> tuple[float, float]:
+        """The sum of the losses of all trained tokens, and how many these are; nothing is learned."""
+        return (await self._group.call("loss", per_rank=shares, deadline=self._deadlines.train))[0]
