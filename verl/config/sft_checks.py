@@ -9,7 +9,7 @@ from verl.config.checks import endless_warmup, missing, of_any_run
 from verl.config.findings import Finding, keys_of
 from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, without_effect
 from verl.config.schema import SftConfig
-from verl.config.sizes import Size
+from verl.config.sizes import Size, how_ranks, train_ranks
 
 __all__ = ["contradictions", "hints", "missing", "sft_sizes"]
 
@@ -29,7 +29,7 @@ def contradictions(config: SftConfig) -> Iterator[Finding]:
 
 def hints(config: SftConfig) -> Iterator[Finding]:
     """What works, but is probably not meant."""
-    data, ranks = config.data, config.trainer.devices
+    data, ranks = config.data, train_ranks(config)
     if data.train_batch_size < ranks:
         yield Finding(
             ("data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
@@ -47,12 +47,12 @@ def hints(config: SftConfig) -> Iterator[Finding]:
 
 def sft_sizes(config: SftConfig) -> list[Size]:
     """What a step is made of, and how each number comes about."""
-    data, trainer = config.data, config.trainer
-    ranks, batch = trainer.devices, data.train_batch_size
+    data = config.data
+    ranks, batch = train_ranks(config), data.train_batch_size
     rows = [
         Size("examples a step", batch, "data.train_batch_size"),
         Size("tokens of an example, at most", data.max_length, "data.max_length"),
-        Size("train ranks", ranks, f"{trainer.nnodes} nodes x {trainer.n_gpus_per_node}"),
+        Size("train ranks", ranks, how_ranks(config)),
     ]
     if data.packing:
         return [*rows, Size("tokens of a micro-batch and rank", data.max_token_len_per_gpu, "max_token_len_per_gpu")]

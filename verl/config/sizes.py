@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl.config.needs import uses_critic
-from verl.config.schema import Config
+from verl.config.schema import Config, SftConfig
 
 __all__ = [
     "Cut",
@@ -15,6 +15,7 @@ __all__ = [
     "critic_optimiser_steps",
     "derived_sizes",
     "engine_count",
+    "how_ranks",
     "max_sequence_tokens",
     "optimiser_steps",
     "policy_steps",
@@ -70,7 +71,7 @@ def critic_cut(config: Config) -> Cut:
     )
 
 
-def train_ranks(config: Config) -> int:
+def train_ranks(config: Config | SftConfig) -> int:
     """Processes that train: one per device, or as many as asked for on a machine without any."""
     if config.trainer.local:
         return 1
@@ -91,8 +92,8 @@ def max_sequence_tokens(config: Config) -> int:
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
-def total_steps(config: Config, prompts: int) -> int:
-    """Steps of the run over `prompts` training prompts; a step may reach over the end of an epoch."""
+def total_steps(config: Config | SftConfig, prompts: int) -> int:
+    """Steps of the run over `prompts` training prompts, or examples; a step may reach over the end of an epoch."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
@@ -126,7 +127,7 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         Size(
             "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
         ),
-        Size("train ranks", ranks, _how_ranks(config)),
+        Size("train ranks", ranks, how_ranks(config)),
         Size(
             "optimiser steps a step",
             optimiser_steps(config),
@@ -191,7 +192,8 @@ def _how_longest(config: Config) -> str:
     return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
 
 
-def _how_ranks(config: Config) -> str:
+def how_ranks(config: Config | SftConfig) -> str:
+    """How the number of train ranks comes about."""
     if config.trainer.local:
         return "trainer.local"
     return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"

@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from verl.checkpoint.manifest import CheckpointDir, damage_of
-from verl.cluster.census import watched
-from verl.cluster.local import LocalPool, detect_device_here
-from verl.cluster.machines import devices_that_answer
-from verl.cluster.pool import DevicePool, Places
-from verl.cluster.session import connect, detect_device, disconnect
-from verl.cluster.waits import MARGIN_S, Deadline, Owner, waiting
+from verl.checkpoint.manifest import CheckpointDir
+from verl.cluster.pool import Places
+from verl.cluster.waits import MARGIN_S
 from verl.config.checks import hints
 from verl.config.needs import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
 from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.stream import PromptStream
-from verl.errors import CheckpointError
 from verl.rewards.outcome import short
 from verl.rewards.pool import scores
 from verl.rewards.tally import FailureTally
@@ -31,13 +25,13 @@ from verl.rewards.who import who_scores
 from verl.rollout.keeper import EngineKeeper
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.tracking.sinks import Run, Sink, open_sinks
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluate import Evaluator
 from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
-from verl.trainer.saving import Saver, find_checkpoint
+from verl.trainer.saving import Saver
+from verl.trainer.start import changed, open_site, open_tracker, resume, shown_by_device
 from verl.trainer.translate import (
     compute_dtype,
     deadlines,
@@ -99,23 +93,8 @@ async def assemble(
     with timer(times, "start_reward_check"):
         await _check_reward(config, reward)
     async with AsyncExitStack() as closing:
-        limits = deadlines(config)
-        if config.trainer.local:
-            device = _device(config, detect_device_here)
-            pool: DevicePool | LocalPool = LocalPool()
-        else:
-            closing.callback(disconnect)
-            with timer(times, "start_ray"):
-                connect(config.ray_kwargs.ray_init.arguments())
-            stalls = config.trainer.checkpoint_dir / "stalls"
-            closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
-            device = _device(config, detect_device)
-            if faults.has_restarted:
-                config = await _with_devices_left(config, device, console)
-            mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
-            ranks = train_ranks(config)
-            pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
-        closing.callback(pool.close)
+        site = await closing.enter_async_context(open_site(config, console, faults, times))
+        config, pool, device, limits = site.config, site.pool, site.device, deadlines(config)
         ranks = train_ranks(config)
         engines = _place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
@@ -133,7 +112,7 @@ async def assemble(
             console.note(report)
         timetable = _timetable(config, data)
         models = train_settings(config, timetable.total_steps, device)
-        for note in (_outlook(config, timetable, data), *_shown_by_device(config, device)):
+        for note in (_outlook(config, timetable, data), *shown_by_device(config, device, hints)):
             console.note(note)
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         together = config.trainer.deterministic
@@ -149,9 +128,9 @@ async def assemble(
 
         await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = PromptStream(data.order)
-        version = await _resume(config, policy, stream, console)
+        version = await resume(config, policy, stream, console)
         faults.resumed(version)
-        tracker = _open_tracker(config, console, timetable, version)
+        tracker = open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
         keeper = EngineKeeper(
@@ -213,10 +192,6 @@ async def _check_reward(config: Config, reward: Reward | None) -> None:
         await pool.start()
 
 
-def _device(config: Config, detect: Callable[[], str]) -> str:
-    return detect() if config.trainer.device == "auto" else config.trainer.device
-
-
 async def _data(config: Config) -> RunData:
     """Read beside the start of others; where these are in this process too, imports would get into each other's way."""
     return read_data(config) if config.trainer.local else await asyncio.to_thread(read_data, config)
@@ -228,19 +203,6 @@ async def _all(parts: Iterable[Awaitable[Any]]) -> None:
 
 async def _close_all(engines: Sequence[RemoteEngine | RemoteRewardModel]) -> None:
     await asyncio.gather(*(engine.close() for engine in engines), return_exceptions=True)
-
-
-def _open_tracker(config: Config, console: Console, timetable: Timetable, version: int) -> Sink:
-    console.total_steps = timetable.total_steps
-    run = Run(
-        folder=config.trainer.checkpoint_dir,
-        project=config.trainer.project_name,
-        name=config.trainer.experiment_name,
-        total_steps=timetable.total_steps,
-        settings=config.model_dump(mode="json"),
-        resumed_step=version or None,
-    )
-    return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 
 
 def _absolute(config: Config) -> Config:
@@ -255,7 +217,7 @@ def _absolute(config: Config) -> Config:
 
     data = {name: all_full(getattr(config.data, name)) for name in ("train_files", "val_files")}
     model, reward = config.actor_rollout_ref.model, config.reward
-    return _changed(
+    return changed(
         config,
         {
             "data": data,
@@ -271,41 +233,6 @@ def _absolute(config: Config) -> Config:
             "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
         },
     )
-
-
-def _changed(section: S, changes: Mapping[str, Any]) -> S:
-    """A copy of frozen settings with some replaced, section by section."""
-    update = {
-        name: _changed(getattr(section, name), value) if isinstance(value, Mapping) else value
-        for name, value in changes.items()
-    }
-    return section.model_copy(update=update)
-
-
-async def _with_devices_left(config: Config, device: str, console: Console) -> Config:
-    """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
-    wanted, settings = train_ranks(config), config.trainer.faults
-    there = await devices_that_answer(device, wanted)
-    if there >= wanted:
-        return config
-    left = f"the cluster has {there} of {wanted} devices left"
-    if there and settings.on_lost_node == "shrink":
-        console.advice(f"{left}: the run goes on with {there} train ranks (trainer.faults.on_lost_node=shrink)")
-        return _changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
-    console.advice(
-        f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
-        "trainer.faults.on_lost_node=shrink the run would go on with fewer"
-    )
-    with waiting(f"have {wanted} devices", of=Owner("cluster"), deadline=Deadline(settings.node_wait)):
-        await devices_that_answer(device, wanted, patience_s=settings.node_wait)
-    return config  # if they are still too few, the pool says so
-
-
-def _shown_by_device(config: Config, device: str) -> list[str]:
-    """What is probably not meant, but could not be said before it was known what trainer.device=auto is here."""
-    known = {found.text for found in hints(config)}
-    now = hints(_changed(config, {"trainer": {"device": device}}))
-    return [found.text for found in now if found.text not in known]
 
 
 def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
@@ -436,33 +363,3 @@ def _probe(config: Config, data: RunData, device: str) -> Probe:
 def _transport(config: Config) -> Transport:
     name = transport_name(config)
     return HostTransport() if name == "host" else DeviceTransport(name)
-
-
-async def _resume(config: Config, policy: PolicyGroup, stream: PromptStream, console: Console) -> int:
-    """Load what there is to resume; the version to go on from, 0 for a fresh start."""
-    mode = config.trainer.resume_mode
-    if mode == "disable":
-        return 0
-    if mode == "path":
-        path = Path(config.trainer.resume_from_path or "").expanduser()
-        number = path.name.removeprefix("global_step_")
-        if not number.isdigit():
-            raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
-        source = CheckpointDir(path.parent)
-        step: int | None = int(number)
-        if damage := damage_of(path, sums=False) or await policy.verify(str(path)):
-            raise CheckpointError(f"trainer.resume_from_path={path}: is not whole: {'; '.join(damage)}")
-    else:
-        source = CheckpointDir(config.trainer.checkpoint_dir)
-        step = await find_checkpoint(source, policy.verify, console)
-    if step is None:
-        return 0
-    saved = source.trainer(step)
-    stream.load(saved["data"])
-    await policy.load(str(source.step_dir(step)))
-    console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")
-    return step
-
-
-def _owned(device: str) -> str:
-    return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"

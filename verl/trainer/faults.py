@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from verl.config.schema.root import Config
+from typing import TypeVar
+
+from verl.config.schema import Config, SftConfig
 from verl.config.schema.trainer import FaultsConfig
 from verl.errors import ProcessLostError
 from verl.rollout.keeper import EngineEvent, EngineState
 from verl.tracking.console import Console
 
 __all__ = ["Faults", "goes_on"]
+
+C = TypeVar("C", Config, SftConfig)
 
 
 class Faults:
@@ -77,7 +81,7 @@ class Faults:
             self._console.note(f"{again} steps are done again{why}")
 
 
-def goes_on(config: Config) -> Config:
+def goes_on(config: C) -> C:
     """The settings of a run that has saved: whatever it began from, it goes on from its own checkpoints."""
     trainer = config.trainer.model_copy(update={"resume_mode": "auto", "resume_from_path": None})
     return config.model_copy(update={"trainer": trainer})

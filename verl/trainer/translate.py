@@ -19,6 +19,7 @@ from verl.config.needs import (
 from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
+from verl.config.schema.sft import SftConfig
 from verl.config.sizes import (
     actor_cut,
     critic_cut,
@@ -45,6 +46,7 @@ __all__ = [
     "engine_settings",
     "episode_settings",
     "method",
+    "optimiser",
     "planner",
     "reward_arguments",
     "reward_model_settings",
@@ -56,7 +58,7 @@ __all__ = [
 ]
 
 
-def deadlines(config: Config) -> Deadlines:
+def deadlines(config: Config | SftConfig) -> Deadlines:
     """How long one process waits for another; in one process nobody does."""
     return Deadlines.unhurried() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
 
@@ -92,7 +94,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             grad_clip=actor.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             **own,
-            **_optimiser("actor_rollout_ref.actor", actor.optim, updates),
+            **optimiser("actor_rollout_ref.actor.optim", actor.optim, updates),
         ),
         reference=FsdpSettings(model.path, trainable=False, **held) if uses_reference(config) else None,
         critic=FsdpSettings(
@@ -102,7 +104,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             grad_clip=critic.grad_clip,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             **common | sharding(critic.fsdp_config, device),
-            **_optimiser("critic", critic.optim, critic_optimiser_steps(config, total_steps)),
+            **optimiser("critic.optim", critic.optim, critic_optimiser_steps(config, total_steps)),
         )
         if uses_critic(config)
         else None,
@@ -186,13 +188,14 @@ def _estimator(config: Config) -> str:
     return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
 
 
-def _optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
+def optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
+    """What an engine is told of its optimiser; `section` is where its settings stand."""
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
     try:
         Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
     except ValueError as error:  # only now is it known how many steps the data gives
-        raise ConfigError([f"{section}.optim: {error}"]) from error
+        raise ConfigError([f"{section}: {error}"]) from error
     return {
         "lr": optim.lr,
         "betas": optim.betas,

@@ -7,7 +7,7 @@ import pytest
 from verl.config.load import load
 from verl.trainer.build import _absolute
 from verl.trainer.loop import Timetable
-from verl.trainer.main_ppo import own_folder
+from verl.trainer.running import own_folder
 
 pytestmark = pytest.mark.unit
 

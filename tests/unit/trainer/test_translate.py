@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, Method
+from verl.config.checks import hints
 from verl.config.load import load_dict, load_yaml
 from verl.config.schema.root import Config
 from verl.data.order import InOrder
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
-from verl.trainer.build import _absolute, _shown_by_device
+from verl.trainer.build import _absolute
 from verl.trainer.data import RunData
+from verl.trainer.start import shown_by_device
 from verl.trainer.translate import episode_settings, method, planner, train_settings
 from verl.types import SampleHandle
 
@@ -309,7 +311,7 @@ def test_resharding_is_as_it_is_told() -> None:
 
 def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
-    assert _shown_by_device(config_of(f"{key}=true"), "cuda") == []
-    [said] = _shown_by_device(config_of(f"{key}=true"), "cpu")
+    assert shown_by_device(config_of(f"{key}=true"), "cuda", hints) == []
+    [said] = shown_by_device(config_of(f"{key}=true"), "cpu", hints)
     assert said.startswith(f"{key}=true has no effect: on a CPU")
-    assert _shown_by_device(config_of(f"{key}=true", "trainer.device=cpu"), "cpu") == []  # it was said before
+    assert shown_by_device(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", hints) == []  # it was said before

@@ -98,16 +98,14 @@ class RunConfig(Section):
     experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
     wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
     seed: int = setting(1, "Seed of everything random in the run.", ge=0)
+    local: bool = setting(
+        False, "All in this process, without Ray, so that a breakpoint just works; one train rank and one engine."
+    )
     faults: FaultsConfig = section(FaultsConfig, "What happens when a process or a machine is lost.")
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "How long one process waits for another before it is named, reported and given up."
     )
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
-
-    @property
-    def devices(self) -> int:
-        """Of all machines together."""
-        return self.nnodes * self.n_gpus_per_node
 
     @property
     def checkpoint_dir(self) -> Path:
@@ -127,9 +125,6 @@ class TrainerConfig(RunConfig):
     )
     deterministic: bool = setting(
         False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
-    )
-    local: bool = setting(
-        False, "All in this process, without Ray, so that a breakpoint just works; one train rank and one engine."
     )
 
 

@@ -1,0 +1,151 @@
+"""What every run starts with, whatever it trains by: its devices, its trackers, and where it left off."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.cluster.census import watched
+from verl.cluster.local import LocalPool, detect_device_here
+from verl.cluster.machines import devices_that_answer
+from verl.cluster.pool import DevicePool
+from verl.cluster.session import connect, detect_device, disconnect
+from verl.cluster.waits import Deadline, Owner, waiting
+from verl.config.findings import Finding
+from verl.config.schema import Config, Section, SftConfig
+from verl.config.sizes import train_ranks
+from verl.data.stream import PromptStream
+from verl.errors import CheckpointError
+from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics, timer
+from verl.tracking.sinks import Run, Sink, open_sinks
+from verl.trainer.faults import Faults
+from verl.trainer.fitting import Timetable
+from verl.trainer.saving import find_checkpoint
+from verl.trainer.translate import deadlines
+from verl.workers.rank import RankGroup
+
+__all__ = ["Site", "changed", "open_site", "open_tracker", "resume", "shown_by_device"]
+
+C = TypeVar("C", Config, SftConfig)
+S = TypeVar("S", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class Site(Generic[C]):
+    """Where a run takes place. Its settings may have been changed to what is there."""
+
+    config: C
+    pool: DevicePool | LocalPool
+    device: str
+
+
+@asynccontextmanager
+async def open_site(config: C, console: Console, faults: Faults, times: Metrics) -> AsyncIterator[Site[C]]:
+    """The devices of a run, in Ray's processes or in this one; leaving gives them back."""
+    if config.trainer.local:
+        yield Site(config, LocalPool(), _device(config, detect_device_here))
+        return
+    async with AsyncExitStack() as closing:
+        limits = deadlines(config)
+        closing.callback(disconnect)
+        with timer(times, "start_ray"):
+            connect(config.ray_kwargs.ray_init.arguments())
+        stalls = config.trainer.checkpoint_dir / "stalls"
+        closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
+        device = _device(config, detect_device)
+        if faults.has_restarted:
+            config = await _with_devices_left(config, device, console)
+        mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
+        ranks = train_ranks(config)
+        pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
+        closing.callback(pool.close)
+        yield Site(config, pool, device)
+
+
+def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
+    return detect() if config.trainer.device == "auto" else config.trainer.device
+
+
+async def _with_devices_left(config: C, device: str, console: Console) -> C:
+    """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
+    wanted, settings = train_ranks(config), config.trainer.faults
+    there = await devices_that_answer(device, wanted)
+    if there >= wanted:
+        return config
+    left = f"the cluster has {there} of {wanted} devices left"
+    if there and settings.on_lost_node == "shrink":
+        console.advice(f"{left}: the run goes on with {there} train ranks (trainer.faults.on_lost_node=shrink)")
+        return changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+    console.advice(
+        f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
+        "trainer.faults.on_lost_node=shrink the run would go on with fewer"
+    )
+    with waiting(f"have {wanted} devices", of=Owner("cluster"), deadline=Deadline(settings.node_wait)):
+        await devices_that_answer(device, wanted, patience_s=settings.node_wait)
+    return config  # if they are still too few, the pool says so
+
+
+def _owned(device: str) -> str:
+    return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
+
+
+def changed(section: S, changes: Mapping[str, Any]) -> S:
+    """A copy of frozen settings with some replaced, section by section."""
+    update = {
+        name: changed(getattr(section, name), value) if isinstance(value, Mapping) else value
+        for name, value in changes.items()
+    }
+    return section.model_copy(update=update)
+
+
+def shown_by_device(config: C, device: str, hints: Callable[[C], Iterable[Finding]]) -> list[str]:
+    """What is probably not meant, but could not be said before it was known what trainer.device=auto is here."""
+    known = {found.text for found in hints(config)}
+    now = hints(changed(config, {"trainer": {"device": device}}))
+    return [found.text for found in now if found.text not in known]
+
+
+def open_tracker(config: Config | SftConfig, console: Console, timetable: Timetable, version: int) -> Sink:
+    console.total_steps = timetable.total_steps
+    run = Run(
+        folder=config.trainer.checkpoint_dir,
+        project=config.trainer.project_name,
+        name=config.trainer.experiment_name,
+        total_steps=timetable.total_steps,
+        settings=config.model_dump(mode="json"),
+        resumed_step=version or None,
+    )
+    return open_sinks([*config.trainer.logger, "jsonl"], run, console)
+
+
+async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptStream, console: Console) -> int:
+    """Load what there is to resume; the version to go on from, 0 for a fresh start."""
+    mode = config.trainer.resume_mode
+    if mode == "disable":
+        return 0
+    if mode == "path":
+        path = Path(config.trainer.resume_from_path or "").expanduser()
+        number = path.name.removeprefix("global_step_")
+        if not number.isdigit():
+            raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
+        source = CheckpointDir(path.parent)
+        step: int | None = int(number)
+        if damage := damage_of(path, sums=False) or await policy.verify(str(path)):
+            raise CheckpointError(f"trainer.resume_from_path={path}: is not whole: {'; '.join(damage)}")
+    else:
+        source = CheckpointDir(config.trainer.checkpoint_dir)
+        step = await find_checkpoint(source, policy.verify, console)
+    if step is None:
+        return 0
+    saved = source.trainer(step)
+    stream.load(saved["data"])
+    await policy.load(str(source.step_dir(step)))
+    console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")
+    return step
