@@ -32,7 +32,9 @@ options:
   --target_dir DIR          where the model goes; it must not be there yet
   --test_hf_dir DIR         the model to compare
   --backend fsdp            what wrote the checkpoint
-  --hf_model_path MODEL     config and tokenizer of this one, instead of those beside the checkpoint
+  --hf_model_path MODEL     config and tokenizer of this one, instead of those beside the checkpoint; and the weights
+                            below an adapter, if they lie elsewhere by now
+  --adapter                 of a checkpoint that holds an adapter (LoRA): write that in PEFT's format, merge nothing
   --is-value-model          a critic (.../global_step_N/critic): a token classifier with one label
   --tie-word-embedding      the head is the embedding; read from the config otherwise
   --use_cpu_initialization  taken for granted: merging needs no accelerator
@@ -76,6 +78,7 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target_dir", "--target-dir")
     parser.add_argument("--test_hf_dir", "--test-hf-dir")
     parser.add_argument("--hf_model_path", "--hf-model-path")
+    parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--tie-word-embedding", "--tie_word_embedding", action="store_true")
     parser.add_argument("--is-value-model", "--is_value_model", action="store_true")
     parser.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
@@ -84,6 +87,8 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     wanted = "target_dir" if options.operation == "merge" else "test_hf_dir"
     if getattr(options, wanted) is None:
         raise VerlError(f"verl merge: name --{wanted} as well (see `verl merge --help`)")
+    if options.adapter and options.is_value_model:
+        raise VerlError("verl merge: --adapter is for policies; a critic's head is no part of one, merge it whole")
     return options
 
 
@@ -119,9 +124,8 @@ def _nearby(path: Path) -> str:
 
 def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]:
     """Written beside the target and proved there; the last act is its name."""
-    from verl.checkpoint.export import checkpoint_weights, export_weights
+    from verl.checkpoint.export import export_weights
     from verl.checkpoint.files import replace, write
-    from verl.training.model_files import form_of
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise CheckpointError(f"--target_dir {target}: is there already, and not empty; name another, or move it away")
@@ -131,12 +135,15 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
     except OSError as error:
         raise CheckpointError(f"--target_dir {target}: cannot be written: {error}") from error
     try:
-        for name, data in _small_files(source, options).items():
-            write(draft / name, data)
-        config = _config(draft, options)
-        if options.is_value_model:
-            config.save_pretrained(draft)
-        export_weights(checkpoint_weights(source, **form_of(config)), draft)
+        if options.adapter:
+            _write_adapter(source, draft, options)
+        else:
+            for name, data in _small_files(source, options).items():
+                write(draft / name, data)
+            config = _config(draft, options)
+            if options.is_value_model:
+                config.save_pretrained(draft)
+            export_weights(_weights(source, config, options), draft)
         if gaps := _compare(source, draft, options):
             raise CheckpointError(f"what was written is not what {source} holds, and was taken away: {_few(gaps)}")
         draft.chmod(0o755)
@@ -148,6 +155,74 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return sorted(path.name for path in target.iterdir())
+
+
+def _weights(source: Path, config: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
+    """The weights of a checkpoint in the type of its model; an adapter merged into those that it was trained on."""
+    from verl.checkpoint.export import checkpoint_weights
+    from verl.training.model_files import base_weights, form_of
+
+    base = base_weights(
+        path=options.hf_model_path,
+        head="value" if options.is_value_model else "tokens",
+        trust_remote_code=options.trust_remote_code,
+    )
+    return checkpoint_weights(source, base=base, **form_of(config))
+
+
+def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The configuration and the tensors of the adapter that a checkpoint holds, as PEFT names them."""
+    from verl.checkpoint.adapter import peft_name, saved_adapter
+    from verl.checkpoint.format import read_tensors
+    from verl.training.model_files import check_fingerprint
+
+    saved = saved_adapter(source)
+    if saved is None:
+        raise CheckpointError(f"--adapter: {source} holds all weights and no adapter; leave the option out")
+    base = options.hf_model_path or saved.base
+    check_fingerprint(saved, base)
+    tensors = {peft_name(name): tensor for name, tensor in read_tensors(source, prefix="model.")}
+    return saved.config | {"base_model_name_or_path": base}, tensors
+
+
+def _write_adapter(source: Path, folder: Path, options: argparse.Namespace) -> None:
+    from verl.checkpoint.adapter import adapter_files
+
+    adapter_files(folder, *_adapter(source, options))
+
+
+def _adapter_gaps(source: Path, folder: Path, options: argparse.Namespace) -> Iterator[str]:
+    """The adapter as PEFT loads it, against the checkpoint: every tensor, and none too many."""
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
+
+    from verl.checkpoint.adapter import is_adapter, peft_name
+
+    disable_progress_bar()
+    config, expected = _adapter(source, options)
+    base = AutoModelForCausalLM.from_pretrained(
+        config["base_model_name_or_path"], dtype="auto", trust_remote_code=options.trust_remote_code
+    )
+    try:
+        model = PeftModel.from_pretrained(base, str(folder))
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        yield f"it cannot be loaded: {error}"
+        return
+    loaded = model.get_base_model().named_parameters()
+    found = {peft_name(name): parameter.detach() for name, parameter in loaded if is_adapter(name)}
+    for name in sorted(expected.keys() | found.keys()):
+        if name not in found:
+            yield f"{name} is missing"
+        elif name not in expected:
+            yield f"{name} is too many"
+        elif not torch.equal(found[name], expected[name]):
+            yield f"{name} has other numbers"
+    written: Any = model.peft_config["default"]
+    scale = written.lora_alpha / written.r
+    if scale != config["lora_alpha"] / config["r"]:
+        yield f"it is scaled by {scale:g}, {config['lora_alpha'] / config['r']:g} is right"
 
 
 def _small_files(source: Path, options: argparse.Namespace) -> dict[str, bytes]:
@@ -192,11 +267,12 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
 
 def _compare(source: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """How the model in `folder` differs from the checkpoint, in words; empty: not at all."""
-    from verl.checkpoint.export import checkpoint_weights, weight_gaps
-    from verl.training.model_files import form_of
+    from verl.checkpoint.export import weight_gaps
 
+    if options.adapter:
+        return [*_adapter_gaps(source, folder, options)]
     config = _config(folder, options)
-    gaps = weight_gaps(checkpoint_weights(source, **form_of(config)), folder)
+    gaps = weight_gaps(_weights(source, config, options), folder)
     return gaps or [*_forward_gaps(source, folder, config, options)]
 
 
@@ -206,7 +282,6 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils.logging import disable_progress_bar
 
-    from verl.checkpoint.export import checkpoint_weights
     from verl.training.model_files import form_of
 
     disable_progress_bar()
@@ -228,7 +303,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
         found = loaded.eval()(tokens).logits
         del loaded
         filled = kind.from_config(config, dtype=form["dtype"], **arguments)
-        weights = dict(checkpoint_weights(source, **form))
+        weights = dict(_weights(source, config, options))
         filled.load_state_dict(weights, strict=False, assign=True)
         filled.tie_weights()
         right = filled.eval()(tokens).logits

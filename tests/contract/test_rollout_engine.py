@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import tiny_qwen2
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
+from verl.errors import WeightSyncError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.fake import FakeRolloutEngine
 from verl.rollout.hf import HfEngine
-from verl.rollout.vllm import VllmEngine, VllmSettings
+from verl.rollout.vllm import AdapterRoom, VllmEngine, VllmSettings
 from verl.types import SamplingParams
 from verl.weights.parcel import pack
 
@@ -137,3 +139,100 @@ async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngin
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0, -1] / 0.5
     assert answer.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[answer.token_ids[0]]), abs=1e-4)
+
+
+ROOM = AdapterRoom(rank=4, alpha=8, targets="all-linear", room=8)
+ADAPTED: dict[str, Callable[[Path], Any]] = {
+    "fake": lambda path: FakeRolloutEngine(VOCABULARY),
+    "vllm": lambda path: VllmEngine(
+        VllmSettings(str(path), dtype="float32", load_format="auto", max_model_len=64, max_num_seqs=16, adapter=ROOM)
+    ),
+}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(ADAPTED))
+async def adapted(request: pytest.FixtureRequest, model: PreTrainedModel) -> AsyncIterator[RolloutEngine]:
+    """An engine that holds the model and gets adapters."""
+    if request.param == "fake" and model.config.tie_word_embeddings:
+        pytest.skip("the fake has no embeddings to tie; it runs once")
+    made = ADAPTED[request.param](Path(model.name_or_path))
+    await made.start()
+    yield made
+    await made.close()
+
+
+@pytest.fixture(scope="module")
+def peft_model(model: PreTrainedModel) -> PeftModel:
+    fresh = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
+    return get_peft_model(fresh, LoraConfig(r=ROOM.rank, lora_alpha=ROOM.alpha, target_modules="all-linear"))
+
+
+async def publish_adapter(engine: RolloutEngine, peft_model: PeftModel, version: int, seed: int) -> None:
+    """An adapter of its own for every seed."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peft_model.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+    tensors = {name.replace(".default", ""): p for name, p in peft_model.named_parameters() if ".lora_" in name}
+    await engine.load_weights(list(pack(tensors.items(), max_bytes=20_000)), version)
+
+
+async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(
+    adapted: RolloutEngine, peft_model: PeftModel
+) -> None:
+    for version in (0, 1, 5):
+        await publish_adapter(adapted, peft_model, version, seed=version)
+        assert await adapted.version() == version
+        answers = [await adapted.generate(PROMPT, SamplingParams(max_tokens=8)) for _ in range(2)]  # one from caches
+        assert all(answer.versions == [version] * 8 for answer in answers)
+        if isinstance(adapted, FakeRolloutEngine):
+            continue
+        assert (torch.tensor(await adapted.score(PROMPT)) - expected(peft_model, PROMPT)).abs().max() < 1e-4
+        for answer in answers:
+            own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
+            assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
+
+
+async def test_requests_with_an_adapter_that_run_together_repeat_to_the_bit(
+    adapted: RolloutEngine, peft_model: PeftModel
+) -> None:
+    requests = [(PROMPT[: 1 + k % 4], SamplingParams(max_tokens=3 + k % 7, seed=k)) for k in range(24)]
+    await publish_adapter(adapted, peft_model, 0, seed=0)
+    first = await adapted.generate_all(requests)
+    await publish_adapter(adapted, peft_model, 1, seed=1)
+    other = await adapted.generate_all(requests)
+    await publish_adapter(adapted, peft_model, 0, seed=0)
+    assert await adapted.generate_all(requests) == first
+    if not isinstance(adapted, FakeRolloutEngine):
+        assert [answer.token_ids for answer in other] != [answer.token_ids for answer in first]
+
+
+async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_where(
+    adapted: RolloutEngine, peft_model: PeftModel
+) -> None:
+    if isinstance(adapted, FakeRolloutEngine):
+        pytest.skip("the fake's answers are of one version")
+    await publish_adapter(adapted, peft_model, 0, seed=0)
+    long = SamplingParams(max_tokens=56)
+    answering = [asyncio.create_task(adapted.generate(PROMPT, long)) for _ in range(16)]
+    await asyncio.sleep(0.05)
+    await publish_adapter(adapted, peft_model, 1, seed=1)
+    for answer in await asyncio.gather(*answering):
+        assert answer.versions == sorted(answer.versions)
+        assert answer.versions[-1] in (0, 1)
+        last = answer.versions.index(1) if 1 in answer.versions else None
+        if last is not None:
+            own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
+            assert (torch.tensor(answer.logprobs) - own)[
+                last:
+            ].abs().max() < 1e-3  # with old caches it would be far off
+
+
+async def test_weights_for_an_engine_that_takes_adapters_alone_are_refused(
+    adapted: RolloutEngine, model: PreTrainedModel
+) -> None:
+    if isinstance(adapted, FakeRolloutEngine):
+        pytest.skip("the fake takes anything")
+    with pytest.raises(WeightSyncError, match="takes adapters alone"):
+        await publish(adapted, model, 1)

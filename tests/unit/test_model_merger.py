@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Qwen2ForCausalLM
 
 from verl.checkpoint import export
+from verl.checkpoint.adapter import adapter_config
 from verl.checkpoint.files import make_directory, write
 from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
 from verl.cli import main
+from verl.training.lora import fingerprint
 
 pytestmark = pytest.mark.unit
 
@@ -143,3 +146,68 @@ def test_a_target_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
     assert merge(source, tmp_path / "merged") == 2
     assert "is there already, and not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine.txt"]
+
+
+def adapted(root: Path) -> tuple[Path, Path, PeftModel]:
+    """Step 20 of a run that trained an adapter: the actor's folder, the model below it, and both by PEFT alone."""
+    torch.manual_seed(0)
+    base = root / "base"
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, vocab_size=127)).bfloat16().save_pretrained(base)
+    chat_tokenizer().save_pretrained(base)
+    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"])
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    tensors = {name: p.data for name, p in model.get_base_model().named_parameters() if ".lora_" in name}
+    for tensor in tensors.values():
+        tensor.copy_(0.2 * torch.randn_like(tensor))
+    says = adapter_config(base=str(base), rank=4, alpha=8, targets=["q_proj", "up_proj"])
+    state = {"model": tensors, "base": {"fingerprint": fingerprint(str(base)), "adapter": json.dumps(says)}}
+    step = CheckpointDir(root / "run").begin(20)
+    files = {f"actor/{name}": each for name, each in save(state, step / "actor").items()}
+    make_directory(step / "actor" / "huggingface")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        written = write(step / "actor" / "huggingface" / name, (base / name).read_bytes())
+        files[f"actor/huggingface/{name}"] = written
+    CheckpointDir(root / "run").commit(20, files)
+    return step / "actor", base, model
+
+
+def test_an_adapter_is_merged_into_its_model(tmp_path: Path) -> None:
+    source, _, model = adapted(tmp_path)
+    assert merge(source, tmp_path / "merged") == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="auto")
+    assert found.dtype == torch.bfloat16
+    right = dict(model.merge_and_unload().named_parameters())
+    for name, parameter in found.named_parameters():
+        assert torch.equal(parameter, right[name].bfloat16()), name
+    assert main(["merge", "test", "--local_dir", str(source), "--test_hf_dir", str(tmp_path / "merged")]) == 0
+
+
+def test_an_adapter_is_written_as_peft_loads_it(tmp_path: Path) -> None:
+    source, base, model = adapted(tmp_path)
+    assert merge(source, tmp_path / "adapter", "--adapter") == 0
+    assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    }
+    fresh = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    found = PeftModel.from_pretrained(fresh, tmp_path / "adapter")
+    tokens = torch.arange(9)[None]
+    assert torch.equal(found(tokens).logits, model(tokens).logits)
+    test = ["merge", "test", "--local_dir", str(source), "--test_hf_dir", str(tmp_path / "adapter"), "--adapter"]
+    assert main(test) == 0
+
+
+def test_an_adapter_is_not_merged_into_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, base, _ = adapted(tmp_path)
+    torch.manual_seed(1)
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, vocab_size=127)).bfloat16().save_pretrained(base)
+    for more in ([], ["--adapter"]):
+        assert merge(source, tmp_path / "merged", *more) == 2
+        assert "does not have the weights that the adapter was trained on" in capsys.readouterr().err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_a_checkpoint_without_an_adapter_has_none_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, _ = checkpoint(tmp_path / "run")
+    assert merge(source, tmp_path / "adapter", "--adapter") == 2
+    assert "holds all weights and no adapter" in capsys.readouterr().err

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from verl.checkpoint.adapter import SavedAdapter, is_adapter, merged, saved_adapter
 from verl.checkpoint.files import FileSum, sum_of, sync_directory, write
 from verl.checkpoint.format import entries, read_tensors
 from verl.errors import CheckpointError
@@ -31,12 +32,17 @@ MODEL = "model."
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
+BaseWeights = Callable[[SavedAdapter], Iterable[tuple[str, Tensor]]]
+"""The weights that an adapter was trained on, or an error."""
+
+
 def checkpoint_weights(
-    directory: str | Path, *, dtype: torch.dtype | None = None, tied: bool = False
+    directory: str | Path, *, dtype: torch.dtype | None = None, tied: bool = False, base: BaseWeights | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights in a folder of shards, as Hugging Face names them, floating ones in `dtype` or as they were kept.
 
-    Of a `tied` model the head is left out: it is the embedding, and `from_pretrained` makes it so.
+    Of a `tied` model the head is left out: it is the embedding, and `from_pretrained` makes it so. Where the shards
+    hold an adapter, what it adds is merged into the weights of its `base`.
     """
     names = [name for name, entry in entries(directory).items() if name.startswith(MODEL) and entry.dtype is not None]
     if not names:
@@ -45,7 +51,7 @@ def checkpoint_weights(
             "actor_rollout_ref.actor.checkpoint.save_contents"
         )
     embedding: Tensor | None = None
-    for name, tensor in read_tensors(directory, prefix=MODEL):
+    for name, tensor in _held(directory, base):
         if tied and name.endswith(EMBEDDING):
             embedding = tensor
         if tied and name == HEAD:
@@ -58,6 +64,18 @@ def checkpoint_weights(
                 )
             continue
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _held(directory: str | Path, base: BaseWeights | None) -> Iterator[tuple[str, Tensor]]:
+    found, adapter = read_tensors(directory, prefix=MODEL), saved_adapter(directory)
+    if adapter is None:
+        yield from found
+        return
+    if base is None:
+        raise CheckpointError(f"checkpoint {directory}: holds an adapter of {adapter.base}, and not the weights below")
+    tensors = dict(found)
+    yield from merged(base(adapter), tensors, adapter.scale)
+    yield from ((name, tensor) for name, tensor in tensors.items() if not is_adapter(name))
 
 
 def export_weights(

@@ -41,7 +41,18 @@ from torch.futures import Future
 from verl.checkpoint.files import FileSum, SummedFile, make_directory, write
 from verl.errors import CheckpointError
 
-__all__ = ["METADATA", "Chunk", "Entry", "Loading", "Reader", "Saving", "Writer", "entries", "read_tensors"]
+__all__ = [
+    "METADATA",
+    "Chunk",
+    "Entry",
+    "Loading",
+    "Reader",
+    "Saving",
+    "Writer",
+    "entries",
+    "read_tensors",
+    "read_values",
+]
 
 METADATA = "metadata.json"
 FORMAT = 1
@@ -103,6 +114,18 @@ def read_tensors(directory: str | Path, prefix: str = "") -> Iterator[tuple[str,
             for chunk in entry.chunks:
                 _part(tensor, chunk.offsets, chunk.sizes).copy_(_read(Path(directory), name, entry, chunk))
             yield name.removeprefix(prefix), tensor
+
+
+def read_values(directory: str | Path, prefix: str = "") -> dict[str, Any]:
+    """Plain values by the rest of their names."""
+    found = {}
+    for name, entry in entries(directory).items():
+        if entry.dtype is None and name.startswith(prefix):
+            try:
+                found[name.removeprefix(prefix)] = json.loads(_bytes(Path(directory), entry.chunks[0]))
+            except (ValueError, RecursionError) as error:
+                raise CheckpointError(f"checkpoint {directory}: {name} cannot be read: {error}") from error
+    return found
 
 
 class Writer(dcp.FileSystemWriter):

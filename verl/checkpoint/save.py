@@ -21,6 +21,8 @@ __all__ = ["load", "save"]
 
 logger = logging.getLogger(__name__)
 
+BASE = "base"
+"""The part of a state that says what weights an adapter belongs to; the model is then the adapter."""
 PER_RANK = "rng"
 """The part of a state whose keys name ranks; a run on more ranks than wrote it finds some missing."""
 
@@ -83,6 +85,17 @@ def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Entry]) -> lis
 
 def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Entry], directory: str | Path) -> None:
     parts = {key.partition(".")[0] for key in stored}
+    if "model" in state and "model" in parts and (BASE in state) != (BASE in parts):
+        raise CheckpointError(
+            f"checkpoint {directory}: holds "
+            + (
+                "an adapter; set peft.lora_rank as it was in the run that saved it"
+                if BASE in parts
+                else "all weights and no adapter; set peft.lora_rank=0, or make a model of it (verl merge) and start "
+                "from that"
+            )
+            + ", or begin anew with trainer.resume_mode=disable"
+        )
     if absent := [part for part in state if part not in parts]:
         raise CheckpointError(
             f"checkpoint {directory}: {', '.join(absent)} was not saved in it (checkpoint.save_contents); "

@@ -51,6 +51,12 @@ KEYS: dict[str, str] = {
     f"{_MODEL}.lora_rank": f"{_PEFT}.lora_rank",
     f"{_MODEL}.lora_alpha": f"{_PEFT}.lora_alpha",
     f"{_MODEL}.target_modules": f"{_PEFT}.target_modules",
+    "critic.lora_rank": "critic.peft.lora_rank",
+    "critic.lora_alpha": "critic.peft.lora_alpha",
+    "critic.target_modules": "critic.peft.target_modules",
+    "critic.model.lora_rank": "critic.peft.lora_rank",
+    "critic.model.lora_alpha": "critic.peft.lora_alpha",
+    "critic.model.target_modules": "critic.peft.target_modules",
     # single settings
     "trainer.nnode": "trainer.nnodes",
     f"{_MODEL}.dtype": f"{_ACTOR}.fsdp_config.dtype",

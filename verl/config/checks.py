@@ -9,9 +9,9 @@ from verl.config import algorithm_checks
 from verl.config.findings import ACTOR, ROLLOUT, Finding, changed, keys_of, value_of
 from verl.config.keys import written
 from verl.config.mutes import mute_of, without_effect
-from verl.config.needs import may_score_code, saves_hf, uses_critic
+from verl.config.needs import VLLM_RANKS, may_score_code, saves_hf, uses_critic
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, settings_of
-from verl.config.schema.actor import OptimConfig
+from verl.config.schema.actor import OptimConfig, PeftConfig
 from verl.config.sizes import (
     Cut,
     actor_cut,
@@ -41,6 +41,13 @@ def missing(config: Config | SftConfig) -> Iterator[Finding]:
     for key, setting in settings_of(type(config)).items():
         if setting.required and value_of(config, key) == MISSING:
             yield Finding((key,), f"{key}: is required; set {key}={_EXAMPLES[key]}")
+    for section, peft in _adapters(config):
+        if peft.lora_rank > 0 and not _installed("peft"):
+            yield Finding(
+                (f"{section}.lora_rank",),
+                f'{section}.lora_rank: {peft.lora_rank} needs the package PEFT; pip install "verl[lora]", or set '
+                f"{section}.lora_rank=0 to train all weights",
+            )
     sinks = config.trainer.logger
     absent = [sink for sink in sinks if sink in _PACKAGES and not _installed(_PACKAGES[sink])]
     rest = written([sink for sink in sinks if sink not in absent] or ["console"])
@@ -148,6 +155,7 @@ def contradictions(config: Config) -> Iterator[Finding]:
         )
     yield from of_any_run(config)
     yield from _orders(config)
+    yield from _unfit_transport(config)
     yield from _endless_warmups(config)
     yield from algorithm_checks.contradictions(config)
 
@@ -155,6 +163,7 @@ def contradictions(config: Config) -> Iterator[Finding]:
 def of_any_run(config: Config | SftConfig) -> Iterator[Finding]:
     """What cannot work, whatever a run trains by."""
     trainer = config.trainer
+    yield from _empty_adapters(config)
     if trainer.test_freq > 0 and config.data.val_files is None:
         yield Finding(
             ("trainer.test_freq", "data.val_files"),
@@ -198,6 +207,49 @@ def _orders(config: Config) -> Iterator[Finding]:
                 (f"data.{key}", "data.streaming"),
                 f"data.{key}: {getattr(data, key)} looks at all rows before the first is drawn, which "
                 f"data.streaming=true does not; set data.streaming=false",
+            )
+
+
+def _adapters(config: Config | SftConfig) -> Iterator[tuple[str, PeftConfig]]:
+    if isinstance(config, SftConfig):
+        yield "model.peft", config.model.peft
+        return
+    yield f"{ACTOR}.peft", config.actor_rollout_ref.actor.peft
+    if uses_critic(config):
+        yield "critic.peft", config.critic.peft
+
+
+def _empty_adapters(config: Config | SftConfig) -> Iterator[Finding]:
+    """Adapters without a rank or without modules."""
+    for section, peft in _adapters(config):
+        if peft.peft_type == "lora" and peft.lora_rank == 0:
+            yield Finding(
+                (f"{section}.peft_type", f"{section}.lora_rank"),
+                f"{section}.lora_rank: 0 is no adapter, and peft_type=lora asks for one; set {section}.lora_rank=16",
+            )
+        if peft.lora_rank > 0 and not peft.target_modules:
+            yield Finding(
+                (f"{section}.target_modules", f"{section}.lora_rank"),
+                f"{section}.target_modules: names no module for the adapter; set {section}.target_modules=all-linear",
+            )
+
+
+def _unfit_transport(config: Config) -> Iterator[Finding]:
+    """An adapter that is to reach engines which cannot take it as it is."""
+    rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
+    if rank == 0 or rollout.lora_transport != "adapter":
+        return
+    reasons = {
+        f"{ROLLOUT}.name": rollout.name == "hf" and "rollout.name=hf takes whole models",
+        f"{ROLLOUT}.weight_transport": rollout.weight_transport in ("nccl", "ipc")
+        and f"weight_transport={rollout.weight_transport} carries whole models",
+        f"{ACTOR}.peft.lora_rank": rank > VLLM_RANKS[-1] and f"vLLM has room for ranks up to {VLLM_RANKS[-1]}",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            yield Finding(
+                (f"{ROLLOUT}.lora_transport", key),
+                f"{ROLLOUT}.lora_transport: adapter cannot be, since {reason}; set {ROLLOUT}.lora_transport=merged",
             )
 
 

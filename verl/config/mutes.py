@@ -17,10 +17,10 @@ from verl.config.needs import (
     uses_reward_function,
 )
 from verl.config.schema import Config, Section
-from verl.config.schema.actor import FsdpConfig, OptimConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
 from verl.config.sizes import critic_cut
 
-__all__ = ["OF_ANY_RUN", "Mute", "mute_of", "of_schedule", "without_effect"]
+__all__ = ["OF_ANY_RUN", "Mute", "mute_of", "of_schedule", "without_adapter", "without_effect"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +257,18 @@ def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[Mute, 
 
 
 _NO_DEVICE = "on a CPU (trainer.device) all is in host memory"
+
+
+def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str) -> Mute:
+    """Of a section with an adapter: what says more of one that there is not."""
+    return Mute(
+        (*keys_of(section, "lora_alpha", "target_modules"), *more),
+        lambda c: peft(c).lora_rank == 0,
+        f"{section}.lora_rank=0 is no adapter",
+        (f"{section}.lora_rank",),
+    )
+
+
 _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 
 _TRAINING = (
@@ -288,6 +300,8 @@ _TRAINING = (
     *of_schedule("critic.optim", lambda c: c.critic.optim),
     *of_sharding(f"{ACTOR}.fsdp_config", lambda c: c.actor_rollout_ref.actor.fsdp_config),
     *of_sharding("critic.fsdp_config", lambda c: c.critic.fsdp_config),
+    without_adapter(f"{ACTOR}.peft", lambda c: c.actor_rollout_ref.actor.peft, f"{ROLLOUT}.lora_transport"),
+    without_adapter("critic.peft", lambda c: c.critic.peft),
     Mute(
         (f"{REF}.fsdp_config.param_offload",),
         lambda c: c.trainer.device == "cpu",

@@ -7,6 +7,7 @@ from verl.config.schema import Config
 __all__ = [
     "is_own_function",
     "may_score_code",
+    "publishes_adapter",
     "saves_hf",
     "uses_critic",
     "uses_preferences",
@@ -36,6 +37,17 @@ def may_score_code(config: Config) -> bool:
 def saves_hf(config: Config) -> bool:
     """Whether checkpoints also hold the model for `from_pretrained`, asked for in either spelling."""
     return config.trainer.save_hf or "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+
+
+VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The largest ranks of adapters that vLLM makes room for."""
+
+
+def publishes_adapter(config: Config) -> bool:
+    """Whether the engines hold the model's own weights and get the adapter alone."""
+    rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
+    can = rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_RANKS[-1]
+    return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and can))
 
 
 def uses_preferences(config: Config) -> bool:

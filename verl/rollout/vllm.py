@@ -12,18 +12,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.errors import EngineError, ProcessLostError
+from verl.checkpoint.adapter import adapter_config, adapter_files
+from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.types import Completion, SamplingParams
-from verl.weights.parcel import Parcel
+from verl.weights.parcel import Parcel, unpack
 
 if TYPE_CHECKING:
     from vllm import SamplingParams as VllmSampling
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["VllmEngine", "VllmSettings", "deaths_told", "environment", "said_last"]
+__all__ = ["AdapterRoom", "VllmEngine", "VllmSettings", "deaths_told", "environment", "said_last"]
 
 T = TypeVar("T")
+ADAPTER = 1  # the number of the one adapter that an engine holds
 LOOK_S = 1.0  # how often a call looks whether vLLM's process is still there
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRoom:
+    """The adapters that an engine will get, and the largest rank that it makes room for."""
+
+    rank: int
+    alpha: int
+    targets: str | Sequence[str]
+    room: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +54,7 @@ class VllmSettings:
     enforce_eager: bool = True
     trust_remote_code: bool = False
     weight_backend: str = "host"
+    adapter: AdapterRoom | None = None  # it loads the model itself, and gets adapters instead of weights
     seed: int = 0
     device: str = "cpu"
     cpu_cache_gib: int = 1
@@ -55,6 +69,7 @@ class VllmEngine:
         self.settings = settings
         self._requests = itertools.count()
         self._alone = asyncio.Lock()
+        self._adapter: LoRARequest | None = None
 
     async def start(self) -> None:
         os.environ.update(environment(self.settings))
@@ -97,7 +112,8 @@ class VllmEngine:
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
     async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
-        await self._told(self._load_weights(parcels, version))
+        load = self._load_weights if self.settings.adapter is None else self._load_adapter
+        await self._told(load(parcels, version))
 
     async def _load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -113,6 +129,35 @@ class VllmEngine:
                 info = {"path": file.name, "size": parcel.data.nbytes, "slots": slots}
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
+        await self._llm.resume_generation()
+
+    async def _load_adapter(self, parcels: Sequence[Parcel], version: int) -> None:
+        """Put an adapter in the place of the one before, also for answers that are on their way."""
+        import torch
+        from vllm.exceptions import VLLMServerError
+        from vllm.lora.request import LoRARequest
+
+        room = self.settings.adapter
+        assert room is not None
+        tensors = {n: t for p in parcels for n, t in unpack(p.slots, torch.from_numpy(p.data.copy()))}
+        if wrong := [name for name in tensors if ".lora_" not in name]:
+            raise WeightSyncError(f"an engine that takes adapters alone was sent {wrong[0]} and {len(wrong) - 1} more")
+        config = adapter_config(base=self.settings.model_path, rank=room.rank, alpha=room.alpha, targets=room.targets)
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        with tempfile.TemporaryDirectory(dir=_shared_memory(), prefix="verl-adapter-") as folder:
+            adapter_files(Path(folder), config, tensors)
+            try:
+                await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER, folder, load_inplace=True))
+            except VLLMServerError:  # its process has died
+                raise
+            except Exception as error:  # whatever went wrong in its process
+                raise EngineError(
+                    f"vLLM does not take the adapter: {error}; set actor_rollout_ref.rollout.lora_transport=merged to "
+                    "send it all weights instead"
+                ) from error
+            # Of the same number: it is there, and is not looked for in the folder any more.
+            self._adapter = LoRARequest(f"version {version}", ADAPTER, folder)
+        await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 
     async def version(self) -> int:
@@ -155,7 +200,7 @@ class VllmEngine:
         from vllm.inputs import TokensPrompt
 
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
-        return await self._llm.add_request(str(next(self._requests)), prompt, params)
+        return await self._llm.add_request(str(next(self._requests)), prompt, params, lora_request=self._adapter)
 
     async def _result(self, queue: RequestOutputCollector) -> Any:
         """The one output of a request that gives its last only; one that nobody waits for any more is aborted."""
@@ -229,6 +274,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if host:
         arguments["worker_extension_cls"] = EXTENSION
+    if settings.adapter is not None:
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.room}
     if settings.device != "cpu":
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     if settings.max_model_len is not None:

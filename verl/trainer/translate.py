@@ -9,14 +9,16 @@ from typing import Any
 from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
 from verl.cluster.waits import Deadlines
 from verl.config.needs import (
+    VLLM_RANKS,
     is_own_function,
+    publishes_adapter,
     saves_hf,
     uses_critic,
     uses_preferences,
     uses_reference,
     uses_reward_function,
 )
-from verl.config.schema.actor import FsdpConfig, OptimConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
@@ -35,7 +37,7 @@ from verl.rewards.overlong import Overlong
 from verl.rewards.sandbox import Limits
 from verl.trainer.data import RunData
 from verl.training.schedule import Schedule
-from verl.training.settings import FsdpSettings
+from verl.training.settings import FsdpSettings, LoraSettings
 from verl.workers.episodes import EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
@@ -45,6 +47,7 @@ __all__ = [
     "deadlines",
     "engine_settings",
     "episode_settings",
+    "lora",
     "method",
     "optimiser",
     "planner",
@@ -86,21 +89,28 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     updates = optimiser_steps(config, policy_steps(config, total_steps))
     process_path = prime.model_path or model.path
     reference_stays = config.trainer.ref_update_freq < 1
+    adapter = lora(actor.peft, config.trainer.seed)
+    reference_is_actor = adapter is not None and reference_stays and uses_reference(config)
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
         actor=FsdpSettings(
             model.path,
+            lora=adapter,
             grad_clip=actor.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             **own,
             **optimiser("actor_rollout_ref.actor.optim", actor.optim, updates),
         ),
-        reference=FsdpSettings(model.path, trainable=False, **held) if uses_reference(config) else None,
+        reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
+        if uses_reference(config) and not reference_is_actor
+        else None,
+        reference_is_actor=reference_is_actor,
         critic=FsdpSettings(
             critic.model.path or model.path,
             head="value",
             role="critic",
+            lora=lora(critic.peft, config.trainer.seed),
             grad_clip=critic.grad_clip,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             **common | sharding(critic.fsdp_config, device),
@@ -116,6 +126,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         else None,
         method=method(config),
         publish_dtype=rollout_dtype(config, device),
+        publish_adapter=publishes_adapter(config),
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
@@ -134,6 +145,14 @@ def sharding(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
         "optimizer_offload": away and fsdp.optimizer_offload and not policy,
         "offload_policy": away and policy,
     }
+
+
+def lora(peft: PeftConfig, seed: int) -> LoraSettings | None:
+    """The adapter that is asked for, if any."""
+    if peft.lora_rank == 0:
+        return None
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else tuple(peft.target_modules)
+    return LoraSettings(peft.lora_rank, peft.lora_alpha, targets, seed)
 
 
 def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:
@@ -326,10 +345,12 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
     dtype = rollout_dtype(config, device)
     if rollout.name == "hf":
         return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
+    adapter = _engine_adapter(config) if publishes_adapter(config) else None
     return {
         "model_path": model.path,
         "dtype": dtype,
-        "load_format": rollout.load_format,
+        "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
+        "adapter": adapter,
         "max_model_len": max_sequence_tokens(config),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
@@ -344,6 +365,13 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
         "cpu_cores": _core(number) if device == "cpu" else "",
         "kwargs": rollout.engine_kwargs.vllm,
     }
+
+
+def _engine_adapter(config: Config) -> dict[str, Any]:
+    """What an engine must know of the adapters that it will get, and how much room they need."""
+    peft = config.actor_rollout_ref.actor.peft
+    room = next(rank for rank in VLLM_RANKS if rank >= peft.lora_rank)
+    return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "room": room}
 
 
 def compute_dtype(config: Config, device: str) -> str:

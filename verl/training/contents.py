@@ -7,7 +7,7 @@ from typing import Any
 
 __all__ = ["CONTENTS", "chosen"]
 
-CONTENTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
+CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
 """What a checkpoint may hold of an engine, and the parts of its state that this is."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -21,10 +21,12 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, totals_of
+from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
 from verl.data.batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, compiled_kernels
+from verl.training.lora import base_of, check_base, is_trained
 from verl.training.memory import Parking, in_host_memory, moments_of
 from verl.training.model import PackedCausalLM, load_model
 from verl.training.schedule import Schedule
@@ -56,13 +58,16 @@ class FsdpEngine:
             chunk=settings.logprob_chunk,
             gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
             trust_remote_code=settings.trust_remote_code,
+            lora=settings.lora,
         )
-        self.model.requires_grad_(settings.trainable)
+        if settings.lora is None or not settings.trainable:
+            self.model.requires_grad_(settings.trainable)
+        self._base = None if settings.lora is None else base_of(self.model, settings.lora, settings.model_path)
         self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
             self.optimizer = torch.optim.AdamW(
-                self.model.parameters(),
+                [parameter for parameter in self.model.parameters() if parameter.requires_grad],
                 fused=True,
                 **_adamw(settings),
             )
@@ -155,12 +160,31 @@ class FsdpEngine:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The full weights, one at a time, in `dtype` or as they are kept."""
+        """The full weights, one at a time, in `dtype` or as they are kept. What an adapter adds is in them."""
+        lora = self.settings.lora
+        if lora is None:
+            yield from self._whole(lambda name: True, dtype)
+            return
+        for name, weight in merged(self.base_weights(), dict(self._whole(is_adapter)), lora.scale):
+            yield name, weight.to(dtype or weight.dtype)
+
+    def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the adapter alone, under the names that PEFT gives them."""
+        for name, tensor in self._whole(is_adapter, dtype):
+            yield peft_name(name), tensor
+
+    def base_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """The full weights without what an adapter adds."""
+        for name, tensor in self._whole(lambda name: not is_adapter(name)):
+            yield original_name(name), tensor
+
+    def _whole(self, wanted: Callable[[str], bool], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         with self._weights.here():
             for name, parameter in self.model.hf.named_parameters():
-                local = parameter.detach().to(self.device, dtype)
-                whole = local.full_tensor() if isinstance(local, DTensor) else local
-                yield name, whole.clone() if self._weights.active else whole  # on one rank it may be the shard itself
+                if wanted(name):
+                    local = parameter.detach().to(self.device, dtype)
+                    whole = local.full_tensor() if isinstance(local, DTensor) else local
+                    yield name, whole.clone() if self._weights.active else whole  # on one rank it may be the shard
 
     def take_weights(self, other: Any) -> None:
         """Copy the shards of another engine of the same model, each rank its own."""
@@ -172,11 +196,15 @@ class FsdpEngine:
     def state(self) -> dict[str, Any]:
         """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key.
 
-        What is offloaded comes as a copy, since it goes away again.
+        What is offloaded comes as a copy, since it goes away again. With an adapter the model is what is trained of
+        it, and `base` says what it belongs to.
         """
         state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
         with self._weights.here(), self._moments.here():
             state["model"] = get_model_state_dict(self.model.hf)
+            if self._base is not None:
+                state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trained(name)}
+                state["base"] = dict(self._base)
             if self.optimizer is not None:
                 if not self.optimizer.state:
                     self._make_moments(self.optimizer)
@@ -196,9 +224,11 @@ class FsdpEngine:
 
         What the optimiser is told (betas, eps, weight decay) comes from the settings, not from the checkpoint.
         """
+        if self._base is not None and "base" in state:
+            check_base(self._base, state["base"])
         with self._weights.here(), self._moments.here():
             if "model" in state:
-                set_model_state_dict(self.model.hf, state["model"])
+                set_model_state_dict(self.model.hf, state["model"], options=StateDictOptions(strict=self._base is None))
             if self.optimizer is not None and "optimizer" in state:
                 set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
                 for group in self.optimizer.param_groups:

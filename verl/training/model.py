@@ -25,9 +25,10 @@ from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
-from verl.training.settings import Head
+from verl.training.lora import add_adapter
+from verl.training.settings import Head, LoraSettings
 
-__all__ = ["PackedCausalLM", "PackedValueModel", "load_model"]
+__all__ = ["PackedCausalLM", "PackedValueModel", "ScoredBackbone", "auto_class", "load_model"]
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 
@@ -204,6 +205,7 @@ def load_model(
     chunk: int | None = None,
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
+    lora: LoraSettings | None = None,
 ) -> PackedCausalLM | PackedValueModel:
     """Load the model of `path` into host memory and prove that packing does not change what it computes.
 
@@ -217,7 +219,7 @@ def load_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _without_dropout(config)
         # "eager" is the model's own word on its attention: transformers' sdpa leaves out softcaps without saying so.
-        hf = _auto_class(config, head).from_pretrained(
+        hf = auto_class(config, head).from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     except pickle.UnpicklingError as error:
@@ -230,6 +232,8 @@ def load_model(
     _check_layers(hf, path)
     model = PackedCausalLM(hf, chunk) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
     _switch_to_packing(model.eval(), path)
+    if lora is not None:
+        add_adapter(model, lora, path)
     if gradient_checkpointing:
         model.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
@@ -241,7 +245,7 @@ _CLASSIFIERS = {
 }
 
 
-def _auto_class(config: PreTrainedConfig, head: Head) -> Any:
+def auto_class(config: PreTrainedConfig, head: Head) -> Any:
     """The class to load: a causal model, unless a critic is asked for and the checkpoint has a scalar head."""
     name = (config.architectures or [""])[0]
     if head == "value" and config.num_labels == 1:

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
 
-__all__ = ["exported_form", "form_of", "model_files"]
+from verl.checkpoint.adapter import SavedAdapter
+from verl.errors import CheckpointError
+from verl.training.lora import HEAD, fingerprint
+from verl.training.model import ScoredBackbone, auto_class
+from verl.training.settings import Head
+
+__all__ = ["base_weights", "exported_form", "form_of", "model_files"]
 
 
 def model_files(
@@ -40,3 +48,31 @@ def form_of(config: PreTrainedConfig) -> dict[str, Any]:
     dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     tied = getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings
     return {"dtype": dtype, "tied": bool(tied)}
+
+
+def base_weights(
+    *, path: str | None = None, head: Head = "tokens", trust_remote_code: bool = False
+) -> Callable[[SavedAdapter], Iterator[tuple[str, Tensor]]]:
+    """Reads the weights below an adapter: of `path`, or of the model that it was trained on. Others are refused."""
+
+    def read(adapter: SavedAdapter) -> Iterator[tuple[str, Tensor]]:
+        base = path or adapter.base
+        check_fingerprint(adapter, base)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
+        kind = auto_class(config, head)
+        hf = kind.from_pretrained(base, config=config, dtype="auto", trust_remote_code=trust_remote_code)
+        model = hf if head == "tokens" else ScoredBackbone(hf)
+        for name, parameter in model.named_parameters():
+            if not name.startswith(HEAD):
+                yield name, parameter.detach()
+
+    return read
+
+
+def check_fingerprint(adapter: SavedAdapter, base: str) -> None:
+    """An adapter goes on the weights that it was trained on, wherever they lie now, and on no others."""
+    if fingerprint(base) != adapter.fingerprint:
+        raise CheckpointError(
+            f"{base} does not have the weights that the adapter was trained on (those of {adapter.base} then); name "
+            "the folder that has them by --hf_model_path"
+        )

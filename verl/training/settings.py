@@ -5,10 +5,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FsdpSettings", "Head"]
+__all__ = ["FsdpSettings", "Head", "LoraSettings"]
 
 Head = Literal["tokens", "value"]
 """What a model says of a state: which token comes next (a policy), or what it is worth (a critic)."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoraSettings:
+    """An adapter. `targets`: "all-linear", a pattern that names match whole, or endings of the names of modules."""
+
+    rank: int
+    alpha: int = 16
+    targets: str | tuple[str, ...] = "all-linear"
+    seed: int = 0  # of its first numbers, the same on every rank
+
+    @property
+    def scale(self) -> float:
+        """By what the product of its two factors is multiplied."""
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +34,7 @@ class FsdpSettings:
     head: Head = "tokens"
     role: str = "actor"  # before the engine's own metrics: actor/grad_norm, critic/lr
     trainable: bool = True
+    lora: LoraSettings | None = None  # train this adapter, and a critic's head, instead of all weights
     lr: float = 1e-6
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8

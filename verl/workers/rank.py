@@ -106,10 +106,12 @@ class RankWorker:
     def _write_merged(self, directory: Path) -> dict[str, FileSum]:
         """The weights for `from_pretrained`, from the shards that were just written; held against them once more."""
         from verl.checkpoint.export import checkpoint_weights, export_weights, weight_gaps
-        from verl.training.model_files import exported_form
+        from verl.training.model_files import base_weights, exported_form
 
         shards, folder = directory / "actor", Path("actor", "huggingface")
-        form = exported_form(directory / folder, trust_remote_code=self._settings.actor.trust_remote_code)
+        trust = self._settings.actor.trust_remote_code
+        form = exported_form(directory / folder, trust_remote_code=trust)
+        form["base"] = base_weights(trust_remote_code=trust)
         written = export_weights(checkpoint_weights(shards, **form), directory / folder)
         if gaps := weight_gaps(checkpoint_weights(shards, **form), directory / folder):
             raise CheckpointError(f"{directory / folder}: is not what was to be written: {'; '.join(gaps[:3])}")

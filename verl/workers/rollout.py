@@ -90,9 +90,10 @@ class RolloutActor:
 
 def _make_engine(name: str, settings: dict[str, Any]) -> Any:
     if name == "vllm":
-        from verl.rollout.vllm import VllmEngine, VllmSettings
+        from verl.rollout.vllm import AdapterRoom, VllmEngine, VllmSettings
 
-        return VllmEngine(VllmSettings(**settings))
+        adapter = settings.get("adapter")
+        return VllmEngine(VllmSettings(**settings | {"adapter": adapter and AdapterRoom(**adapter)}))
     if name == "hf":
         from verl.rollout.hf import HfEngine
 

@@ -26,10 +26,12 @@ class TrainSettings(RankSettings):
 
     method: Method
     reference: FsdpSettings | None = None
+    reference_is_actor: bool = False  # the reference is the actor with its adapter off
     critic: FsdpSettings | None = None
     process: FsdpSettings | None = None  # PRIME's reward model
     process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
     publish_dtype: str = "bfloat16"
+    publish_adapter: bool = False  # the engines hold the rest already
 
 
 class TrainWorker(RankWorker):
@@ -40,6 +42,7 @@ class TrainWorker(RankWorker):
         import torch
 
         from verl.training.fsdp import FsdpEngine
+        from verl.training.lora import AdapterOff
         from verl.training.policy import Policy, ProcessRewards, functions_of
 
         def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
@@ -48,7 +51,8 @@ class TrainWorker(RankWorker):
         functions_of(settings.method)
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        method, reference = settings.method, engine(settings.reference)
+        method, actor = settings.method, FsdpEngine(settings.actor)
+        reference: Any = AdapterOff(actor) if settings.reference_is_actor else engine(settings.reference)
         process = None
         if settings.process is not None:
             compared = engine(settings.process_reference) or reference
@@ -57,10 +61,11 @@ class TrainWorker(RankWorker):
                 FsdpEngine(settings.process), compared, beta=method.process_beta, coef=method.process_coef
             )
         self._policy = self._trained = Policy(
-            FsdpEngine(settings.actor), method, reference=reference, critic=engine(settings.critic), process=process
+            actor, method, reference=reference, critic=engine(settings.critic), process=process
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
-        self._publish_dtype, self._deadlines = settings.publish_dtype, settings.deadlines
+        self._publish_dtype, self._publish_adapter = settings.publish_dtype, settings.publish_adapter
+        self._deadlines = settings.deadlines
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
@@ -74,12 +79,13 @@ class TrainWorker(RankWorker):
         return self._policy.score(sequences)
 
     def pack_weights(self) -> list[Any]:
-        """Gather the full weights; rank 0 lays them into the object store and returns where they are."""
+        """Gather the weights, or the adapter alone; rank 0 lays them into the object store and says where."""
         import torch
 
         from verl.weights.parcel import pack
 
-        weights = self._policy.actor.weights()
+        actor: Any = self._policy.actor
+        weights = actor.adapter_weights() if self._publish_adapter else actor.weights()
         if self._rank > 0:
             for _ in weights:  # the gathering is collective
                 pass

@@ -32,6 +32,7 @@ A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 LOSS = f"{A}.policy_loss.loss_mode"
 GAE = "algorithm.adv_estimator=gae"
 COSINE = f"{A}.optim.lr_scheduler_type=cosine"
+ADAPTER = [f"{A}.peft.lora_rank=8", f"{R}.lora_transport=adapter"]
 MODEL = ["reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]
 
 
@@ -57,6 +58,12 @@ def problem(*overrides: str) -> str:
         ([f"{R}.val_kwargs.do_sample=true"], f"set {R}.val_kwargs.temperature=1.0"),
         ([f"{R}.weight_transport=nccl", "trainer.device=cpu"], f"set {R}.weight_transport=host"),
         ([f"{R}.weight_transport=ipc", f"{R}.name=hf"], f"set {R}.weight_transport=host"),
+        ([f"{A}.peft.peft_type=lora"], f"set {A}.peft.lora_rank=16"),
+        ([GAE, "critic.peft.peft_type=lora"], "set critic.peft.lora_rank=16"),
+        ([f"{A}.peft.lora_rank=8", f"{A}.peft.target_modules=[]"], f"set {A}.peft.target_modules=all-linear"),
+        ([*ADAPTER, f"{R}.name=hf"], f"set {R}.lora_transport=merged"),
+        ([*ADAPTER, f"{R}.weight_transport=nccl", "trainer.device=cuda"], f"set {R}.lora_transport=merged"),
+        ([*ADAPTER, f"{A}.peft.lora_rank=1024"], f"set {R}.lora_transport=merged"),
         ([f"{A}.optim.lr_warmup_steps=41", "trainer.total_training_steps=10"], f"set {A}.optim.lr_warmup_steps=40"),
         (
             [f"{A}.optim.lr_warmup_steps=80", "trainer.total_training_steps=10", f"{A}.ppo_epochs=2", COSINE],
@@ -153,6 +160,9 @@ def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> 
         (f"{A}.kl_loss_type=k1", [f"{A}.use_kl_loss=true"]),
         (f"{A}.loss_scale_factor=100.0", [f"{A}.loss_agg_mode=seq-mean-token-sum-norm"]),
         (f"{A}.ppo_max_token_len_per_gpu=9000", [f"{A}.use_dynamic_bsz=true"]),
+        (f"{A}.peft.lora_alpha=32", [f"{A}.peft.lora_rank=8"]),
+        (f"{A}.peft.target_modules=q_proj", [f"{A}.peft.lora_rank=8"]),
+        (f"{R}.lora_transport=merged", [f"{A}.peft.lora_rank=8"]),
         (f"{A}.optim.min_lr_ratio=0.1", [f"{A}.optim.lr_scheduler_type=cosine"]),
         ("reward.custom_reward_function.name=f", ["reward.custom_reward_function.path=r.py"]),
         ("reward.reward_model.model_path=rm", ["reward.reward_model.enable=true"]),
@@ -224,6 +234,7 @@ def test_a_warm_up_that_ends_within_the_run_is_fine(overrides: list[str]) -> Non
         [f"{R}.n=1", GAE],
         [f"{R}.n=1", "algorithm.adv_estimator=remax"],
         [f"{R}.n=2", f"{LOSS}=dpo"],
+        [f"{A}.peft.peft_type=lora", f"{A}.peft.lora_rank=8", f"{R}.name=hf"],
         [*MODEL, "data.return_raw_input_ids=true", "reward.reward_model.replicas=2"],
         [*MODEL, "reward.custom_reward_function.path=r.py", "reward.memory_mb=2000"],
         ["reward.prime.enable=true", "algorithm.adv_estimator=rloo"],
@@ -255,6 +266,14 @@ def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> Non
     assert hints("trainer.deterministic=true") == []
     assert hints(f"{A}.use_torch_compile=false") == []
     assert hints(f"{A}.use_torch_compile=true", "trainer.device=cuda") == []
+
+
+def test_an_adapter_without_peft_is_a_problem_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    importlib.invalidate_caches()
+    given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
+    with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 needs the package PEFT; pip install "verl\[lora\]"'):
+        load_dict(given_, [f"{A}.peft.lora_rank=8"])
 
 
 def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypatch, tmp_path) -> None:

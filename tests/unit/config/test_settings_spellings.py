@@ -131,14 +131,19 @@ def test_the_offloading_snippets_load() -> None:
     assert said == ["param_offload", "optimizer_offload"]  # offload_policy does both
 
 
+def test_the_lora_snippet_loads() -> None:
+    loaded = read(
+        "actor_rollout_ref: {actor: {peft: {peft_type: lora, lora_rank: 16, lora_alpha: 32, "
+        "target_modules: [q_proj, v_proj, k_proj, o_proj]}}}"
+    )
+    peft = loaded.config.actor_rollout_ref.actor.peft
+    assert (peft.peft_type, peft.lora_rank, peft.lora_alpha) == ("lora", 16, 32)
+    assert peft.target_modules == ["q_proj", "v_proj", "k_proj", "o_proj"]
+
+
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        (
-            "actor_rollout_ref: {actor: {peft: {peft_type: lora, lora_rank: 16, lora_alpha: 32, "
-            "target_modules: [q_proj, v_proj, k_proj, o_proj]}}}",
-            {"actor_rollout_ref.actor.peft"},
-        ),
         (
             "rollout: {multi_turn: {enable: true, max_turns: 5, tool_server: 'http://tool-server:8080'}}",
             {"actor_rollout_ref.rollout.multi_turn"},
@@ -179,6 +184,11 @@ def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str
         ("actor.clip_ratio=0.1", "actor_rollout_ref.actor.clip_ratio", 0.1),
         ("ref.log_prob_micro_batch_size_per_gpu=4", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu", 4),
         ("model.path=tiny", "actor_rollout_ref.model.path", "tiny"),
+        ("actor_rollout_ref.actor.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
+        ("actor.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
+        ("actor_rollout_ref.model.lora_rank=16", "actor_rollout_ref.actor.peft.lora_rank", 16),
+        ("actor.lora_rank=8 model.lora_alpha=32", "actor_rollout_ref.actor.peft.lora_alpha", 32),
+        ("algorithm.adv_estimator=gae critic.model.lora_rank=4", "critic.peft.lora_rank", 4),
         ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.actor.strategy", "fsdp2"),
         ("trainer.resume_mode=auto trainer.resume_from_path=x/global_steps_500", "trainer.resume_from_path", None),
     ],
@@ -190,9 +200,12 @@ def test_second_spellings_are_read_and_answered(override: str, key: str, value: 
     assert any(("second spelling of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
 
 
-@pytest.mark.parametrize("override", ["actor_rollout_ref.actor.lora_rank=16", "actor.lora_rank=16"])
+@pytest.mark.parametrize(
+    "override",
+    ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron.tensor_model_parallel_size=2"],
+)
 def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(override: str) -> None:
-    assert unbuilt("", override) == {"actor_rollout_ref.actor.peft"}
+    assert unbuilt("", override) == {"actor_rollout_ref.actor.megatron"}
 
 
 @pytest.mark.parametrize(

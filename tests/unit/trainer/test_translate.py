@@ -19,7 +19,8 @@ from verl.rewards.overlong import Overlong
 from verl.trainer.build import _absolute
 from verl.trainer.data import RunData
 from verl.trainer.start import shown_by_device
-from verl.trainer.translate import episode_settings, method, planner, train_settings
+from verl.trainer.translate import engine_settings, episode_settings, method, planner, train_settings
+from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -106,6 +107,35 @@ def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
     assert method(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 50)
     assert train_settings(config_of(*kl), 10, "cpu").reference is not None
     assert method(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
+
+
+LORA = ("actor.lora_rank=12", "actor.lora_alpha=24", "trainer.seed=5")
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+
+
+def test_the_reference_of_an_adapter_is_the_model_without_it_unless_it_moves() -> None:
+    settings = train_settings(config_of(*LORA, KL), 10, "cpu")
+    assert settings.actor.lora == LoraSettings(12, 24, "all-linear", 5)
+    assert (settings.reference, settings.reference_is_actor) == (None, True)
+    moving = train_settings(config_of(*LORA, KL, "trainer.ref_update_freq=2"), 10, "cpu")
+    assert moving.reference is not None
+    assert moving.reference.lora == moving.actor.lora
+    assert not moving.reference_is_actor
+    assert not train_settings(config_of(*LORA), 10, "cpu").reference_is_actor
+
+
+def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> None:
+    config = config_of(*LORA)
+    engine = engine_settings(config, "cpu", 0)
+    assert train_settings(config, 10, "cpu").publish_adapter
+    assert engine["load_format"] == "auto"
+    assert engine["adapter"] == {"rank": 12, "alpha": 24, "targets": "all-linear", "room": 16}
+    for other in ("actor_rollout_ref.rollout.lora_transport=merged", "actor_rollout_ref.rollout.weight_transport=ipc"):
+        config = config_of(*LORA, other, "trainer.device=cuda")
+        assert not train_settings(config, 10, "cuda").publish_adapter
+        assert engine_settings(config, "cuda", 0)["load_format"] == "dummy"
+        assert engine_settings(config, "cuda", 0)["adapter"] is None
+    assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").publish_adapter
 
 
 def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:

@@ -119,10 +119,12 @@ class MegatronConfig(Section):
 
 
 class PeftConfig(Section):
-    peft_type: Literal["lora"] | None = setting(None, "Train an adapter instead of all weights.")
-    lora_rank: int = setting(0, "Rank of the adapter; 0: no adapter.", ge=0)
-    lora_alpha: int = setting(16, "Scale of the adapter, over its rank.", ge=1)
-    target_modules: str | list[str] = setting("all-linear", "Modules that get an adapter.")
+    peft_type: Literal["lora"] | None = setting(None, "Kind of adapter; null: lora, if there is a lora_rank.")
+    lora_rank: int = setting(0, "Rank of an adapter that is trained instead of all weights; 0: no adapter.", ge=0)
+    lora_alpha: int = setting(16, "What the adapter adds is multiplied by lora_alpha / lora_rank.", ge=1)
+    target_modules: str | list[str] = setting(
+        "all-linear", "Linear modules that get an adapter: endings of their names, or a pattern for whole names."
+    )
 
 
 class CheckpointConfig(Section):
@@ -179,7 +181,7 @@ class ActorConfig(Section):
     )
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
-    peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)
+    peft: PeftConfig = section(PeftConfig, "An adapter (LoRA).")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, OptimConfig
+from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
 from verl.config.schema.base import Section, section, setting
 
 __all__ = ["CriticConfig"]
@@ -43,4 +43,5 @@ class CriticConfig(Section):
     cliprange_value: float = setting(0.5, "How far a value may move from the old one.", gt=0)
     grad_clip: float = setting(1.0, "Largest norm of the gradient.", gt=0)
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
+    peft: PeftConfig = section(PeftConfig, "An adapter (LoRA); the value head is trained whole beside it.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")

@@ -60,10 +60,14 @@ class RolloutConfig(Section):
         "auto", "Type of the computation; auto: that of the actor.", planned=("fp8",)
     )
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
-        "dummy", "What an engine loads at its start; dummy: nothing, the first publish brings the weights."
+        "dummy", "What an engine loads at its start; dummy: nothing, if the first publish brings all weights."
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
         "auto", "How weights reach the engines; auto: host memory. nccl and ipc are vLLM's own, not run on a GPU yet."
+    )
+    lora_transport: Literal["auto", "adapter", "merged"] = setting(
+        "auto",
+        "With an adapter, what reaches the engines: it alone, or all weights; auto: it alone where they can.",
     )
     probe_tolerance: float | None = setting(
         None, "Largest mean difference of log-probs to the trainer after a publish; null: by dtype.", unit="nats", gt=0

@@ -1,0 +1,176 @@
+"""An adapter on a model: which modules get one, what is trained, and what the model is with it off."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import tiny_qwen2
+from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2ForCausalLM
+
+from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
+from verl.errors import CheckpointError, EngineError
+from verl.training.lora import adapter_off, base_of, check_base, fingerprint, is_trained
+from verl.training.model import PackedModel, load_model
+from verl.training.settings import Head, LoraSettings
+
+pytestmark = pytest.mark.unit
+
+TOKENS, POSITIONS = torch.arange(9) * 7 % 64, torch.arange(9)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(folder)
+    return folder
+
+
+def loaded(path: Path, lora: LoraSettings | None, head: Head = "tokens") -> PackedModel:
+    return load_model(str(path), dtype=torch.float32, head=head, lora=lora)
+
+
+def adapted(model: PackedModel) -> set[str]:
+    return {name.partition(".lora_A.")[0] for name, _ in model.hf.named_parameters() if ".lora_A." in name}
+
+
+def shake(model: PackedModel) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if is_adapter(name):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+
+
+def test_all_linear_modules_of_the_layers_get_an_adapter_and_the_head_none(path: Path) -> None:
+    model = loaded(path, LoraSettings(4))
+    assert {name.rpartition(".")[2] for name in adapted(model)} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj"),
+        *("gate_proj", "up_proj", "down_proj"),
+    }
+    assert len(adapted(model)) == 14
+    trained = {name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, _ in model.hf.named_parameters() if is_trained(name)}
+    assert all(is_adapter(name) for name in trained)
+
+
+@pytest.mark.parametrize(
+    ("targets", "count"),
+    [(("q_proj", "v_proj"), 4), (("layers.1.self_attn.q_proj",), 1), (r"layers\.0\..*_proj", 7)],
+)
+def test_modules_are_named_by_endings_or_by_a_pattern(path: Path, targets: str | tuple[str, ...], count: int) -> None:
+    assert len(adapted(loaded(path, LoraSettings(2, targets=targets)))) == count
+
+
+@pytest.mark.parametrize(
+    ("targets", "said"),
+    [(("q_proj", "qkv"), "qkv"), (("lm_head",), "lm_head"), (("embed_tokens",), "embed_tokens"), ("q_pro", "q_pro")],
+)
+def test_names_without_a_linear_module_are_refused_with_those_that_have_one(
+    path: Path, targets: str | tuple[str, ...], said: str
+) -> None:
+    there = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    with pytest.raises(EngineError, match=f"target_modules: {said} names no linear module in .* are {there}; set"):
+        loaded(path, LoraSettings(2, targets=targets))
+
+
+def test_a_critic_trains_its_head_too(path: Path) -> None:
+    model = loaded(path, LoraSettings(4), "value")
+    others = {n for n, p in model.hf.named_parameters() if p.requires_grad and not is_adapter(n)}
+    assert others == {"score.weight", "score.bias"}
+    assert len(adapted(model)) == 14
+
+
+def test_the_first_numbers_follow_from_the_seed_and_leave_the_others_alone(path: Path) -> None:
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    first, again, other = (loaded(path, LoraSettings(4, seed=seed)) for seed in (5, 5, 6))
+    assert torch.equal(torch.get_rng_state(), state)
+    name = "layers.0.self_attn.q_proj.lora_A.default.weight"
+    one, two, three = (model.backbone.get_parameter(name) for model in (first, again, other))
+    assert torch.equal(one, two)
+    assert not torch.equal(one, three)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Qwen2ForCausalLM(tiny_qwen2()),
+        lambda: LlamaForCausalLM(
+            LlamaConfig(**tiny_qwen2().to_dict() | {"model_type": "llama", "attention_bias": True})
+        ),
+        lambda: Phi3ForCausalLM(Phi3Config(**tiny_qwen2().to_dict() | {"model_type": "phi3", "pad_token_id": 0})),
+    ],
+    ids=["qwen2", "llama", "phi3"],
+)
+@torch.no_grad()
+def test_a_model_with_its_adapter_off_is_the_model_without_one_to_the_bit(tmp_path: Path, make: object) -> None:
+    torch.manual_seed(0)
+    hf: PreTrainedModel = make()  # type: ignore[operator]
+    hf.save_pretrained(tmp_path)
+    plain, model = loaded(tmp_path, None), loaded(tmp_path, LoraSettings(4))
+    right = plain.packed(TOKENS, POSITIONS, [9])
+    assert torch.equal(model.packed(TOKENS, POSITIONS, [9]), right), "an adapter adds nothing at first"
+    shake(model)
+    assert not torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
+    with adapter_off(model):
+        assert torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
+    assert not torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
+
+
+@torch.no_grad()
+def test_merged_weights_compute_what_the_adapter_does(path: Path) -> None:
+    model, plain = loaded(path, LoraSettings(4, alpha=12)), loaded(path, None)
+    shake(model)
+    tensors = dict(model.hf.named_parameters())
+    base = ((original_name(name), tensor) for name, tensor in tensors.items() if not is_adapter(name))
+    plain.hf.load_state_dict(dict(merged(base, tensors, 3.0)), strict=False)
+    gap = plain.packed(TOKENS, POSITIONS, [9]) - model.packed(TOKENS, POSITIONS, [9])
+    assert float(gap.abs().max()) < 1e-5
+
+
+def test_names_in_files_are_pefts() -> None:
+    name = "model.layers.0.mlp.up_proj.lora_B.default.weight"
+    assert peft_name(name) == "base_model.model.model.layers.0.mlp.up_proj.lora_B.weight"
+    assert original_name("model.layers.0.mlp.up_proj.base_layer.weight") == "model.layers.0.mlp.up_proj.weight"
+
+
+def test_what_goes_with_an_adapter_names_its_modules_as_short_as_it_can(path: Path) -> None:
+    some = LoraSettings(2, targets=("q_proj",))
+    one = LoraSettings(2, targets=("layers.1.self_attn.q_proj",))
+    assert '"target_modules": ["q_proj"]' in base_of(loaded(path, some), some, str(path))["adapter"]
+    assert '"model.layers.1.self_attn.q_proj"' in base_of(loaded(path, one), one, str(path))["adapter"]
+
+
+def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Path, tmp_path: Path) -> None:
+    weights = load_file(path / "model.safetensors")
+    names = sorted(weights)
+    for number, part in enumerate((names[:5], names[5:])):
+        save_file({name: weights[name] for name in part}, tmp_path / f"model-{number}.safetensors")
+    assert fingerprint(str(tmp_path)) == fingerprint(str(path))
+    weights[names[-1]][-1] += 0.5
+    save_file({name: weights[name] for name in names[5:]}, tmp_path / "model-1.safetensors")
+    assert fingerprint(str(tmp_path)) != fingerprint(str(path))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(EngineError, match="no weights in safetensors"):
+        fingerprint(str(tmp_path / "empty"))
+
+
+def test_an_adapter_of_other_weights_or_of_another_scale_is_refused(path: Path) -> None:
+    settings = LoraSettings(2)
+    mine = base_of(loaded(path, settings), settings, str(path))
+    check_base(mine, mine)
+    with pytest.raises(CheckpointError, match="belongs to other weights"):
+        check_base(mine, mine | {"fingerprint": "other"})
+    with pytest.raises(CheckpointError, match=re.escape("set peft.lora_alpha=16")):
+        check_base(mine | {"adapter": mine["adapter"].replace('"lora_alpha": 16', '"lora_alpha": 32')}, mine)
+
+
+def test_without_peft_the_mend_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(EngineError, match=re.escape('pip install "verl[lora]"')):
+        loaded(path, LoraSettings(2))

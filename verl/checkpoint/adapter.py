@@ -1,0 +1,122 @@
+"""Adapters (LoRA) as PEFT keeps them: what their tensors are called, the configuration beside them, what they add."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from verl.checkpoint.format import read_values
+from verl.errors import CheckpointError
+
+__all__ = [
+    "CONFIG",
+    "WEIGHTS",
+    "SavedAdapter",
+    "adapter_config",
+    "adapter_files",
+    "is_adapter",
+    "merged",
+    "original_name",
+    "peft_name",
+    "saved_adapter",
+]
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+NAME = "default"  # of the one adapter that a model has here; not part of the names in files
+BASE = ".base_layer."
+PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class SavedAdapter:
+    """What a checkpoint that holds an adapter says of it: its configuration, and the weights that it belongs to."""
+
+    config: dict[str, Any]
+    fingerprint: str
+
+    @property
+    def base(self) -> str:
+        """The path or name of the model that it was trained on."""
+        return str(self.config["base_model_name_or_path"])
+
+    @property
+    def scale(self) -> float:
+        return float(self.config["lora_alpha"]) / float(self.config["r"])
+
+
+def saved_adapter(directory: str | Path) -> SavedAdapter | None:
+    """What a folder of shards says of its adapter; None if it holds all weights."""
+    values = read_values(directory, "base.")
+    if not values:
+        return None
+    try:
+        return SavedAdapter(json.loads(values["adapter"]), str(values["fingerprint"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"checkpoint {directory}: what it says of its adapter cannot be read: {error}") from error
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model with an adapter belongs to the adapter."""
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def original_name(name: str) -> str:
+    """What a weight below an adapter is called in the model without it.
+
+    >>> original_name("model.layers.0.self_attn.q_proj.base_layer.weight")
+    'model.layers.0.self_attn.q_proj.weight'
+    """
+    return name.replace(BASE, ".")
+
+
+def peft_name(name: str) -> str:
+    """What a tensor of an adapter is called in PEFT's files.
+
+    >>> peft_name("model.layers.0.self_attn.q_proj.lora_A.default.weight")
+    'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
+    """
+    return PREFIX + name.replace(f".{NAME}.", ".")
+
+
+def merged(
+    weights: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor], scale: float
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights by their original names, with what the adapter adds to them, computed in float32.
+
+    `adapter` holds the two factors of a weight under its original name: `x.lora_A.default.weight` for `x.weight`.
+    """
+    for name, weight in weights:
+        stem = name.removesuffix(".weight")
+        down = adapter.get(f"{stem}.lora_A.{NAME}.weight")
+        if down is None or stem == name:
+            yield name, weight
+            continue
+        up = adapter[f"{stem}.lora_B.{NAME}.weight"]
+        yield name, (weight.float() + scale * (up.float() @ down.float())).to(weight.dtype)
+
+
+def adapter_config(*, base: str, rank: int, alpha: int, targets: str | Iterable[str]) -> dict[str, Any]:
+    """The configuration of an adapter of a causal model; PEFT and vLLM read it."""
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets if isinstance(targets, str) else sorted(targets),
+        "inference_mode": True,
+    }
+
+
+def adapter_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+    """Write an adapter for `PeftModel.from_pretrained`; tensors by the names that PEFT's files have."""
+    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
