@@ -12,7 +12,7 @@ from verl.cluster.waits import DEFAULTS, Deadlines, Progress
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
-__all__ = ["RemoteEngine", "RolloutActor"]
+__all__ = ["RemoteEngine", "RolloutActor", "make_engine"]
 
 
 class RolloutActor:
@@ -32,7 +32,7 @@ class RolloutActor:
         return self._made is not None
 
     async def start(self) -> None:
-        self._made = _make_engine(self._name, self._settings)
+        self._made = make_engine(self._name, self._settings)
         await self._made.start()
 
     async def open(self, version: int) -> None:
@@ -88,7 +88,8 @@ class RolloutActor:
             await self._made.close()
 
 
-def _make_engine(name: str, settings: dict[str, Any]) -> Any:
+def make_engine(name: str, settings: dict[str, Any]) -> Any:
+    """A `RolloutEngine` in this process, not yet started."""
     if name == "vllm":
         from verl.rollout.vllm import AdapterRoom, VllmEngine, VllmSettings
 

@@ -1,0 +1,118 @@
+"""Python as the documents have it: every snippet of docs/python_api.md and of the usage patterns is run.
+
+Each page or pattern is a script of its own, in a process of its own, with real Ray, FSDP2 and vLLM. Only the names of
+models that would be downloaded are replaced, by that of a tiny one made here. The first example must learn: the mean
+reward of its last step is asked to be `RISE` above that of its first. And a debugger, given a script, must stop
+inside a user's reward in a run with `local=True` and print what it is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from _common import ROOT, Stopwatch, finish  # isort: skip - puts tests/ on the path
+from _patterns import GRPO, PPO, WORKERS
+
+RISE = 0.5
+DEADLINE_S = 600
+DOWNLOADS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-2-7b-hf")
+ROWS = """\
+import torch
+truths = [dict(ground_truth=f"{2 * n:03d}") for n in range(8)]
+rows = [dict(prompt=f"{n}+{n}=", data_source="addition", reward_model=truths[n]) for n in range(8)]
+train_dataloader = torch.utils.data.DataLoader(rows, batch_size=4)
+"""
+LOOP = """\
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-2-7b-hf")
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+prompts, num_epochs = rows, 2
+"""
+DEBUGGED = """\
+from verl import GRPOTrainer, TrainingConfig
+
+
+def reward(prompt, response, ground_truth):
+    secret = f"the truth is {ground_truth}"
+    return float(len(response))
+
+
+config = TrainingConfig(batch_size=1, total_steps=1, group_size=2, max_prompt_length=8, max_response_length=4)
+rows = [{"prompt": "1+1=", "ground_truth": "002"}]
+GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward=reward, prompts=rows, config=config, local=True).train()
+print("trained to the end")
+"""
+DEBUGGER = "break {script}:6\ncontinue\np secret\nclear 1\ncontinue\nquit\n"
+
+
+def make_model(folder: Path) -> Path:
+    """A tiny model in the place of a large one; a token in eight ends an answer, so that answers are short."""
+    from transformers import GenerationConfig
+
+    from verl.demo.assets import make_assets
+
+    model = make_assets(folder).model
+    GenerationConfig(eos_token_id=list(range(1, 33))).save_pretrained(model)
+    return model
+
+
+def run(name: str, text: str, folder: Path, model: Path, *, debugger: str = "") -> tuple[bool, str]:
+    """A script in a process of its own: (whether it ended well, what it printed)."""
+    home = folder / name
+    home.mkdir()
+    for download in DOWNLOADS:
+        text = text.replace(download, str(model))
+    script = home / "script.py"
+    script.write_text(text)
+    watch = Stopwatch()
+    done = subprocess.run(
+        [sys.executable, *(["-m", "pdb"] if debugger else []), str(script)],
+        cwd=home,
+        input=debugger.format(script=script),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    print(f"{name}: exit {done.returncode} after {watch.seconds():.0f} s", flush=True)
+    if done.returncode:
+        print(done.stdout[-4000:], flush=True)
+    return done.returncode == 0, done.stdout
+
+
+def snippets() -> list[str]:
+    """The Python of the page, block by block."""
+    page = (ROOT / "docs" / "python_api.md").read_text(encoding="utf-8")
+    return re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true", help="the same: CI runs every snippet")
+    parser.parse_args()
+    page, passed, watch = snippets(), {}, Stopwatch()
+    with tempfile.TemporaryDirectory(prefix="verl-api-") as directory:
+        folder = Path(directory)
+        model = make_model(folder / "assets")
+        passed["docs/python_api.md"], printed = run("page", "\n".join(page), folder, model)
+        found = re.search(r"reward ([\d.]+) -> ([\d.]+); the model is in", printed)
+        first, last = map(float, found.groups()) if found else (0.0, 0.0)
+        passed["the ten lines learn"] = last - first >= RISE
+        passed["PPOTrainer and GRPOTrainer"], _ = run("trainers", ROWS + PPO + GRPO, folder, model)
+        passed["RolloutWorker and TrainerWorker"], _ = run("workers", ROWS + LOOP + WORKERS, folder, model)
+        stopped, printed = run("breakpoint", DEBUGGED, folder, model, debugger=DEBUGGER)
+        passed["a breakpoint in a reward"] = (
+            stopped and "'the truth is 002'" in printed and "trained to the end" in printed
+        )
+    figures = {"snippets": len(page) + 3, "reward_before": first, "reward_after": last, "rise_asked": RISE}
+    finish("api", all(passed.values()), **figures, seconds=round(watch.seconds()), **passed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""The Python trainers: what is given becomes settings and files; what they offer is pinned."""
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import verl
+from verl.config.load import Loaded
+from verl.errors import ConfigError, DataError
+from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
+from verl.trainer.prompts import rows_of, write_rows
+
+pytestmark = pytest.mark.unit
+
+OFFERED = {
+    "verl": {"GRPOTrainer", "PPOTrainer", "Training", "TrainingConfig", "__version__"},
+    "verl.trainer": {"TrainingConfig"},
+    "verl.workers": {"Rollout", "RolloutWorker", "TrainerWorker"},
+}
+
+
+@pytest.mark.parametrize("module", OFFERED)
+def test_what_is_offered_is_pinned_and_there(module: str) -> None:
+    found = importlib.import_module(module)
+    assert set(found.__all__) == OFFERED[module]
+    for name in found.__all__:
+        assert getattr(found, name).__doc__
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        found.no_such_thing  # noqa: B018
+
+
+def loaded(trainer: GRPOTrainer | PPOTrainer) -> Loaded:
+    trainer.folder.mkdir(exist_ok=True)
+    return trainer._loaded(trainer.prompts)
+
+
+def test_a_config_becomes_settings(tmp_path: Path) -> None:
+    config = TrainingConfig(
+        total_epochs=3, batch_size=8, learning_rate=1e-5, ppo_epochs=4, clip_range=0.1, kl_coef=0.1, devices=2
+    )
+    grpo = loaded(GRPOTrainer("some/model", config=config, prompts=["a"], folder=tmp_path / "run")).config
+    assert (grpo.algorithm.adv_estimator, grpo.actor_rollout_ref.rollout.n) == ("grpo", 8)
+    assert (grpo.data.train_batch_size, grpo.trainer.total_epochs, grpo.trainer.n_gpus_per_node) == (8, 3, 2)
+    actor = grpo.actor_rollout_ref.actor
+    assert (actor.optim.lr, actor.ppo_epochs, actor.clip_ratio, actor.ppo_mini_batch_size) == (1e-5, 4, 0.1, 8)
+    assert (actor.use_kl_loss, actor.kl_loss_coef) == (True, 0.1)
+    ppo = loaded(PPOTrainer("some/model", config=config, prompts=["a"], folder=tmp_path / "run")).config
+    assert (ppo.algorithm.adv_estimator, ppo.actor_rollout_ref.rollout.n) == ("gae", 1)
+    assert (ppo.algorithm.use_kl_in_reward, ppo.algorithm.kl_ctrl.kl_coef) == (True, 0.1)
+
+
+def test_any_setting_has_the_last_word_and_a_wrong_one_is_named(tmp_path: Path) -> None:
+    def made(**settings: Any) -> GRPOTrainer:
+        config = TrainingConfig(settings={key.replace("__", "."): value for key, value in settings.items()})
+        return GRPOTrainer("some/model", config=config, prompts=["a"], folder=tmp_path / "run")
+
+    assert loaded(made(algorithm__adv_estimator="rloo")).config.algorithm.adv_estimator == "rloo"
+    with pytest.raises(
+        ConfigError, match=r"(?s)trainer\.sede: is not a setting.*algorithm\.adv_estimator: rlo must be"
+    ):
+        loaded(made(algorithm__adv_estimator="rlo", trainer__sede=3))
+
+
+def test_a_run_in_one_process_takes_transformers(tmp_path: Path) -> None:
+    config = loaded(GRPOTrainer("some/model", prompts=["a"], local=True, folder=tmp_path / "run")).config
+    assert (config.trainer.local, config.actor_rollout_ref.rollout.name) == (True, "hf")
+
+
+def test_a_function_is_named_and_a_file_is_a_path(tmp_path: Path) -> None:
+    def short(response: str) -> float:
+        return -len(response)
+
+    given = loaded(GRPOTrainer("some/model", prompts=["a"], reward=short, folder=tmp_path / "run")).config
+    assert given.reward.custom_reward_function.name == "short"
+    filed = loaded(GRPOTrainer("some/model", prompts=["a"], reward="mine.py", folder=tmp_path / "run")).config
+    assert filed.reward.custom_reward_function.path == "mine.py"
+
+
+def test_no_prompts_are_said(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prompts: there are none"):
+        GRPOTrainer("some/model", folder=tmp_path).train()
+    with pytest.raises(DataError, match="was read to its end"):
+        write_rows(iter(()), tmp_path / "rows.jsonl")
+
+
+CHAT = [{"role": "user", "content": "Hi"}]
+
+
+def test_texts_chats_and_rows_become_rows() -> None:
+    assert list(rows_of(["a", CHAT, {"prompt": CHAT, "answer": "b"}])) == [
+        {"prompt": "a"},
+        {"prompt": CHAT},
+        {"prompt": CHAT, "answer": "b"},
+    ]
+
+
+def test_batches_of_a_loader_become_rows() -> None:
+    rows = [{"prompt": f"{n}", "reward_model": {"ground_truth": str(n)}, "level": n} for n in range(5)]
+    found = list(rows_of(DataLoader(rows, batch_size=2)))
+    assert [{**row, "level": int(row["level"])} for row in found] == rows
+    assert list(rows_of(DataLoader(["a", "b", "c"], batch_size=2))) == [{"prompt": one} for one in "abc"]
+    assert list(rows_of(DataLoader(rows, batch_size=2, collate_fn=list))) == rows
+
+
+def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
+    path = write_rows([{"prompt": "a", "level": torch.tensor(3)}], tmp_path / "rows.jsonl")
+    assert Path(path).read_text() == '{"prompt": "a", "level": 3}\n'
+    with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
+        list(rows_of(["a", 3]))
+    with pytest.raises(DataError, match=r"is a dict with question; .*rows with a \"prompt\""):
+        list(rows_of([{"question": "a"}]))
+    with pytest.raises(DataError, match="make text of it"):
+        write_rows([{"prompt": "a", "what": object()}], tmp_path / "rows.jsonl")
+
+
+def test_a_version_is_told() -> None:
+    assert verl.__version__

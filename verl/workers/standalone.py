@@ -1,0 +1,292 @@
+"""Rollout and training as two objects in the user's own process, for loops of one's own. No Ray.
+
+Both are given the same model: the trainer changes its weights, the rollouts see it and bring them into the engine.
+
+>>> rollouts = RolloutWorker(model, inference_engine="vllm", reward=my_reward, n=8)
+>>> trainer = TrainerWorker(model, optimizer)
+>>> for _ in range(100):
+...     metrics = trainer.train_step(rollouts.generate(prompts))
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from verl.cluster.handles import get_all
+from verl.cluster.session import free_port
+from verl.cluster.waits import A_MONTH_S
+from verl.errors import ConfigError, EngineError, RewardError
+from verl.types import Prompt, Sample, SamplingParams
+from verl.workers.episodes import deposit
+from verl.workers.rollout import make_engine
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from verl.agents.scoring import Score
+
+__all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
+
+T = TypeVar("T")
+PARCEL_BYTES = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One answer: the prompt as it was given, the answer as text, its score, and the tokens for training."""
+
+    prompt: Any
+    response: str
+    score: float
+    sample: Sample
+
+
+class RolloutWorker:
+    """An engine that answers prompts with the model's current weights, and scores the answers."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        inference_engine: str = "vllm",
+        device: str | None = None,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        reward: Callable[..., Any] | None = None,
+        n: int = 8,
+        max_new_tokens: int = 512,
+        max_model_len: int = 4096,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+    ) -> None:
+        """`n` answers a prompt. Without a `reward` the shipped scorers are chosen by the `data_source` of a prompt's
+        row. `inference_engine` is "vllm", on the first GPU that is visible, or "hf" (transformers: slow, in this
+        process)."""
+        import torch
+        from transformers import AutoTokenizer
+
+        self.model, self.n = model, n
+        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+        self._sampling = SamplingParams(
+            max_new_tokens, temperature, top_p, stop_token_ids=_ends(model, self.tokenizer.eos_token_id)
+        )
+        self._reward = reward
+        self._loop = _Loop()
+        self._folder = tempfile.TemporaryDirectory(prefix="verl-rollout-")
+        model.save_pretrained(self._folder.name)
+        self.tokenizer.save_pretrained(self._folder.name)
+        kind = usable(device).partition(":")[0]
+        settings = _engine_settings(inference_engine, self._folder.name, kind, max_model_len)
+        self._dtype = getattr(torch, settings["dtype"])
+        self._engine = make_engine(inference_engine, settings)
+        self._seen, self._version, self._groups = -1, -1, 0
+        with _main_hidden():
+            self._loop.finish(self._engine.start())
+        self._score: Score = self._loop.finish(self._scoring())
+
+    def generate(self, prompts: Sequence[Any]) -> list[Rollout]:
+        """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
+        is told of it. An answer that could not be scored raises what went wrong."""
+        return self._loop.finish(self._generate(list(prompts)))
+
+    def close(self) -> None:
+        """End the engine's processes."""
+        self._loop.finish(self._engine.close())
+        self._loop.close()
+        self._folder.cleanup()
+
+    async def _generate(self, prompts: list[Any]) -> list[Rollout]:
+        from verl.agents.runner import EpisodeRunner
+
+        await self._take_weights()
+        runner = EpisodeRunner(self._engine.generate, self._score, self._text)
+        rows = [self._prompt(number, row) for number, row in enumerate(prompts)]
+        first, self._groups = self._groups, self._groups + len(rows)
+        seeds: list[int | None] = [None] * self.n
+        answered = await asyncio.gather(
+            *(runner.run(prompt, first + number, seeds, self._sampling) for number, prompt in enumerate(rows))
+        )
+        return [
+            self._rollout(prompt, sample) for prompt, samples in zip(rows, answered, strict=True) for sample in samples
+        ]
+
+    async def _take_weights(self) -> None:
+        """Bring the model's weights into the engine, if anything was written to them since."""
+        from verl.weights.parcel import pack
+
+        if (now := sum(parameter._version for parameter in self.model.parameters())) == self._seen:
+            return
+        self._version, self._seen = self._version + 1, now
+        parcels = list(pack(self.model.named_parameters(), max_bytes=PARCEL_BYTES, dtype=self._dtype))
+        await self._engine.load_weights(parcels, self._version)
+
+    async def _scoring(self) -> Score:
+        from verl.agents.scoring import by_function
+        from verl.rewards.here import ScoresHere
+
+        arguments: dict[str, Any] = {"path": None}
+        if self._reward is not None:
+            name = getattr(self._reward, "__name__", type(self._reward).__name__)
+            arguments = {"path": "python:", "name": name, "function": self._reward}
+        functions = ScoresHere(arguments)
+        await functions.start()
+        return by_function(functions.score)
+
+    def _prompt(self, number: int, row: Any) -> Prompt:
+        from verl.data.chat import encode_prompts
+        from verl.data.columns import told_to_rewards
+
+        fields = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+        raw = fields.pop("prompt")
+        [tokens] = encode_prompts(self.tokenizer, [raw], {})
+        return Prompt(number, tokens, raw=raw, **told_to_rewards(fields))
+
+    def _rollout(self, prompt: Prompt, sample: Sample) -> Rollout:
+        if sample.failure is not None:
+            raise RewardError(sample.failure.message)
+        return Rollout(prompt.raw, self._text(sample.tokens[sample.mask].tolist()), sample.score, sample)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+class TrainerWorker:
+    """Trains a model on scored answers, by the engine and the algorithms of `verl train`."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        optimizer: torch.optim.Optimizer | None = None,
+        device: str | None = None,
+        *,
+        estimator: str = "grpo",
+        clip_range: float = 0.2,
+        temperature: float = 1.0,
+        mini_batch_size: int | None = None,
+        micro_batch_tokens: int = 16384,
+    ) -> None:
+        """What `optimizer`, an Adam or AdamW, is told (learning rate, betas, eps, weight decay) holds here; it is not
+        used itself, since the engine keeps the weights in shards of its own. `mini_batch_size` is in prompts; None: all
+        of a step. After a step the model holds the new weights."""
+        import torch
+
+        from verl.algorithms.settings import LossOptions, Method
+        from verl.training.fsdp import FsdpEngine
+        from verl.training.group import init_process_group
+        from verl.training.policy import Policy
+        from verl.training.settings import FsdpSettings
+
+        if estimator in ("gae", "remax"):
+            needs = {"gae": "a critic", "remax": "greedy answers beside the others"}[estimator]
+            raise ConfigError([f"estimator={estimator}: needs {needs}, which only whole runs have; use a trainer"])
+        place = usable(device)
+        if ":" in place:
+            torch.cuda.set_device(place)
+        init_process_group(0, 1, "127.0.0.1", free_port(), place)
+        with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
+            model.save_pretrained(folder)
+            settings = FsdpSettings(folder, device=place, temperature=temperature, **_told(optimizer))
+            self._engine = FsdpEngine(settings)
+        options = LossOptions(clip_low=clip_range, clip_high=clip_range)
+        self._policy = Policy(self._engine, Method(estimator=estimator, loss_options=options))
+        self.model, self._mini_batch, self._budget = model, mini_batch_size, micro_batch_tokens
+
+    def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
+        """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
+        from verl.data.plan import Planner
+
+        if not rollouts:
+            raise EngineError("train_step: there is nothing to train on")
+        samples = [rollout.sample for rollout in rollouts]
+        groups = len({sample.group for sample in samples})
+        planner = Planner(1, self._mini_batch or groups, micro_batch_samples=None, micro_batch_tokens=self._budget)
+        plan = planner.plan([deposit(sample, number) for number, sample in enumerate(samples)])
+        [mine] = plan.ranks
+        prepared = self._policy.prepare(get_all(mine.refs, timeout=A_MONTH_S), mine)
+        updated = self._policy.update(mine)
+        self._give_weights()
+        return plan.metrics | prepared | updated
+
+    def close(self) -> None:
+        """Leave the group of ranks that it made, so that this process may make another."""
+        from verl.training.group import close_process_group
+
+        close_process_group()
+
+    def _give_weights(self) -> None:
+        import torch
+
+        own = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, tensor in self._engine.weights():
+                own[name].copy_(tensor)
+
+
+def usable(device: str | None) -> str:
+    """The device that was asked for, or what there is, with a word about it."""
+    import torch
+
+    there = torch.cuda.is_available()
+    if device is not None and device.startswith("cuda") and not there:
+        warnings.warn(f"device={device!r}: there is no CUDA device here; using the CPU", stacklevel=3)
+        return "cpu"
+    return device or ("cuda" if there else "cpu")
+
+
+def _engine_settings(name: str, folder: str, device: str, max_model_len: int) -> dict[str, Any]:
+    settings = {"model_path": folder, "dtype": "float32" if device == "cpu" else "bfloat16", "device": device}
+    return {**settings, "max_model_len": max_model_len} if name == "vllm" else settings
+
+
+def _ends(model: PreTrainedModel, own: int | None) -> tuple[int, ...]:
+    ends = getattr(model.generation_config, "eos_token_id", None)
+    return tuple(sorted({own, *(ends if isinstance(ends, list) else [ends])} - {None}))
+
+
+def _told(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    import torch
+
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
+        raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one group of parameters"])
+    return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+@contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Processes that vLLM starts meanwhile do not run the user's script once more, which multiprocessing has them do
+    for what they might need of it: nothing."""
+    main = vars(sys.modules["__main__"])
+    kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    main.pop("__file__", None)
+    main["__spec__"] = None
+    try:
+        yield
+    finally:
+        main.update(kept)
+
+
+class _Loop:
+    """An event loop in a thread of its own: engines live on it, and callers need none, or may have another."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-rollout", daemon=True)
+        self._thread.start()
+
+    def finish(self, work: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
