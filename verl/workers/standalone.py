@@ -266,7 +266,7 @@ def _main_hidden() -> Iterator[None]:
     """Processes that vLLM starts meanwhile do not run the user's script once more, which multiprocessing has them do
     for what they might need of it: nothing."""
     main = vars(sys.modules["__main__"])
-    kept = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
     main["__spec__"] = None
     try:
