@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.config.load import Loaded, load
+from verl.config.needs import publishes_adapter
 from verl.config.sizes import derived_sizes, render_sizes
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, report
@@ -36,7 +37,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, Loaded]:
     parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps (default: %(default)s)")
     options, overrides = parser.parse_known_args(argv)
     folder = Path(options.dir)
-    [loaded] = load([*demo_settings(Assets(folder), options.steps), *overrides])
+    settings = [*demo_settings(Assets(folder), options.steps), *overrides]
+    [loaded] = load(settings)
+    if publishes_adapter(loaded.config):  # the model is still being made when the engines would read it
+        [loaded] = load([*settings, "actor_rollout_ref.rollout.lora_transport=merged"])
     return folder, loaded
 
 

@@ -57,6 +57,8 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
         inject_adapter_in_model(config, model.backbone, NAME)
     for name, parameter in model.hf.named_parameters():
         parameter.requires_grad_(is_trained(name))
+        if is_adapter(name):  # small, and updates of it smaller: in float32 whatever the weights are kept in
+            parameter.data = parameter.data.float()
 
 
 def is_trained(name: str) -> bool:

@@ -78,6 +78,13 @@ def test_names_without_a_linear_module_are_refused_with_those_that_have_one(
         loaded(path, LoraSettings(2, targets=targets))
 
 
+def test_an_adapter_is_kept_in_float32_on_weights_of_any_type(path: Path) -> None:
+    model = load_model(str(path), dtype=torch.bfloat16, lora=LoraSettings(4))
+    kinds = {(is_adapter(name), parameter.dtype) for name, parameter in model.named_parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+    assert model.packed(TOKENS, POSITIONS, [9]).isfinite().all()
+
+
 def test_a_critic_trains_its_head_too(path: Path) -> None:
     model = loaded(path, LoraSettings(4), "value")
     others = {n for n, p in model.hf.named_parameters() if p.requires_grad and not is_adapter(n)}

@@ -1,0 +1,79 @@
+"""An adapter from the command line to a model of its own: real Ray, FSDP2 and vLLM, then transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from verl.checkpoint.format import entries
+from verl.demo.assets import make_assets
+from verl.demo.folder import Assets
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+
+
+def verl(*arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "verl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=420)
+
+
+def train(assets: Assets, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
+    return verl(
+        "train",
+        f"actor_rollout_ref.model.path={assets.model}",
+        f"data.train_files={assets.train}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=8",
+        "actor_rollout_ref.actor.use_kl_loss=True",
+        "actor_rollout_ref.actor.kl_loss_type=full",
+        "actor_rollout_ref.actor.lora_rank=8",
+        "actor_rollout_ref.actor.optim.lr=1e-2",
+        "actor_rollout_ref.rollout.n=4",
+        f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'show' / '_rewards.py'}",
+        "trainer.n_gpus_per_node=1",
+        f"trainer.default_local_dir={folder}",
+        *overrides,
+    )
+
+
+def test_an_adapter_trains_with_vllm_goes_on_with_transformers_and_is_exported(tmp_path: Path) -> None:
+    assets = make_assets(tmp_path / "assets")
+    first = train(assets, tmp_path / "run", "trainer.total_training_steps=2", "trainer.save_freq=2")
+    assert first.returncode == 0, first.stdout + first.stderr
+    again = train(
+        assets,
+        tmp_path / "run",
+        "trainer.total_training_steps=3",
+        "trainer.save_freq=3",
+        "actor_rollout_ref.rollout.name=hf",  # gets all weights, with the adapter merged in
+    )
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "going on with step 3" in again.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    assert [line["step"] for line in steps] == [1, 2, 3]
+    assert all(line["training/rollout_logprobs_diff_max"] < 1e-4 for line in steps)
+    assert all(line["weights/probe_gap"] < 1e-4 for line in steps)
+
+    actor = tmp_path / "run" / "global_step_3" / "actor"
+    assert all(".lora_" in name for name in entries(actor) if name.startswith("model."))
+    for name, more in (("merged", []), ("adapter", ["--adapter"])):
+        done = verl("merge", "--local_dir", actor, "--target_dir", tmp_path / name, *more)
+        assert done.returncode == 0, done.stderr
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(assets.model), tmp_path / "adapter")
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        gap = merged(tokens).logits - adapted(tokens).logits
+        moved = merged(tokens).logits - AutoModelForCausalLM.from_pretrained(assets.model)(tokens).logits
+    assert float(gap.abs().max()) < 1e-4
+    assert float(moved.abs().max()) > 1e-3
