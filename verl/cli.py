@@ -99,6 +99,12 @@ def _train(argv: list[str]) -> int | None:
     return train(argv)
 
 
+def _sft(argv: list[str]) -> int:
+    from verl.trainer.sft_trainer import main as sft
+
+    return sft(argv)
+
+
 def _demo(argv: list[str]) -> int | None:
     from verl.demo.main import main as demo
 
@@ -224,6 +230,14 @@ COMMANDS: dict[str, Command] = {
         "example:\n  verl train data.train_files=train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct "
         "actor_rollout_ref.rollout.n=8\n",
         _train,
+    ),
+    "sft": Command(
+        "train a model on examples: supervised fine-tuning",
+        "usage: verl sft [settings]\n\n"
+        "Train a model on prompts and answers, or on whole conversations. `verl config --sft` lists the settings.\n\n"
+        f"{_GRAMMAR}\n"
+        "example:\n  verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B optim.lr=1e-5\n",
+        _sft,
     ),
     "demo": Command(
         "make a tiny model and watch it learn, without a download",

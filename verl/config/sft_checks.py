@@ -11,7 +11,7 @@ from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, withou
 from verl.config.schema import SftConfig
 from verl.config.sizes import Size, how_ranks, train_ranks
 
-__all__ = ["contradictions", "hints", "missing", "sft_sizes"]
+__all__ = ["contradictions", "hints", "missing", "saves_hf", "sft_sizes"]
 
 
 def contradictions(config: SftConfig) -> Iterator[Finding]:
@@ -19,7 +19,7 @@ def contradictions(config: SftConfig) -> Iterator[Finding]:
     yield from of_any_run(config)
     steps = config.trainer.total_training_steps
     yield from endless_warmup("optim", config.optim, steps, steps)
-    if _saves_hf(config) and "model" not in config.checkpoint.save_contents:
+    if saves_hf(config) and "model" not in config.checkpoint.save_contents:
         yield Finding(
             ("trainer.save_hf", "checkpoint.save_contents"),
             "checkpoint.save_contents: trainer.save_hf or hf_model makes a model of the weights in the checkpoint, and "
@@ -64,7 +64,8 @@ def sft_sizes(config: SftConfig) -> list[Size]:
     ]
 
 
-def _saves_hf(config: SftConfig) -> bool:
+def saves_hf(config: SftConfig) -> bool:
+    """Whether checkpoints also hold the model for `from_pretrained`, asked for in either spelling."""
     return config.trainer.save_hf or "hf_model" in config.checkpoint.save_contents
 
 

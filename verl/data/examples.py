@@ -24,7 +24,7 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "ExampleReader", "conversation_example", "pair_example"]
+__all__ = ["Example", "ExampleReader", "conversation_example", "pair_example", "without_header"]
 
 ANSWERS = "assistant"
 """The role whose messages are trained."""
@@ -109,6 +109,24 @@ def pair_example(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, s
     if not written or written[-1] not in stops:
         written = [*written, _end(tokenizer)]
     return _example([*given, *written], [*[False] * len(given), *[True] * len(written)])
+
+
+def without_header(tokenizer: PreTrainedTokenizerBase, prompt: str, template_kwargs: Mapping[str, Any]) -> str | None:
+    """What should be said of a finished prompt that ends where the template ends a message: the header is missing after
+    which the model writes its answers."""
+    asked = [{"role": "user", "content": "?"}]
+    try:
+        closed, opened = (render(tokenizer, asked, {**template_kwargs, "add_generation_prompt": on}) for on in (0, 1))
+    except DataError:  # no template, or none for such a message
+        return None
+    ending, header = closed.rpartition("?")[2], opened.removeprefix(closed)
+    if not ending.strip() or not header or header == opened or not prompt.endswith(ending) or prompt.endswith(header):
+        return None
+    return (
+        f"the prompts end with {ending!r}, as the chat template ends a message, and not with {header!r}, after which "
+        "the model is asked for its answers: it would learn to answer where it never will. Write them with "
+        "apply_chat_template(..., add_generation_prompt=True), or as lists of messages"
+    )
 
 
 def conversation_example(

@@ -31,11 +31,13 @@ class _Column:
 
 
 _LEARNING = (
+    _Column("loss", ("train/loss",), ".4f", 6, "bold green"),
+    _Column("lr", ("train/lr",), ".1e", 7),
     _Column("reward", ("reward/mean",), ".3f", 6, "bold green"),
     _Column("kl", ("actor/kl", "actor/kl_loss", "actor/ppo_kl"), ".4f", 7),
     _Column("entropy", ("actor/entropy",), ".2f", 5),
     _Column("clip", ("actor/pg_clipfrac",), ".2f", 5),
-    _Column("grad", ("actor/grad_norm",), ".2f", 5),
+    _Column("grad", ("actor/grad_norm", "train/grad_norm"), ".2f", 5),
     _Column("critic", ("critic/vf_loss",), ".4f", 6),
     _Column("process", ("process/accuracy",), ".2f", 5),
     _Column("dropped", ("sampling/groups_dropped",), ".0f", 4),

@@ -67,7 +67,7 @@ class ConsoleSink:
         self._console = console
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        if "reward/mean" in metrics:
+        if "reward/mean" in metrics or "train/loss" in metrics:
             self._console.step(metrics, step)
         if any(name.startswith("val/") for name in metrics):
             self._console.validation(metrics, step)

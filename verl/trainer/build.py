@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
 from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
@@ -31,7 +30,7 @@ from verl.trainer.evaluate import Evaluator
 from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.saving import Saver
-from verl.trainer.start import changed, open_site, open_tracker, resume, shown_by_device
+from verl.trainer.start import changed, full_path, open_site, open_tracker, resume, shown_by_device
 from verl.trainer.translate import (
     compute_dtype,
     deadlines,
@@ -206,14 +205,10 @@ async def _close_all(engines: Sequence[RemoteEngine | RemoteRewardModel]) -> Non
 
 
 def _absolute(config: Config) -> Config:
-    """Local paths in full: workers on a cluster that was started elsewhere have another working directory."""
-
-    def full(path: str) -> str:
-        found = Path(path).expanduser()
-        return str(found.absolute()) if found.exists() else path
+    """Local paths in full, wherever the workers are started."""
 
     def all_full(paths: str | list[str] | None) -> str | list[str] | None:
-        return [full(path) for path in paths] if isinstance(paths, list) else paths and full(paths)
+        return [full_path(path) for path in paths] if isinstance(paths, list) else paths and full_path(paths)
 
     data = {name: all_full(getattr(config.data, name)) for name in ("train_files", "val_files")}
     model, reward = config.actor_rollout_ref.model, config.reward
@@ -222,7 +217,7 @@ def _absolute(config: Config) -> Config:
         {
             "data": data,
             "actor_rollout_ref": {
-                "model": {"path": full(model.path), "tokenizer_path": all_full(model.tokenizer_path)}
+                "model": {"path": full_path(model.path), "tokenizer_path": all_full(model.tokenizer_path)}
             },
             "critic": {"model": {"path": all_full(config.critic.model.path)}},
             "reward": {

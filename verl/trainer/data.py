@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl.artefacts import model_problems
 from verl.config.needs import uses_critic
+from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
+from verl.config.schema.sft import SftConfig
 from verl.data.check import inspect_files, oddities
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, what_is_there
@@ -20,7 +22,20 @@ from verl.rewards.who import who_scores
 from verl.trainer.order import load_sampler, order_of
 from verl.workers.episodes import DatasetSettings
 
-__all__ = ["RunData", "check_files", "read_data"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "RunData",
+    "cache_dir",
+    "check_files",
+    "open_tokenizer",
+    "raise_all",
+    "read_data",
+    "splits",
+    "stop_tokens",
+    "wrong_models",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +60,11 @@ def check_files(config: Config) -> None:
         raise ConfigError(wrong)
     if config.data.sampler is not None:
         load_sampler(config.data.sampler)
-    problems = [problem for split in _splits(config) for problem in _inspect(config, split)]
+    raise_all([problem for split in splits(config) for problem in _inspect(config, split)])
+
+
+def raise_all(problems: list[str]) -> None:
+    """What is wrong with the data, if anything is: all of it at once."""
     if len(problems) == 1:
         raise DataError(problems[0])
     if problems:
@@ -63,10 +82,15 @@ def _wrong_models(config: Config) -> Iterator[str]:
         paths["reward.prime.model_path"] = reward.prime.model_path
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
+    return wrong_models(paths, trust_remote_code=actor.trust_remote_code)
+
+
+def wrong_models(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
+    """The same of the paths that these settings name."""
     for key, path in paths.items():
         if path is None:
             continue
-        problems = model_problems(path, trust_remote_code=actor.trust_remote_code)
+        problems = model_problems(path, trust_remote_code=trust_remote_code)
         yield from (f"{key}: {problem}" for problem in problems)
         if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
             continue
@@ -78,18 +102,14 @@ def _wrong_models(config: Config) -> Iterator[str]:
 def read_data(config: Config) -> RunData:
     """Tokenise every prompt once, to know which are too long (streamed ones are only tried); `DataError` says what is
     wrong with a file."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig
 
     model = config.actor_rollout_ref.model
-    trust = model.trust_remote_code
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(model.tokenizer_path or model.path, trust_remote_code=trust)
-    except (OSError, ValueError) as error:
-        raise ConfigError([f"actor_rollout_ref.model.path={model.path}: no tokenizer found: {error}"]) from error
+    tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
     datasets: dict[str, DatasetSettings] = {}
     reports: list[str] = []
     val_sources: list[str] = []
-    for split, files in _splits(config).items():
+    for split, files in splits(config).items():
         arguments: dict[str, Any] = {
             "prompt_key": config.data.prompt_key,
             "max_prompt_length": config.data.max_prompt_length,
@@ -105,7 +125,7 @@ def read_data(config: Config) -> RunData:
             **arguments,
             streaming=split == "train" and _streams(config),
             num_workers=config.data.num_workers,
-            cache_dir=_cache_dir(config),
+            cache_dir=cache_dir(config),
         )
         arguments["streaming"] = dataset.report.streamed
         datasets[split] = DatasetSettings(files, arguments, dataset.kept)
@@ -123,16 +143,34 @@ def read_data(config: Config) -> RunData:
         if unknown:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
+    found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    stops = stop_tokens(model.path, tokenizer)
+    return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)
+
+
+def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of the model that is trained; `section` is where its settings stand."""
+    from transformers import AutoTokenizer
+
+    path = model.tokenizer_path or model.path
     try:
-        ends = GenerationConfig.from_pretrained(model.path).eos_token_id
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{section}.path={model.path}: no tokenizer found: {error}"]) from error
+
+
+def stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end an answer of the model at `path`."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:  # the model brings none: the tokenizer's end token is all there is
         ends = None
-    stops = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
-    vocabulary = AutoConfig.from_pretrained(model.path, trust_remote_code=trust).get_text_config().vocab_size
-    return RunData(datasets, order, val_sources, reports, tuple(sorted(stops)), vocabulary)
+    return tuple(sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}))
 
 
-def _splits(config: Config) -> dict[str, list[str]]:
+def splits(config: Config | SftConfig) -> dict[str, list[str]]:
     """The entries of the data files that there are: paths and patterns."""
     given = {"train": config.data.train_files, "val": config.data.val_files}
     return {split: [files] if isinstance(files, str) else files for split, files in given.items() if files}
@@ -144,7 +182,7 @@ def _inspect(config: Config, split: str) -> list[str]:
     if split == "train" and config.data.curriculum_key is not None:
         keys["curriculum_key"] = config.data.curriculum_key
     weighted = split == "train" and config.data.train_weights is not None
-    return inspect_files(_splits(config)[split], keys, weighted=weighted)
+    return inspect_files(splits(config)[split], keys, weighted=weighted)
 
 
 def _streams(config: Config) -> bool | None:
@@ -171,5 +209,6 @@ def _cautions(config: Config, dataset: PromptDataset) -> list[str]:
     return found
 
 
-def _cache_dir(config: Config) -> Path:
+def cache_dir(config: Config | SftConfig) -> Path:
+    """Where lengths are kept from one start to the next."""
     return Path(config.data.cache_dir or "~/.cache/verl").expanduser() / "lengths"

@@ -31,7 +31,7 @@ from verl.trainer.saving import find_checkpoint
 from verl.trainer.translate import deadlines
 from verl.workers.rank import RankGroup
 
-__all__ = ["Site", "changed", "open_site", "open_tracker", "resume", "shown_by_device"]
+__all__ = ["Site", "changed", "full_path", "open_site", "open_tracker", "resume", "shown_by_device"]
 
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)
@@ -94,6 +94,13 @@ async def _with_devices_left(config: C, device: str, console: Console) -> C:
 
 def _owned(device: str) -> str:
     return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
+
+
+def full_path(path: str) -> str:
+    """A local path in full: workers on a cluster that was started elsewhere have another working directory. A name on a
+    hub stays as it is."""
+    found = Path(path).expanduser()
+    return str(found.absolute()) if found.exists() else path
 
 
 def changed(section: S, changes: Mapping[str, Any]) -> S:

@@ -1,0 +1,151 @@
+"""The loop of supervised training without processes: what is dealt out, validated, saved and gone on with."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import rich.console
+
+from verl.checkpoint.manifest import CheckpointDir
+from verl.data.examples import Example
+from verl.data.order import InOrder, Shuffled
+from verl.data.plan import Limit
+from verl.data.supervised import Share, shares
+from verl.tracking.console import Console
+from verl.trainer.faults import Faults
+from verl.trainer.fitting import Timetable
+from verl.trainer.saving import Saver
+from verl.trainer.sft import SftTrainer
+from verl.trainer.sft_data import Feed, HeldOut
+from verl.trainer.stopping import Stopping
+
+pytestmark = pytest.mark.unit
+
+ROWS = [Example(np.full(length, row, np.int32), np.arange(length) > 0) for row, length in enumerate([3, 5, 2, 4, 6])]
+CUT = partial(shares, ranks=2, limit=Limit(samples=2, tokens=None))
+
+
+class FakeModel:
+    """Remembers what it was trained on; the loss of a token is its row."""
+
+    def __init__(self) -> None:
+        self.trained: list[list[int]] = []
+        self.saved_at: list[Mapping[str, Any]] = []
+
+    async def update(self, parts: Sequence[Share]) -> dict[str, float]:
+        rows = [int(part.tokens[start]) for part in parts for start in part.offsets[:-1]]
+        self.trained.append(sorted(rows))
+        return {
+            "train/loss": 1.0,
+            "train/grad_norm": math.nan if 4 in rows else 1.0,
+            "train/skipped_steps": float(4 in rows),
+        }
+
+    async def loss(self, parts: Sequence[Share]) -> tuple[float, float]:
+        return sum(float(part.tokens[part.mask].sum()) for part in parts), sum(float(part.mask.sum()) for part in parts)
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        self.saved_at.append(trainer["data"])
+
+    async def saved(self, *, wait: bool) -> bool:
+        return True
+
+
+class Log:
+    def __init__(self) -> None:
+        self.lines: list[tuple[int, dict[str, float]]] = []
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self.lines.append((step, dict(metrics)))
+
+    def close(self) -> None: ...
+
+
+def trainer_of(
+    tmp_path: Path,
+    model: FakeModel,
+    feed: Feed,
+    timetable: Timetable,
+    version: int = 0,
+    held_out: HeldOut | None = None,
+):
+    out = io.StringIO()
+    console = Console(out=rich.console.Console(file=out))
+    saver = Saver(model, CheckpointDir(tmp_path), console)
+    log = Log()
+    return SftTrainer(feed, model, held_out, saver, timetable, log, console, Faults(console), version), log, out
+
+
+async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_path: Path) -> None:
+    model, order = FakeModel(), Shuffled(len(ROWS), seed=3)
+    trainer, log, _ = trainer_of(tmp_path, model, Feed(ROWS, order, 2, CUT), Timetable(2, 5, save_every=2))
+    await trainer.fit()
+    drawn = [[order.row(position) for position in range(2 * step, 2 * step + 2)] for step in range(5)]
+    assert model.trained == [sorted(rows) for rows in drawn]
+    assert sorted(row for rows in model.trained for row in rows) == sorted(list(range(5)) * 2)
+    assert [state["position"] for state in model.saved_at] == [4, 8, 10]
+    steps = [metrics for _, metrics in log.lines if "train/loss" in metrics]
+    assert [metrics["data/position"] for metrics in steps] == [2, 4, 6, 8, 10]
+    assert steps[0]["plan/tokens"] == sum(len(ROWS[row].tokens) for row in drawn[0])
+    assert steps[0]["plan/trained_tokens"] == steps[0]["plan/tokens"] - 2
+
+
+async def test_a_resumed_run_goes_on_at_its_position_also_with_another_batch_size(tmp_path: Path) -> None:
+    model = FakeModel()
+    feed = Feed(ROWS, InOrder(len(ROWS)), 3, CUT, start=4, version=2)
+    trainer, _, _ = trainer_of(tmp_path, model, feed, Timetable(3, 4), version=2)
+    await trainer.fit()
+    assert model.trained == [[0, 1, 4], [2, 3, 4]]
+
+
+async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_and_at_the_end(tmp_path: Path) -> None:
+    model = FakeModel()
+    held_out = HeldOut(ROWS, 2, CUT)
+    feed, timetable = Feed(ROWS, InOrder(5), 1, CUT), Timetable(1, 3, validate_every=2, validate_last=True)
+    trainer, log, _ = trainer_of(tmp_path, model, feed, timetable, held_out=held_out)
+    await trainer.fit()
+    found = [(step, metrics["val/loss"]) for step, metrics in log.lines if "val/loss" in metrics]
+    mean = sum(row * (len(example.tokens) - 1) for row, example in enumerate(ROWS)) / sum(
+        len(e.tokens) - 1 for e in ROWS
+    )
+    assert [step for step, _ in found] == [0, 2, 3]
+    assert all(loss == pytest.approx(mean) for _, loss in found)
+
+
+async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_path: Path) -> None:
+    timetable = Timetable(1, 3, validate_first=False, validate_last=True)
+    trainer, log, _ = trainer_of(
+        tmp_path, FakeModel(), Feed(ROWS, InOrder(5), 1, CUT), timetable, held_out=HeldOut(ROWS, 9, CUT)
+    )
+    await trainer.fit()
+    assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
+
+
+async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_path: Path) -> None:
+    model, stopping = FakeModel(), Stopping()
+    trainer, _, out = trainer_of(tmp_path, model, Feed(ROWS, InOrder(5), 1, CUT), Timetable(1, 5))
+    stopping.ask()
+    await trainer.fit(stopping)
+    assert [state["position"] for state in model.saved_at] == [1]
+    assert "saved and ended after step 1" in out.getvalue()
+
+
+async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
+    trainer, _, out = trainer_of(tmp_path, FakeModel(), Feed(ROWS, InOrder(5), 1, CUT, start=4), Timetable(1, 1))
+    await trainer.fit()
+    assert "step 1 moved no weights: the gradient's norm is nan" in out.getvalue()
+
+
+async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
+    feed = Feed(ROWS, InOrder(5), 2, CUT)
+    first, third = await feed.take(0), await feed.take(2)
+    assert sorted({int(token) for share in first.shares for token in share.tokens}) == [0, 1]
+    assert sorted({int(token) for share in third.shares for token in share.tokens}) == [0, 4]
+    feed.close()

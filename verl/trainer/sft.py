@@ -1,0 +1,78 @@
+"""The loop of supervised training. One step is `SftTrainer.step`; `fitting` decides when to validate, save and stop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from verl.data.supervised import Share
+from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics, resident_gib, timer
+from verl.tracking.sinks import Sink
+from verl.trainer.faults import Faults
+from verl.trainer.fitting import Fitting, Timetable
+from verl.trainer.saving import Saver
+from verl.trainer.sft_data import Feed, HeldOut
+
+__all__ = ["SftTrainer", "TrainedModel"]
+
+
+class TrainedModel(Protocol):
+    """The trained model over all ranks, as the loop needs it."""
+
+    async def update(self, shares: Sequence[Share]) -> dict[str, float]: ...
+    async def loss(self, shares: Sequence[Share]) -> tuple[float, float]: ...
+
+
+class SftTrainer(Fitting):
+    """Consumes batches of examples, produces versions of the weights."""
+
+    def __init__(
+        self,
+        feed: Feed,
+        model: TrainedModel,
+        held_out: HeldOut | None,
+        saver: Saver,
+        timetable: Timetable,
+        tracker: Sink,
+        console: Console,
+        faults: Faults,
+        version: int = 0,
+    ) -> None:
+        super().__init__(saver, timetable, tracker, console, faults, version)
+        self.feed, self.model, self.held_out = feed, model, held_out
+
+    async def step(self, version: int) -> Metrics:
+        """One optimiser step: a batch of examples in, weights of `version + 1` out."""
+        times = Metrics()
+        with timer(times, "step"):
+            with timer(times, "data"):
+                batch = await self.feed.take(version)  # read, tokenised and cut while the former step trained
+            with timer(times, "update"):
+                update = await self.model.update(batch.shares)
+        whole = {
+            "data/position": self.feed.position(version + 1),
+            "perf/throughput": batch.metrics["plan/tokens"] / times["timing_s/step"],
+            "perf/controller_rss_gib": resident_gib(),
+        }
+        return Metrics.merge(batch.metrics, update, times, whole)
+
+    async def report(self, metrics: Metrics) -> None:
+        await super().report(metrics)
+        if metrics.get("train/skipped_steps"):
+            norm = metrics["train/grad_norm"]
+            why = "no token of it is trained" if norm == 0 else f"the gradient's norm is {norm}"
+            self.console.advice(f"step {self.version} moved no weights: {why}")
+
+    async def validate(self) -> None:
+        if self.held_out is None:
+            return
+        times, total, tokens = Metrics(), 0.0, 0.0
+        with timer(times, "validation"):
+            async for shares in self.held_out.batches():
+                part, count = await self.model.loss(shares)
+                total, tokens = total + part, tokens + count
+        self.tracker.log({"val/loss": total / max(tokens, 1.0), **times}, self.version)
+
+    def state(self) -> dict[str, Any]:
+        return {"data": self.feed.state(self.version)}

@@ -1,0 +1,133 @@
+"""Settings of supervised training -> its objects."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
+
+from verl.checkpoint.manifest import CheckpointDir
+from verl.config.schema import SftConfig
+from verl.config.sft_checks import hints, saves_hf
+from verl.config.sizes import total_steps, train_ranks
+from verl.data.plan import Limit
+from verl.data.stream import PromptStream
+from verl.data.supervised import shares
+from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics, timer
+from verl.trainer.faults import Faults
+from verl.trainer.fitting import Timetable
+from verl.trainer.saving import Saver
+from verl.trainer.sft import SftTrainer
+from verl.trainer.sft_data import Feed, HeldOut, SftData, check_sft_files, read_sft_data
+from verl.trainer.start import changed, full_path, open_site, open_tracker, resume, shown_by_device
+from verl.trainer.translate import deadlines, optimiser, sharding
+from verl.training.settings import FsdpSettings
+from verl.workers.rank import RankSettings
+from verl.workers.sft import SftGroup
+
+__all__ = ["assemble_sft"]
+
+
+@asynccontextmanager
+async def assemble_sft(
+    config: SftConfig, console: Console, *, faults: Faults | None = None
+) -> AsyncIterator[SftTrainer]:
+    """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes."""
+    times, faults = Metrics(), faults or Faults(console)
+    config = _absolute(config)
+    check_sft_files(config)  # what can be seen to be wrong at once is said before anything is started
+    async with AsyncExitStack() as closing:
+        site = await closing.enter_async_context(open_site(config, console, faults, times))
+        config, ranks = site.config, train_ranks(site.config)
+        model = SftGroup.place(site.pool, ranks, share=1.0, deadlines=deadlines(config))
+        closing.callback(model.close)
+        with timer(times, "start_data"):
+            data = await asyncio.to_thread(read_sft_data, config)
+        timetable = _timetable(config, data)
+        for note in (*data.notes, _outlook(timetable, data), *shown_by_device(config, site.device, hints)):
+            console.note(note)
+        with timer(times, "start_train_workers"):
+            await model.start(rank_settings(config, timetable.total_steps, site.device))
+        stream = PromptStream(data.order)
+        version = await resume(config, model, stream, console)
+        faults.resumed(version)
+        tracker = open_tracker(config, console, timetable, version)
+        closing.callback(tracker.close)
+        tracker.log(times, version)
+        cut = partial(shares, ranks=ranks, limit=_limit(config))
+        feed = Feed(data.train, data.order, timetable.batch, cut, start=stream.position, version=version)
+        closing.callback(feed.close)
+        yield SftTrainer(
+            feed=feed,
+            model=model,
+            held_out=None if data.val is None else HeldOut(data.val, timetable.batch, cut),
+            saver=Saver(
+                model, CheckpointDir(config.trainer.checkpoint_dir), console, keep=config.trainer.max_ckpts_to_keep
+            ),
+            timetable=timetable,
+            tracker=tracker,
+            console=console,
+            faults=faults,
+            version=version,
+        )
+
+
+def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
+    """What every rank is told."""
+    model, contents = config.model, config.checkpoint
+    return RankSettings(
+        actor=FsdpSettings(
+            model.path,
+            role="train",
+            grad_clip=config.optim.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            device=device,
+            trust_remote_code=model.trust_remote_code,
+            **sharding(model.fsdp_config, device),
+            **optimiser("optim", config.optim, steps),
+        ),
+        seed=config.trainer.seed,
+        tokenizer_path=model.tokenizer_path,
+        save_hf=saves_hf(config),
+        save_contents={"actor": contents.save_contents},
+        load_contents={"actor": contents.load_contents},
+        deadlines=deadlines(config),
+    )
+
+
+def _limit(config: SftConfig) -> Limit:
+    data = config.data
+    if data.packing:
+        return Limit(samples=None, tokens=data.max_token_len_per_gpu)
+    return Limit(samples=data.micro_batch_size_per_gpu, tokens=None)
+
+
+def _timetable(config: SftConfig, data: SftData) -> Timetable:
+    return Timetable(
+        batch=config.data.train_batch_size,
+        total_steps=total_steps(config, len(data.train)),
+        save_every=config.trainer.save_freq,
+        validate_every=config.trainer.test_freq,
+        validate_first=config.trainer.val_before_train,
+        validate_last=True,
+    )
+
+
+def _outlook(timetable: Timetable, data: SftData) -> str:
+    epochs = timetable.total_steps * timetable.batch / len(data.train)
+    lengths = data.train.lengths
+    return (
+        f"{timetable.total_steps:,} steps of {timetable.batch:,} examples: {epochs:.3g} epochs; an example has "
+        f"{lengths.mean():,.0f} tokens on average, {lengths.max():,} at most"
+    )
+
+
+def _absolute(config: SftConfig) -> SftConfig:
+    """Local paths in full, wherever the workers are started."""
+    paths = {"path": full_path(config.model.path)}
+    if config.model.tokenizer_path is not None:
+        paths["tokenizer_path"] = full_path(config.model.tokenizer_path)
+    folder = str(config.trainer.checkpoint_dir.absolute())
+    return changed(config, {"model": paths, "trainer": {"default_local_dir": folder}})

@@ -1,0 +1,159 @@
+"""The data of a supervised run: read and checked once, then dealt out step by step, a step ahead of the training."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from verl.config.schema import SftConfig
+from verl.data.check import inspect_files, oddities
+from verl.data.examples import Example, ExampleReader, without_header
+from verl.data.order import InOrder, Order, Shuffled
+from verl.data.supervised import ExampleDataset, Share
+from verl.errors import ConfigError
+from verl.trainer.data import cache_dir, open_tokenizer, raise_all, splits, stop_tokens, wrong_models
+
+__all__ = ["Feed", "HeldOut", "SftData", "StepBatch", "check_sft_files", "read_sft_data"]
+
+Cut = Callable[[Sequence[Example]], list[Share]]
+"""A batch -> the share of every rank."""
+
+
+class Examples(Protocol):
+    """An `ExampleDataset`, or a list."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> Example: ...
+
+
+@dataclass(frozen=True, slots=True)
+class SftData:
+    """What a run trains on, in which order, what it is validated on, and what is worth saying about it."""
+
+    train: ExampleDataset
+    order: Order
+    val: ExampleDataset | None
+    notes: list[str]
+
+
+def check_sft_files(config: SftConfig) -> None:
+    """In a blink: the model and the data are there, and the data can be read and has the columns that it must."""
+    model, data = config.model, config.data
+    paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
+    if wrong := [*wrong_models(paths, trust_remote_code=model.trust_remote_code)]:
+        raise ConfigError(wrong)
+    keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
+    if data.messages_key is not None:
+        keys = {"messages_key": data.messages_key}
+    raise_all([problem for files in splits(config).values() for problem in inspect_files(files, keys)])
+
+
+def read_sft_data(config: SftConfig) -> SftData:
+    """Tokenise every example once: whatever is wrong with a row is known before anything is trained."""
+    data = config.data
+    tokenizer = open_tokenizer(config.model, "model")
+    reader = ExampleReader(
+        tokenizer,
+        stop_tokens(config.model.path, tokenizer),
+        data.prompt_key,
+        data.response_key,
+        data.messages_key,
+        data.tools_key,
+        data.apply_chat_template_kwargs,
+    )
+    found: dict[str, ExampleDataset] = {}
+    notes: list[str] = []
+    for split, files in splits(config).items():
+        found[split] = ExampleDataset(
+            files,
+            reader,
+            max_length=data.max_length,
+            truncation=data.truncation,
+            max_samples=data.train_max_samples if split == "train" else data.val_max_samples,
+            num_workers=data.num_workers,
+            cache_dir=cache_dir(config),
+        )
+        notes += [str(found[split].report), *oddities(found[split].files)]
+    train = found["train"]
+    first = next(file for file in train.files if len(file)).row(0).get(data.prompt_key)
+    if data.messages_key is None and isinstance(first, str):
+        caution = without_header(tokenizer, first, data.apply_chat_template_kwargs)
+        notes += [f"{train.report.name}: {caution}"] if caution else []
+    seed = config.trainer.seed if data.seed is None else data.seed
+    order = Shuffled(len(train), seed) if data.shuffle else InOrder(len(train))
+    return SftData(train, order, found.get("val"), notes)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBatch:
+    """The shares of all ranks, and numbers about them."""
+
+    shares: list[Share]
+    metrics: dict[str, float]
+
+
+class Feed:
+    """The batches of a run, each a pure function of its step; the next one is made while the former is trained on.
+
+    `start` is the place in the order at which the step after `version` begins.
+    """
+
+    def __init__(
+        self, dataset: Examples, order: Order, batch: int, cut: Cut, *, start: int = 0, version: int = 0
+    ) -> None:
+        self._dataset, self._order, self._batch, self._cut = dataset, order, batch, cut
+        self._start, self._version = start, version
+        self._ahead: tuple[int, asyncio.Task[StepBatch]] | None = None
+
+    def position(self, version: int) -> int:
+        """Where the step after `version` begins in the order."""
+        return self._start + (version - self._version) * self._batch
+
+    def state(self, version: int) -> dict[str, Any]:
+        """What a checkpoint of `version` holds: the position, and what it would be meaningless without."""
+        return {"position": self.position(version), **self._order.identity()}
+
+    async def take(self, version: int) -> StepBatch:
+        """The batch of the step after `version`; that of the next one is begun."""
+        ready = self._begin(version) if self._ahead is None or self._ahead[0] != version else self._ahead[1]
+        batch = await ready
+        self._ahead = version + 1, self._begin(version + 1)
+        return batch
+
+    def close(self) -> None:
+        """Nobody waits for the next batch any more."""
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+
+    def _begin(self, version: int) -> asyncio.Task[StepBatch]:
+        return asyncio.create_task(asyncio.to_thread(self._make, version))
+
+    def _make(self, version: int) -> StepBatch:
+        first = self.position(version)
+        rows = [self._order.row(position) for position in range(first, first + self._batch)]
+        shares = self._cut([self._dataset[row] for row in rows])
+        tokens = [len(share.tokens) for share in shares]
+        metrics = {
+            "plan/samples": len(rows),
+            "plan/tokens": sum(tokens),
+            "plan/trained_tokens": sum(int(share.mask.sum()) for share in shares),
+            "plan/imbalance": max(tokens) * len(tokens) / max(sum(tokens), 1),
+            "plan/micro_batches": len(shares[0].ends),
+        }
+        return StepBatch(shares, {name: float(value) for name, value in metrics.items()})
+
+
+class HeldOut:
+    """The examples of validation, batch by batch, always the same."""
+
+    def __init__(self, dataset: Examples, batch: int, cut: Cut) -> None:
+        self._dataset, self._batch, self._cut = dataset, batch, cut
+
+    async def batches(self) -> AsyncIterator[list[Share]]:
+        for first in range(0, len(self._dataset), self._batch):
+            yield await asyncio.to_thread(self._make, range(first, min(first + self._batch, len(self._dataset))))
+
+    def _make(self, rows: range) -> list[Share]:
+        return self._cut([self._dataset[row] for row in rows])
