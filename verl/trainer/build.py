@@ -123,7 +123,8 @@ async def assemble(
         async def start_policy() -> None:
             if model_ready is not None:
                 await timed("model", model_ready())
-            await timed("train_workers", policy.start(models))
+            for note in await timed("train_workers", policy.start(models)):
+                console.note(note)
 
         await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = PromptStream(data.order)

@@ -144,9 +144,11 @@ class RankGroup:
         actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
         return cls(ActorGroup("train worker", actors), deadlines)
 
-    async def start(self, settings: RankSettings) -> None:
+    async def start(self, settings: RankSettings) -> list[str]:
+        """Returns what the user should know of it, once, whichever ranks say it."""
         address = (await self._group.call("address", deadline=self._deadlines.start))[0]
-        await self._group.call("start", address, settings, deadline=self._deadlines.start)
+        notes = await self._group.call("start", address, settings, deadline=self._deadlines.start)
+        return list(dict.fromkeys(note for rank in notes for note in rank))
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         await self._group.call("save", directory, trainer, deadline=self._deadlines.checkpoint)

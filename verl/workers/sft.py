@@ -14,8 +14,11 @@ __all__ = ["SftGroup", "SftWorker"]
 class SftWorker(RankWorker):
     """The actor of one rank of a model that is trained on examples."""
 
-    def start(self, address: tuple[str, int], settings: RankSettings) -> None:
-        """Join the other ranks and load the model. New weights are the same everywhere, later draws differ by rank."""
+    def start(self, address: tuple[str, int], settings: RankSettings) -> list[str]:
+        """Join the other ranks and load the model. New weights are the same everywhere, later draws differ by rank.
+
+        Returns what the user should know of it.
+        """
         import torch
 
         from verl.training.fsdp import FsdpEngine
@@ -23,8 +26,10 @@ class SftWorker(RankWorker):
 
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        self._model = self._trained = Supervised(FsdpEngine(settings.actor))
+        engine = FsdpEngine(settings.actor)
+        self._model = self._trained = Supervised(engine)
         torch.manual_seed(settings.seed + 1 + self._rank)
+        return engine.notes
 
     def update(self, share: Share) -> dict[str, float]:
         return self._model.update(share) | {"perf/train_worker_rss_gib": resident_gib()}

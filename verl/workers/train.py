@@ -37,8 +37,11 @@ class TrainSettings(RankSettings):
 class TrainWorker(RankWorker):
     """The actor of one rank of a policy."""
 
-    def start(self, address: tuple[str, int], settings: TrainSettings) -> None:
-        """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank."""
+    def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
+        """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank.
+
+        Returns what the user should know of it.
+        """
         import torch
 
         from verl.training.fsdp import FsdpEngine
@@ -66,6 +69,7 @@ class TrainWorker(RankWorker):
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._publish_dtype, self._publish_adapter = settings.publish_dtype, settings.publish_adapter
         self._deadlines = settings.deadlines
+        return actor.notes
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
