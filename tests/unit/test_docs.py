@@ -16,6 +16,7 @@ import pytest
 from verl import cli
 from verl.config.load import load, load_yaml
 from verl.demo.main import read_arguments
+from verl.trainer import main_eval, main_generation
 
 pytestmark = pytest.mark.unit
 
@@ -71,6 +72,10 @@ def check_verl(arguments: list[str]) -> None:
         read_arguments(rest)
     elif name == "data":
         cli.read_data_arguments(rest or ["train.parquet"])
+    elif name == "generate" and rest:
+        main_generation.read_arguments(rest)
+    elif name == "eval" and rest:
+        main_eval.read_arguments(rest)
     elif name == "config":
         assert cli.main(["config", *rest]) == 0
     else:

@@ -222,6 +222,11 @@ class PromptDataset:
             raise DataError(f"{file.place(local)}: {error}") from None
         return Prompt(row, token_ids, **told, raw=raw if self._keep_raw else None)
 
+    def row(self, index: int) -> dict[str, Any]:
+        """All columns of the row of a prompt, as they are in its file."""
+        file, local = self._locate(int(self.kept[index]))
+        return file.row(local)
+
     def _fitting(self, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], int]:
         """The rows that stay, and how many of them will be truncated."""
         rows = len(lengths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,15 +20,30 @@ __all__ = ["HfEngine"]
 class HfEngine:
     """Answers one request at a time, so that an answer depends on its own prompt and seed and on nothing else."""
 
-    def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        trust: bool = False,
+        load_format: str = "dummy",
+    ) -> None:
+        """`load_format` as vLLM's: with "dummy" no weights are read, since they will be brought."""
         self._path, self._dtype, self._trust = model_path, getattr(torch, dtype), trust
+        self._reads_weights = load_format != "dummy"
         self._device = torch.device(device)
         self._turn = asyncio.Lock()
         self._version = -1
 
     async def start(self) -> None:
-        config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
-        model = AutoModelForCausalLM.from_config(config, dtype=self._dtype, trust_remote_code=self._trust)
+        told: dict[str, Any] = {"dtype": self._dtype, "trust_remote_code": self._trust}
+        model: Any
+        if self._reads_weights:
+            model = AutoModelForCausalLM.from_pretrained(self._path, **told)
+        else:
+            config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
+            model = AutoModelForCausalLM.from_config(config, **told)
         self._model = model.to(self._device).eval()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:

@@ -1,0 +1,110 @@
+"""`verl generate` and `verl eval` in one process, with transformers as the engine: resumed runs, scores, figures."""
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from verl.cli import main
+from verl.demo.assets import make_assets
+from verl.demo.folder import Assets
+from verl.trainer import main_generation
+
+pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
+    return make_assets(tmp_path_factory.mktemp("assets"))
+
+
+def generate(assets: Assets, output: Path, *more: str) -> int:
+    return main(
+        [
+            *("generate", str(assets.test), "--output", str(output), "--part", "2", f"model.path={assets.model}"),
+            *("rollout.name=hf", "rollout.n=2", "data.max_prompt_length=8", "data.max_response_length=4"),
+            *("data.train_max_samples=5", "trainer.local=True", *more),
+        ]
+    )
+
+
+def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
+    assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
+    assert generate(assets, whole) == 0
+    table = pq.read_table(whole).to_pylist()
+    assert [row["extra_info"]["index"] for row in table] == [0, 1, 2, 3, 4]
+    assert all(len(row["responses"]) == len(row["finish_reasons"]) == 2 for row in table)
+    assert all(1 <= length <= 4 for row in table for length in row["response_lengths"])
+
+    write, written = main_generation._Parts.write, []
+
+    def dies_in_the_third(self: main_generation._Parts, start: int, rows: list[dict]) -> None:
+        if len(written) == 2:
+            raise KeyboardInterrupt
+        written.append(start)
+        write(self, start, rows)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(main_generation._Parts, "write", dies_in_the_third)
+        assert generate(assets, broken) == 130
+    assert not broken.exists()
+    assert generate(assets, broken, "rollout.temperature=0.5") == 2
+    assert "parts of a run with other settings" in capsys.readouterr().err
+    assert generate(assets, broken) == 0
+    assert "2 parts of 2 prompts were there already" in capsys.readouterr().out
+    assert pq.read_table(broken).to_pylist() == table
+    assert not broken.with_name("broken.parquet.parts").exists()
+    assert generate(assets, broken) == 2
+    assert "is there already" in capsys.readouterr().err
+
+
+def answers(path: Path) -> Path:
+    rows = [
+        {"data_source": source, "ground_truth": "4", "responses": responses}
+        for source, responses in [
+            ("gsm8k", ["#### 4", "#### 5", "#### 4", "#### 4"]),
+            ("gsm8k", ["#### 1", "#### 1", "#### 4", "#### 2"]),
+            ("addition", ["4", "4", "4", "4"]),
+        ]
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path)
+    return path
+
+
+def test_answers_are_scored_by_shipped_scorers_and_counted_by_data_source(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, output = answers(tmp_path / "answers.parquet"), tmp_path / "figures.json"
+    assert main(["eval", str(path), "--output", str(output), "--k", "1,2"]) == 0
+    found = json.loads(output.read_text())
+    assert found["failures"] == 0
+    gsm8k = {name: one["value"] for name, one in found["data_sources"]["gsm8k"].items()}
+    assert gsm8k == {"mean@4": 0.5, "pass@1": 0.5, "pass@2": pytest.approx((1.0 + 0.5) / 2), "maj@4": 0.5}
+    assert found["data_sources"]["addition"]["maj@4"]["value"] == 1.0
+    assert "pass@2" in capsys.readouterr().out
+
+
+def test_a_reward_of_ones_own_scores_and_its_failures_are_not_zeros(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = answers(tmp_path / "answers.parquet")
+    reward = tmp_path / "mine.py"
+    reward.write_text("def compute_reward(response):\n    return 1 / (0 if '5' in response else 1)\n")
+    own = [f"reward.custom_reward_function.path={reward}", "reward.custom_reward_function.name=compute_reward"]
+    assert main(["eval", str(path), *own, "reward.max_failure_rate=0.01"]) == 2
+    assert "1 of 12 answers could not be scored" in capsys.readouterr().err
+    assert main(["eval", str(path), *own, "reward.max_failure_rate=0.2"]) == 0
+    assert "mean@4     1.0000" in capsys.readouterr().out
+
+
+def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["eval"]) == 2
+    assert "name a file of answers" in capsys.readouterr().err
+    assert main(["eval", str(answers(tmp_path / "a.parquet")), "--responses", "answer"]) == 2
+    assert "there is no column 'answer'; there are data_source, ground_truth, responses" in capsys.readouterr().err
+    assert main(["generate"]) == 2
+    assert "2 settings are wrong" in capsys.readouterr().err

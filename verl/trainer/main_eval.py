@@ -1,0 +1,147 @@
+"""`verl eval` and `python -m verl.trainer.main_eval`: answers in a file are scored by any reward, and counted.
+
+Scoring is that of training: in processes with limits, and a failure is never a 0; how many there were is said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl.config.load import load
+from verl.config.schema.root import Config
+from verl.errors import DataError, RewardError
+from verl.tracking.console import Console
+
+if TYPE_CHECKING:
+    from verl.rewards.outcome import Outcome
+    from verl.trainer.statistics import Estimate
+
+__all__ = ["main", "read_arguments"]
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config]:
+    """The files, the command's own options, and the settings."""
+    parser = argparse.ArgumentParser(prog="verl eval", add_help=False, allow_abbrev=False)
+    parser.add_argument("--responses", default="responses")
+    parser.add_argument("--k", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--threshold", type=float, default=0.5)
+    parser.add_argument("--draws", type=int, default=1000)
+    parser.add_argument("--output")
+    options, rest = parser.parse_known_args(list(argv))
+    files = [one for one in rest if "=" not in one and not one.startswith(("-", "+", "~"))]
+    if not files:
+        raise DataError("verl eval: name a file of answers, such as `verl eval answers.parquet` (see verl eval --help)")
+    return files, options, load([one for one in rest if one not in files], complete=False)[0].config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Score and count; the exit code."""
+    from verl.trainer.statistics import summary
+
+    files, options, config = read_arguments(argv)
+    console = Console()
+    rows = list(_rows(files, options.responses))
+    outcomes = asyncio.run(_scored(config, rows))
+    by_source, failed = _sorted(rows, outcomes)
+    _check(config, failed, sum(len(row["texts"]) for row in rows), console)
+    figures = {
+        source: summary(answers, threshold=options.threshold, ks=options.k, draws=options.draws)
+        for source, answers in sorted(by_source.items())
+    }
+    console.banner(_table(figures), title=f"{len(rows):,} prompts")
+    if options.output:
+        found = {source: {name: asdict(one) for name, one in own.items()} for source, own in figures.items()}
+        text = json.dumps({"data_sources": found, "failures": len(failed)}, indent=2)
+        Path(options.output).write_text(text + "\n", encoding="utf-8")
+    return 0
+
+
+def _rows(files: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
+    """What a reward is told of each row, and its answers as `texts`."""
+    from verl.data.columns import told_to_rewards
+    from verl.data.files import find_files, open_rows
+
+    for path in find_files(files):
+        file = open_rows(path)
+        for number in range(len(file)):
+            fields = file.row(number)
+            if column not in fields:
+                there = ", ".join(fields)
+                raise DataError(
+                    f"{file.place(number)}: there is no column {column!r}; there are {there}: --responses NAME"
+                )
+            texts = fields.pop(column)
+            fields["raw_prompt"] = fields.pop("prompt", None)
+            yield told_to_rewards(fields) | {"texts": [texts] if isinstance(texts, str) else list(texts or ())}
+
+
+async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
+    from verl.rewards.pool import scores
+    from verl.rewards.score import no_scorer
+    from verl.rewards.who import who_scores
+    from verl.trainer.translate import scoring
+
+    for source in sorted({row["data_source"] for row in rows}):
+        if who_scores(config, source) is None:
+            raise RewardError(no_scorer(source))
+    with scores(**scoring(config, 1)) as pool:
+        await pool.start()
+        return await asyncio.gather(
+            *(
+                asyncio.gather(
+                    *(
+                        pool.score(row["data_source"], text, row["ground_truth"], row["extra_info"])
+                        for text in row["texts"]
+                    )
+                )
+                for row in rows
+            )
+        )
+
+
+def _sorted(rows: Sequence[dict[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> tuple[dict[str, Any], list[str]]:
+    """The scored answers by data source, and what was said of those that could not be scored."""
+    from verl.trainer.statistics import Answers
+    from verl.types import Scored
+
+    by_source, failed = defaultdict(list), []
+    for row, own in zip(rows, outcomes, strict=True):
+        good = [(text, one.score) for text, one in zip(row["texts"], own, strict=True) if isinstance(one, Scored)]
+        failed += [one.message for one in own if not isinstance(one, Scored)]
+        by_source[row["data_source"]].append(Answers([text for text, _ in good], [score for _, score in good]))
+    return by_source, failed
+
+
+def _check(config: Config, failed: Sequence[str], answers: int, console: Console) -> None:
+    if not failed:
+        return
+    share = len(failed) / answers
+    what = f"{len(failed):,} of {answers:,} answers could not be scored, and are not counted. The first:\n{failed[0]}"
+    if share > config.reward.max_failure_rate:
+        raise RewardError(f"{what}\nmore than reward.max_failure_rate={config.reward.max_failure_rate:g} is too many")
+    console.advice(what)
+
+
+def _table(figures: dict[str, dict[str, Estimate]]) -> str:
+    lines = []
+    for source, own in figures.items():
+        lines.append(source or "(no data source)")
+        for name, one in own.items():
+            lines.append(
+                f"  {name:<10}{one.value:7.4f}   95 % in {one.low:.4f} to {one.high:.4f}   {one.prompts:,} prompts"
+            )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    from verl.cli import main as command_line
+
+    sys.exit(command_line(["eval", *sys.argv[1:]]))
