@@ -36,6 +36,40 @@ settings:
 """
 
 
+_GENERATE_HELP = """\
+usage: verl generate FILE... --output ANSWERS.parquet [settings]
+
+Answer the prompts of files with the rollout engine: actor_rollout_ref.rollout.n answers each, sampled as
+actor_rollout_ref.rollout.{temperature,top_p,top_k} say, of at most data.max_response_length tokens. The output has the
+rows of the files, with the columns responses, finish_reasons and response_lengths. Given again, it goes on where it was
+ended.
+
+options:
+  --output FILE           the Parquet file to write (answers.parquet)
+  --part N                prompts that are done, or done again, together (256)
+
+example:
+  verl generate test.parquet --output answers.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct rollout.n=8
+"""
+
+_EVAL_HELP = """\
+usage: verl eval ANSWERS... [options] [settings]
+
+Score the answers in files, such as `verl generate` writes, by the reward that the settings name (reward.*), and say for
+each data source: mean@n, pass@k (unbiased), maj@n, each with a 95 % interval (bootstrap over prompts).
+
+options:
+  --responses COLUMN      the answers: a list of texts, or one text (responses)
+  --k K,K                 the k of pass@k (1,2,4,... up to the number of answers)
+  --threshold X           the score from which on an answer is right (0.5)
+  --draws N               draws of the bootstrap (1000)
+  --output FILE           also write the figures as JSON
+
+example:
+  verl eval answers.parquet reward.custom_reward_function.path=my_reward.py
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """A subcommand: one line about it, its help, and what it runs."""
@@ -103,6 +137,18 @@ def _sft(argv: list[str]) -> int:
     from verl.trainer.sft_trainer import main as sft
 
     return sft(argv)
+
+
+def _generate(argv: list[str]) -> int:
+    from verl.trainer.main_generation import main as generate
+
+    return generate(argv)
+
+
+def _eval(argv: list[str]) -> int:
+    from verl.trainer.main_eval import main as evaluate
+
+    return evaluate(argv)
 
 
 def _demo(argv: list[str]) -> int | None:
@@ -261,6 +307,8 @@ COMMANDS: dict[str, Command] = {
         "data.max_prompt_length=256\n",
         _data,
     ),
+    "generate": Command("answer the prompts of files, into a Parquet file", f"{_GENERATE_HELP}\n{_GRAMMAR}", _generate),
+    "eval": Command("score the answers of a file: mean@n, pass@k, maj@n", f"{_EVAL_HELP}\n{_GRAMMAR}", _eval),
     "merge": Command("make a Hugging Face model of a checkpoint, and prove it equal", MERGE_HELP, _merge),
     "config": Command(
         "print the resolved settings with their documentation",

@@ -52,7 +52,7 @@ from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
-__all__ = ["assemble"]
+__all__ = ["assemble", "place_engines"]
 
 PROBE_LENGTH = 24
 RANKS_PER_EPISODE_WORKER = 8
@@ -95,7 +95,7 @@ async def assemble(
         site = await closing.enter_async_context(open_site(config, console, faults, times))
         config, pool, device, limits = site.config, site.pool, site.device, deadlines(config)
         ranks = train_ranks(config)
-        engines = _place_engines(config, pool, device)
+        engines = place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
         engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
         closing.callback(engines_up.cancel)
@@ -236,7 +236,8 @@ def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
 
-def _place_engines(config: Config, pool: Places, device: str) -> list[RemoteEngine]:
+def place_engines(config: Config, pool: Places, device: str, **changes: Any) -> list[RemoteEngine]:
+    """The rollout engines, spread over the devices, not yet started; `changes` of what they are told."""
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
     count = engine_count(config)
@@ -247,7 +248,7 @@ def _place_engines(config: Config, pool: Places, device: str) -> list[RemoteEngi
             device=number * width % pool.count,
             share=_engines_share(config) / -(-count * width // pool.count),
             name=rollout.name,
-            settings=engine_settings(config, device, number),
+            settings=engine_settings(config, device, number) | changes,
             deadlines=deadlines(config),
         )
         for number in range(count)
