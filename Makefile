@@ -45,7 +45,7 @@ show-%:
 	$(PYTHON) tests/show/$(subst -,_,$*).py $(ARGS)
 
 # What starts no cluster runs two at a time; nothing in a short form is bounded by the clock.
-LIGHT = settings formulas gradient sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
+LIGHT = settings formulas gradient sft sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
 HEAVY = learning parity api dataplane algorithms stall trust kills lora
 
 show-short: ## the short form of every proof that CI runs

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from verl import cli
-from verl.config.load import load, load_yaml
+from verl.config.load import load, load_sft, load_yaml
 from verl.demo.main import read_arguments
 from verl.trainer import main_eval, main_generation
 
@@ -68,6 +68,8 @@ def check_verl(arguments: list[str]) -> None:
     assert name in cli.COMMANDS, f"verl has no command {name!r}"
     if name == "train":
         load(rest, complete=bool(rest))
+    elif name == "sft":
+        load_sft(rest, complete=bool(rest))
     elif name == "demo":
         read_arguments(rest)
     elif name == "data":
@@ -86,6 +88,8 @@ def check_module(module: str, arguments: list[str]) -> None:
     assert (ROOT / f"{module.replace('.', '/')}.py").exists() or (ROOT / module.replace(".", "/")).is_dir()
     if module == "verl.trainer.main_ppo":
         load(arguments, complete=bool(arguments))
+    elif module == "verl.trainer.sft_trainer":
+        load_sft(arguments, complete=bool(arguments))
 
 
 def test_there_are_pages_blocks_and_commands_to_check() -> None:
@@ -117,7 +121,10 @@ def test_yaml_blocks_are_settings(tmp_path: Path) -> None:
     for block in blocks():
         if block.language == "yaml":
             (tmp_path / "config.yaml").write_text(block.text)
-            load_yaml(tmp_path / "config.yaml", complete=False)
+            if block.page.name == "sft.md":
+                load_sft(["--config-path", str(tmp_path), "--config-name", "config"])
+            else:
+                load_yaml(tmp_path / "config.yaml", complete=False)
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: f"{command}-{command.text[:30]}")
