@@ -67,6 +67,9 @@ def scenario(root):
     )
     found["kl_equal"] = torch.equal(made.forward(mine, reference=off)[0].kl, made.forward(mine, reference=plain)[0].kl)
     found["moved"] = float((moved - plain.forward(mine)[0].logprobs).abs().max())
+    copy = engine(path, trainable=False)
+    copy.take_weights(made)
+    found["copy_equal"] = torch.equal(copy.forward(mine)[0].logprobs, moved)
     after = clones(made.base_weights())
     found["base_unchanged"] = before.keys() == after.keys() and all(
         torch.equal(before[name], after[name]) for name in before
@@ -172,6 +175,10 @@ def test_the_model_starts_as_the_base_and_moves_while_the_base_stays(both):
 
 def test_with_its_adapter_off_it_is_the_base_to_the_bit(both):
     assert all(found["reference_equal"] and found["kl_equal"] for found in (both[1], *both[2]))
+
+
+def test_a_reference_that_moves_takes_the_adapter(both):
+    assert all(found["copy_equal"] for found in (both[1], *both[2]))
 
 
 def test_first_adapters_are_equal_on_all_ranks(both):

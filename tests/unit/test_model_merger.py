@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.checkpoint import export
 from verl.checkpoint.adapter import adapter_config
 from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.format import read_values
 from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
 from verl.cli import main
@@ -211,3 +212,25 @@ def test_a_checkpoint_without_an_adapter_has_none_to_write(tmp_path: Path, capsy
     source, _ = checkpoint(tmp_path / "run")
     assert merge(source, tmp_path / "adapter", "--adapter") == 2
     assert "holds all weights and no adapter" in capsys.readouterr().err
+
+
+def test_a_critics_adapter_is_merged_with_the_head_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, base, model = adapted(tmp_path)
+    tensors = {name: p.data for name, p in model.get_base_model().named_parameters() if ".lora_" in name}
+    head = {"score.weight": torch.randn(1, 64), "score.bias": torch.randn(1)}
+    says = {key: read_values(source, "base.")[key] for key in ("fingerprint", "adapter")}
+    step = CheckpointDir(tmp_path / "run").begin(30)
+    files = {f"critic/{n}": each for n, each in save({"model": tensors | head, "base": says}, step / "critic").items()}
+    CheckpointDir(tmp_path / "run").commit(30, files)
+    named = ["--hf_model_path", str(base)]
+    assert merge(step / "critic", tmp_path / "merged", "--is-value-model", *named) == 0
+    critic, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not any(told.values())
+    assert torch.equal(critic.score.weight.float(), head["score.weight"].bfloat16().float())
+    right = dict(model.merge_and_unload().named_parameters())
+    for name, parameter in critic.model.named_parameters():
+        assert torch.equal(parameter.float(), right[f"model.{name}"].bfloat16().float()), name
+    assert merge(step / "critic", tmp_path / "adapter", "--is-value-model", "--adapter") == 2
+    assert "merge it whole" in capsys.readouterr().err

@@ -58,3 +58,15 @@ def test_a_model_that_was_not_there_is_named(tmp_path):
 def test_a_directory_without_metadata_is_an_unfinished_checkpoint(tmp_path):
     with pytest.raises(CheckpointError, match="not written to its end"):
         load(state(0.0), tmp_path)
+
+
+def test_an_adapter_and_all_weights_are_not_taken_for_each_other(tmp_path):
+    whole, adapter = {"model": {"w": torch.zeros(2)}}, {"model": {"w.lora_A.default.weight": torch.zeros(2)}}
+    adapter["base"] = {"fingerprint": "f", "adapter": "{}"}
+    save(whole, tmp_path / "whole")
+    save(adapter, tmp_path / "adapter")
+    with pytest.raises(CheckpointError, match=r"holds all weights and no adapter; set peft\.lora_rank=0"):
+        load(adapter, tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"holds an adapter; set peft\.lora_rank as it was"):
+        load(whole, tmp_path / "adapter")
+    assert load(adapter, tmp_path / "adapter")["base"]["fingerprint"] == "f"
