@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from verl.config.checks import endless_warmup, missing, of_any_run
 from verl.config.findings import Finding, keys_of
-from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, without_effect
+from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, without_adapter, without_effect
 from verl.config.schema import SftConfig
 from verl.config.sizes import Size, how_ranks, train_ranks
 
@@ -73,6 +73,7 @@ _MUTES = (
     *OF_ANY_RUN,
     *of_schedule("optim", lambda c: c.optim),
     *of_sharding("model.fsdp_config", lambda c: c.model.fsdp_config),
+    without_adapter("model.peft", lambda c: c.model.peft),
     Mute(
         keys_of("data", "prompt_key", "response_key"),
         lambda c: c.data.messages_key is not None,

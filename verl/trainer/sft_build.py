@@ -22,7 +22,7 @@ from verl.trainer.saving import Saver
 from verl.trainer.sft import SftTrainer
 from verl.trainer.sft_data import Feed, HeldOut, SftData, check_sft_files, read_sft_data
 from verl.trainer.start import changed, full_path, open_site, open_tracker, resume, shown_by_device
-from verl.trainer.translate import deadlines, optimiser, sharding
+from verl.trainer.translate import deadlines, lora, optimiser, sharding
 from verl.training.settings import FsdpSettings
 from verl.workers.rank import RankSettings
 from verl.workers.sft import SftGroup
@@ -81,6 +81,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         actor=FsdpSettings(
             model.path,
             role="train",
+            lora=lora(model.peft, config.trainer.seed),
             grad_clip=config.optim.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             device=device,

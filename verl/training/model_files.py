@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers.utils.logging import disable_progress_bar
 
 from verl.checkpoint.adapter import SavedAdapter
 from verl.errors import CheckpointError
@@ -58,6 +59,7 @@ def base_weights(
     def read(adapter: SavedAdapter) -> Iterator[tuple[str, Tensor]]:
         base = path or adapter.base
         check_fingerprint(adapter, base)
+        disable_progress_bar()  # the console is ours
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         kind = auto_class(config, head)
         hf = kind.from_pretrained(base, config=config, dtype="auto", trust_remote_code=trust_remote_code)

@@ -93,6 +93,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ("data.max_token_len_per_gpu=4096", ["data.packing=True"]),
         ("data.seed=3", None),
         ("data.response_key=answer", None),
+        ("model.lora_alpha=32", ["model.lora_rank=8"]),
         ("optim.min_lr_ratio=0.1", ["optim.lr_scheduler=cosine"]),
         ("data.val_max_samples=8", ["data.val_files=val.parquet"]),
         ("trainer.save_hf=True", ["trainer.save_freq=10"]),
@@ -101,8 +102,17 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wakes: list[str] | None) -> None:
     switches = {"data.seed=3": ["data.shuffle=False"], "data.response_key=answer": ["data.messages_key=messages"]}
     asleep = hints(mute, *switches.get(mute, []))
-    assert any(text.startswith(mute.partition("=")[0]) and "has no effect" in text for text in asleep)
+    key = mute.partition("=")[0].replace("model.lora", "model.peft.lora")
+    assert any(text.startswith(key) and "has no effect" in text for text in asleep)
     assert not any("has no effect" in text for text in hints(mute, *(wakes or [])))
+
+
+def test_an_adapter_is_asked_for_in_either_spelling_and_needs_a_rank() -> None:
+    for spelling in ("model.peft.lora_rank=8", "model.lora_rank=8"):
+        [loaded] = load_sft([*NEEDED, spelling, "model.peft.peft_type=lora"])
+        assert loaded.config.model.peft.lora_rank == 8
+    with pytest.raises(ConfigError, match=r"set model\.peft\.lora_rank=16"):
+        load_sft([*NEEDED, "model.peft.peft_type=lora"])
 
 
 def test_fewer_examples_than_ranks_and_a_budget_below_an_example_are_hinted_at() -> None:

@@ -49,7 +49,7 @@ class SftDataConfig(Section):
 
 class SftModelConfig(ModelConfig):
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
-    peft: PeftConfig = section(PeftConfig, "Adapters (LoRA).", planned=True)
+    peft: PeftConfig = section(PeftConfig, "An adapter (LoRA).")
 
 
 class SftOptimConfig(OptimConfig):
