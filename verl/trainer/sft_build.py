@@ -49,7 +49,9 @@ async def assemble_sft(
         for note in (*data.notes, _outlook(timetable, data), *shown_by_device(config, site.device, hints)):
             console.note(note)
         with timer(times, "start_train_workers"):
-            await model.start(rank_settings(config, timetable.total_steps, site.device))
+            started = await model.start(rank_settings(config, timetable.total_steps, site.device))
+        for note in started:
+            console.note(note)
         stream = PromptStream(data.order)
         version = await resume(config, model, stream, console)
         faults.resumed(version)

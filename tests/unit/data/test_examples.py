@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.chat import encode, render
-from verl.data.examples import Example, ExampleReader, conversation_example, pair_example
+from verl.data.examples import Example, ExampleReader, conversation_example, pair_example, without_header
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -169,6 +169,18 @@ def test_a_finished_prompt_gets_no_second_begin_and_the_answer_one_end() -> None
         assert example.tokens.tolist().count(begin) == 1
         assert tokenizer.decode(example.tokens[example.mask]) == "yes<|end|>"
         assert example.tokens[~example.mask].tolist() == encode(tokenizer, [prompt])[0]
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama", "gemma"])
+def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str) -> None:
+    tokenizer, asked = TOKENIZERS[name], [{"role": "user", "content": "hi"}]
+    bare = render(tokenizer, asked, {"add_generation_prompt": False})
+    said = without_header(tokenizer, bare, {})
+    assert said is not None
+    assert "add_generation_prompt=True" in said
+    assert without_header(tokenizer, render(tokenizer, asked, {}), {}) is None
+    assert without_header(tokenizer, "Question: hi", {}) is None
+    assert without_header(tokenizer_of(None), bare, {}) is None
 
 
 def test_tools_reach_the_template_as_a_list_or_as_json() -> None:

@@ -45,6 +45,18 @@ def test_a_step_is_one_line_with_every_number_in_order() -> None:
     )
 
 
+def test_a_supervised_step_shows_its_loss_and_learning_rate() -> None:
+    step = {
+        "train/loss": 1.2345,
+        "train/lr": 2e-5,
+        "train/grad_norm": 0.5,
+        "timing_s/update": 1.0,
+        "timing_s/step": 1.1,
+    }
+    (line,) = lines((3, step))
+    assert " ".join(line.split()) == "step 3/100 loss 1.2345 lr 2.0e-05 grad 0.50 | update 1.0s = 1.1s eta 1m47s"
+
+
 @given(st.floats(min_value=-1e30, max_value=1e30), st.floats(min_value=0, max_value=9e6))
 def test_columns_do_not_move_whatever_the_numbers(value: float, seconds: float) -> None:
     learning = {name: value for name in STEP if not name.startswith(("timing_s/", "perf/"))}
