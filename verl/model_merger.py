@@ -158,16 +158,21 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
 
 
 def _weights(source: Path, config: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """The weights of a checkpoint in the type of its model; an adapter merged into those that it was trained on."""
-    from verl.checkpoint.export import checkpoint_weights
-    from verl.training.model_files import base_weights, form_of
+    """The weights of a checkpoint as `from_pretrained` finds them; an adapter merged into those below it."""
+    from verl.training.model_files import saved_weights
 
-    base = base_weights(
-        path=options.hf_model_path,
-        head="value" if options.is_value_model else "tokens",
-        trust_remote_code=options.trust_remote_code,
-    )
-    return checkpoint_weights(source, base=base, **form_of(config))
+    return saved_weights(source, config, base=_base(options), **_kind(options))
+
+
+def _kind(options: argparse.Namespace) -> dict[str, Any]:
+    head = "value" if options.is_value_model else "tokens"
+    return {"head": head, "trust_remote_code": options.trust_remote_code}
+
+
+def _base(options: argparse.Namespace) -> Any:
+    from verl.training.model_files import base_weights
+
+    return base_weights(path=options.hf_model_path, **_kind(options))
 
 
 def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -282,6 +287,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils.logging import disable_progress_bar
 
+    from verl.checkpoint.export import checkpoint_weights
     from verl.training.model_files import form_of
 
     disable_progress_bar()
@@ -303,7 +309,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
         found = loaded.eval()(tokens).logits
         del loaded
         filled = kind.from_config(config, dtype=form["dtype"], **arguments)
-        weights = dict(_weights(source, config, options))
+        weights = dict(checkpoint_weights(source, base=_base(options), **form))  # by the names inside of the model
         filled.load_state_dict(weights, strict=False, assign=True)
         filled.tie_weights()
         right = filled.eval()(tokens).logits

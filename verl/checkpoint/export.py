@@ -23,7 +23,7 @@ from verl.checkpoint.files import FileSum, sum_of, sync_directory, write
 from verl.checkpoint.format import entries, read_tensors
 from verl.errors import CheckpointError
 
-__all__ = ["checkpoint_weights", "export_weights", "weight_gaps"]
+__all__ = ["BaseWeights", "checkpoint_weights", "export_weights", "weight_gaps"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import WeightSyncError
 from verl.types import Completion, SamplingParams
+from verl.weights.names import as_saved
 from verl.weights.parcel import Parcel, unpack
 
 __all__ = ["HfEngine"]
@@ -63,12 +64,12 @@ class HfEngine:
     async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
         async with self._turn:
             weights = {name: w for p in parcels for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
-            wrong = self._model.load_state_dict(weights, strict=False)
-            tied = set(getattr(self._model, "all_tied_weights_keys", None) or self._model._tied_weights_keys or ())
-            missing = [name for name in wrong.missing_keys if name not in tied]
-            if missing or wrong.unexpected_keys:
-                raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {wrong.unexpected_keys}")
-            self._model.tie_weights()
+            own = dict(as_saved(self._model, ((name, each.detach()) for name, each in self._model.named_parameters())))
+            if wrong := own.keys() ^ weights.keys():
+                missing, unexpected = sorted(wrong & own.keys()), sorted(wrong - own.keys())
+                raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
+            for name, tensor in own.items():
+                tensor.copy_(weights[name])  # a view of what the model holds
             self._version = version
 
     async def version(self) -> int:

@@ -20,6 +20,7 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.score import no_scorer
 from verl.rewards.who import who_scores
 from verl.trainer.order import load_sampler, order_of
+from verl.training.families import family_note, family_problems
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
@@ -92,11 +93,16 @@ def wrong_models(paths: Mapping[str, str | None], *, trust_remote_code: bool) ->
             continue
         problems = model_problems(path, trust_remote_code=trust_remote_code)
         yield from (f"{key}: {problem}" for problem in problems)
+        if not key.endswith(_NOT_TRAINED):
+            yield from (f"{key}: {problem}" for problem in family_problems(path))
         if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
             continue
         there, near = what_is_there(Path(path).expanduser())
         mend = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
         yield f"{key}={path}: there is no such directory; {there}; {mend}"
+
+
+_NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
 
 def read_data(config: Config) -> RunData:
@@ -144,6 +150,7 @@ def read_data(config: Config) -> RunData:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
     found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    reports += [note] if (note := family_note(model.path, found.model_type)) else []
     stops = stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)
 

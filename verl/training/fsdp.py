@@ -31,6 +31,7 @@ from verl.training.memory import Parking, in_host_memory, moments_of
 from verl.training.model import PackedCausalLM, load_model
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
+from verl.weights.names import as_saved
 
 __all__ = ["FsdpEngine", "FsdpSettings"]
 
@@ -161,12 +162,11 @@ class FsdpEngine:
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The full weights, one at a time, in `dtype` or as they are kept. What an adapter adds is in them."""
-        lora = self.settings.lora
-        if lora is None:
-            yield from self._whole(lambda name: True, dtype)
-            return
-        for name, weight in merged(self.base_weights(), dict(self._whole(is_adapter)), lora.scale):
-            yield name, weight.to(dtype or weight.dtype)
+        found = self._whole(lambda name: True, dtype)
+        if (lora := self.settings.lora) is not None:
+            adapted = merged(self.base_weights(), dict(self._whole(is_adapter)), lora.scale)
+            found = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
+        return as_saved(self.model.hf, found) if isinstance(self.model, PackedCausalLM) else found
 
     def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the adapter alone, under the names that PEFT gives them."""

@@ -24,13 +24,13 @@ from verl.artefacts import PICKLED, fetched, model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
+from verl.training.families import LAYER_TYPES
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
 from verl.training.lora import add_adapter
 from verl.training.settings import Head, LoraSettings
+from verl.weights.names import check_names
 
 __all__ = ["PackedCausalLM", "PackedValueModel", "ScoredBackbone", "auto_class", "load_model"]
-
-LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 class PackedModel(nn.Module):
@@ -230,6 +230,7 @@ def load_model(
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     _check_layers(hf, path)
+    check_names(hf, path)
     model = PackedCausalLM(hf, chunk) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
     _switch_to_packing(model.eval(), path)
     if lora is not None:

@@ -9,16 +9,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from verl.checkpoint.adapter import SavedAdapter
+from verl.checkpoint.export import BaseWeights, checkpoint_weights
 from verl.errors import CheckpointError
 from verl.training.lora import HEAD, fingerprint
 from verl.training.model import ScoredBackbone, auto_class
 from verl.training.settings import Head
+from verl.weights.names import as_saved
 
-__all__ = ["base_weights", "exported_form", "form_of", "model_files"]
+__all__ = ["base_weights", "form_of", "model_files", "saved_weights"]
 
 
 def model_files(
@@ -38,9 +47,19 @@ def model_files(
         return files | {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def exported_form(folder: Path, *, trust_remote_code: bool = False) -> dict[str, Any]:
-    """How weights are written beside the configuration in `folder`; see `form_of`."""
-    return form_of(AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code))
+def saved_weights(
+    shards: Path,
+    config: PreTrainedConfig,
+    *,
+    base: BaseWeights | None = None,
+    head: Head = "tokens",
+    trust_remote_code: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """The weights in a folder of shards, in the type and under the names that `from_pretrained` finds."""
+    kind = AutoModelForCausalLM if head == "tokens" else AutoModelForTokenClassification
+    with torch.device("meta"):
+        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+    return as_saved(model, checkpoint_weights(shards, base=base, **form_of(config)))
 
 
 def form_of(config: PreTrainedConfig) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
@@ -105,15 +105,20 @@ class RankWorker:
 
     def _write_merged(self, directory: Path) -> dict[str, FileSum]:
         """The weights for `from_pretrained`, from the shards that were just written; held against them once more."""
-        from verl.checkpoint.export import checkpoint_weights, export_weights, weight_gaps
-        from verl.training.model_files import base_weights, exported_form
+        from transformers import AutoConfig
 
-        shards, folder = directory / "actor", Path("actor", "huggingface")
-        trust = self._settings.actor.trust_remote_code
-        form = exported_form(directory / folder, trust_remote_code=trust)
-        form["base"] = base_weights(trust_remote_code=trust)
-        written = export_weights(checkpoint_weights(shards, **form), directory / folder)
-        if gaps := weight_gaps(checkpoint_weights(shards, **form), directory / folder):
+        from verl.checkpoint.export import export_weights, weight_gaps
+        from verl.training.model_files import base_weights, saved_weights
+
+        folder, trust = Path("actor", "huggingface"), self._settings.actor.trust_remote_code
+        config = AutoConfig.from_pretrained(directory / folder, trust_remote_code=trust)
+
+        def weights() -> Iterator[tuple[str, Any]]:
+            base = base_weights(trust_remote_code=trust)
+            return saved_weights(directory / "actor", config, base=base, trust_remote_code=trust)
+
+        written = export_weights(weights(), directory / folder)
+        if gaps := weight_gaps(weights(), directory / folder):
             raise CheckpointError(f"{directory / folder}: is not what was to be written: {'; '.join(gaps[:3])}")
         return {str(folder / name): each for name, each in written.items()}
 

@@ -1,0 +1,90 @@
+"""What a family cannot do is said from its configuration alone, with all that is wrong besides."""
+
+import json
+
+import pytest
+from tiny import FAMILIES, tiny_family
+
+from verl.config.load import load_dict
+from verl.errors import ConfigError
+from verl.trainer.data import check_files
+from verl.training.families import PROVEN, family_note, family_problems
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_of_the_table_are_proven_and_have_no_problems(tmp_path, name):
+    config = tiny_family(name)
+    config.save_pretrained(tmp_path)
+    assert [*family_problems(str(tmp_path))] == []
+    assert config.model_type in PROVEN
+    assert family_note("model", config.model_type) is None
+
+
+ODD = {
+    "an encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "has an encoder"),
+    "a state": ({"model_type": "mamba2"}, "a state that runs through a sequence cannot be trained on packed"),
+    "linear attention": (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        "layers with linear_attention cannot be trained on packed sequences; supported are full_attention, sliding",
+    ),
+    "inside of another": (
+        {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"]}},
+        "layers with linear_attention",
+    ),
+    "images": ({"model_type": "gemma3", "vision_config": {"hidden_size": 8}}, "not text (vision_config)"),
+    "quantised": (
+        {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}},
+        "its weights are quantised (awq) and cannot be trained; take the original",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_trained_is_named_with_the_mend(tmp_path, name):
+    config, says = ODD[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [problem] = family_problems(str(tmp_path))
+    assert says in problem
+    assert config["model_type"] in problem
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_a_configuration_that_is_none_is_left_to_who_loads_it(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert [*family_problems(str(tmp_path))] == []
+    assert [*family_problems("Qwen/Qwen2.5-0.5B")] == []
+
+
+def test_a_run_says_all_of_it_at_once_before_anything_is_started(tmp_path):
+    for name in ("an encoder", "images"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(ODD[name][0]))
+    given = {
+        "actor_rollout_ref.model.path": str(tmp_path / "an encoder"),
+        "critic.model.path": str(tmp_path / "images"),
+        "algorithm.adv_estimator": "gae",
+        "data.train_files": str(tmp_path / "none.parquet"),
+    }
+    tree = {}
+    for key, value in given.items():
+        *above, last = key.split(".")
+        place = tree
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    with pytest.raises(ConfigError) as raised:
+        check_files(load_dict(tree).config)
+    text = str(raised.value)
+    assert "actor_rollout_ref.model.path" in text
+    assert "critic.model.path" in text
+    assert "has an encoder" in text
+    assert "vision_config" in text
+
+
+def test_a_family_that_nobody_has_proven_is_tried_and_told_so():
+    note = family_note("my/model", "cohere")
+    assert note is not None
+    assert "cohere is none of the families that were proven" in note
+    assert "stops the run" in note
