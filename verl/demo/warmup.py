@@ -1,29 +1,36 @@
-"""From noise to a model that is right two times in five: supervised steps by the project's own training engine.
+"""From noise to a model that is right two times in five: supervised training, in this process.
 
 Reinforcement learning needs answers that are sometimes right. The demo's model starts random, so it first sees sums
-with their answers, until its greedy answers to held-out problems reach the target, and no further.
+with their answers, until its greedy answers to held-out problems reach the target, and no further. The steps are those
+of `verl sft`; only when to stop is the demo's own.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.algorithms.objective import sft
-from verl.data.batch import FlatBatch
+from verl.data.examples import pair_example
+from verl.data.order import Sampled
+from verl.data.plan import Limit
+from verl.data.supervised import shares
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.errors import EngineError
+from verl.trainer.sft_data import Feed
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import close_process_group, init_process_group
+from verl.training.supervised import Supervised
 
-__all__ = ["WarmUp", "accuracy_of", "encode", "greedy_answers", "supervised_batch", "warm_up"]
+__all__ = ["WarmUp", "accuracy_of", "encode", "greedy_answers", "warm_up"]
 
 _BATCH = 128
 _LOSS_WORTH_A_LOOK = 0.6  # above it, accuracy is below 0.2: no use to measure
@@ -47,46 +54,47 @@ def warm_up(
     torch.set_num_threads(threads)
     init_process_group(0, 1, "127.0.0.1", 0)
     try:
-        return _warm_up(Assets(Path(folder)), target, max_steps, seed)
+        return asyncio.run(_warm_up(Assets(Path(folder)), target, max_steps, seed))
     finally:
         close_process_group()
 
 
-def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
+async def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
     start = time.perf_counter()
     path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
-    train, test = (encode(tokenizer, read_problems(file)) for file in (assets.train, assets.test))
+    problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
+    examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
+    cut = partial(shares, ranks=1, limit=Limit(samples=_BATCH, tokens=None))
+    order = Sampled(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
+    feed = Feed(examples, order, _BATCH, cut)
     settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
-    engine = FsdpEngine(settings)
+    model = Supervised(FsdpEngine(settings))
     judge = AutoModelForCausalLM.from_pretrained(path)
-    random = torch.Generator().manual_seed(seed)
     loss, step = float("inf"), 0
     for step in range(1, max_steps + 1):
-        rows = train[torch.randint(len(train), (_BATCH,), generator=random)]
-        now = engine.update([supervised_batch(rows)], sft)["train/loss"]
+        [share] = (await feed.take(step - 1)).shares
+        now = model.update(share)["train/loss"]
         loss = now if step == 1 else 0.8 * loss + 0.2 * now
         if step % _LOOK_EVERY == 0 and loss < _LOSS_WORTH_A_LOOK:
-            _copy(engine.weights(), judge)
+            _copy(model.engine.weights(), judge)
             if accuracy_of(judge, test[:_LOOK_AT]) >= target:
                 break
-    _copy(engine.weights(), judge)
-    write_weights(assets.model, engine.weights())
+    feed.close()
+    _copy(model.engine.weights(), judge)
+    write_weights(assets.model, model.engine.weights())
     return WarmUp(accuracy_of(judge, test), step, time.perf_counter() - start)
+
+
+def _draw(count: int, epoch: int, seed: int, rows: int, column: object) -> Sequence[int]:
+    """Rows drawn one by one: whoever stops in the middle has seen no part of the problems more than another."""
+    return torch.randint(rows, (count,), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[tuple[str, str]]) -> Tensor:
     """[N, L] tokens: prompt, answer, end. All problems are of one length, so this is a matrix."""
     end = tokenizer.eos_token_id
     return torch.tensor([[*tokenizer.encode(prompt + answer), end] for prompt, answer in problems])
-
-
-def supervised_batch(rows: Tensor) -> FlatBatch:
-    """rows [B, L] laid end to end; the answers are what is trained."""
-    count, length = rows.shape
-    mask = torch.zeros_like(rows, dtype=torch.bool)
-    mask[:, -ANSWER_LENGTH:] = True
-    return FlatBatch(rows.flatten(), torch.arange(count + 1) * length, mask.flatten())
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl.data.examples import pair_example
 from verl.demo.assets import (
     Assets,
     make_assets,
@@ -18,7 +19,7 @@ from verl.demo.assets import (
     split_problems,
     write_weights,
 )
-from verl.demo.warmup import accuracy_of, encode, greedy_answers, supervised_batch
+from verl.demo.warmup import accuracy_of, encode, greedy_answers
 from verl.rewards.score import load_reward
 
 pytestmark = pytest.mark.unit
@@ -121,8 +122,8 @@ def test_accuracy_counts_whole_answers() -> None:
     assert accuracy_of(model, rows) == 0.75
 
 
-def test_a_supervised_batch_trains_on_the_answers_alone() -> None:
+def test_an_example_of_the_warm_up_is_what_is_judged_and_trains_on_the_answer_alone() -> None:
     tokenizer = make_tokenizer()
-    batch = supervised_batch(encode(tokenizer, [("12+34=", "046"), ("99+99=", "198")]))
-    assert batch.lengths.tolist() == [10, 10]
-    assert tokenizer.decode(batch.tokens[batch.mask]) == "046<eos>198<eos>"
+    example = pair_example(tokenizer, "12+34=", "046", [tokenizer.eos_token_id])
+    assert example.tokens.tolist() == encode(tokenizer, [("12+34=", "046")])[0].tolist()
+    assert tokenizer.decode(example.tokens[example.mask]) == "046<eos>"
