@@ -46,7 +46,7 @@ show-%:
 
 # What starts no cluster runs two at a time; nothing in a short form is bounded by the clock.
 LIGHT = settings formulas gradient sft sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
-HEAVY = learning parity api dataplane algorithms stall trust kills lora
+HEAVY = learning parity api dataplane algorithms stall trust kills lora families
 
 show-short: ## the short form of every proof that CI runs
 	@$(MAKE) --no-print-directory -k -j2 --output-sync=target $(addprefix short-,$(LIGHT))

@@ -16,6 +16,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
@@ -69,6 +70,7 @@ class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
         refresh_packed_embeddings(self.model)
+        repack_experts(self.model)
 
     def shutdown(self) -> None:
         """Nothing is held between updates."""
@@ -85,6 +87,19 @@ def refresh_packed_embeddings(model: torch.nn.Module) -> None:
             process = getattr(module.quant_method, "process_weights_after_loading", None)
             if process is not None:
                 process(module)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Bring the experts of a mixture into the layout that their kernel reads.
+
+    vLLM 0.32, CPU: they are packed when the kernel is made, and a layerwise reload copies new ones over them as they
+    come; log-probs are silently wrong. Remove this when a reload of a mixture passes the probe without it.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
 
 
 if BACKEND not in WeightTransferEngineFactory._registry:
