@@ -36,7 +36,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "there are train, demo, data, merge, config" in capsys.readouterr().err
+    assert "there are train, sft, demo, data, generate, eval, merge, config" in capsys.readouterr().err
 
 
 def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -56,7 +56,7 @@ def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.Cap
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.local"]) == 0
+    assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.max_staleness"]) == 0
     text = capsys.readouterr().out
     assert "Prompts drawn a step" in text
     assert "default: 1024" in text

@@ -270,6 +270,7 @@ def test_what_is_exactly_repeatable_or_not_compiled_is_not_talked_about() -> Non
 
 def test_an_adapter_without_peft_is_a_problem_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [])
+    monkeypatch.delitem(sys.modules, "peft", raising=False)  # another test may have imported it
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
     with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 needs the package PEFT; pip install "verl\[lora\]"'):
