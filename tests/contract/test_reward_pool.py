@@ -281,7 +281,7 @@ async def test_a_batch_that_fails_fails_for_each_of_its_answers(pool: Pool, body
     [
         ("import not_there_at_all\n" + HEAD, "imports 'not_there_at_all'"),
         ("import os\nos._exit(5)\n" + HEAD, "exit code 5"),
-        ("def compute_score(prompt, response):\n", "has the signature (prompt, response)"),
+        ("def compute_score(question, reply):\n", "has the signature (question, reply)"),
     ],
 )
 async def test_a_function_that_cannot_be_loaded_is_told_at_the_start(pool: Pool, head: str, part: str) -> None:

@@ -183,7 +183,7 @@ async def assemble(
         )
 
 
-async def _check_reward(config: Config, reward: Reward | None) -> None:
+async def _check_reward(config: Config, reward: Reward | None = None) -> None:
     """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
     if not uses_reward_function(config):
         return
