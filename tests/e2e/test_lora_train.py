@@ -85,6 +85,7 @@ def test_an_adapter_trains_with_vllm_goes_on_with_transformers_and_is_exported(t
         "trainer.total_training_steps=3",
         "trainer.save_freq=3",
         "actor_rollout_ref.rollout.name=hf",  # gets all weights, with the adapter merged in
+        "trainer.local=True",
     )
     assert again.returncode == 0, again.stdout + again.stderr
     assert "going on with step 3" in again.stdout
