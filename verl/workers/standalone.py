@@ -11,6 +11,7 @@ Both are given the same model: the trainer changes its weights, the rollouts see
 from __future__ import annotations
 
 import asyncio
+import atexit
 import sys
 import tempfile
 import threading
@@ -63,11 +64,12 @@ class RolloutWorker:
         reward: Callable[..., Any] | None = None,
         n: int = 8,
         max_new_tokens: int = 512,
-        max_model_len: int = 4096,
+        max_model_len: int | None = None,
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
-        """`n` answers a prompt. Without a `reward` the shipped scorers are chosen by the `data_source` of a prompt's
+        """`n` answers a prompt; `max_model_len` tokens of prompt and answer, as many as the model reads up to 4,096
+        unless it is given. Without a `reward` the shipped scorers are chosen by the `data_source` of a prompt's
         row. `inference_engine` is "vllm", on the first GPU that is visible, or "hf" (transformers: slow, in this
         process)."""
         import torch
@@ -84,13 +86,16 @@ class RolloutWorker:
         model.save_pretrained(self._folder.name)
         self.tokenizer.save_pretrained(self._folder.name)
         kind = usable(device).partition(":")[0]
-        settings = _engine_settings(inference_engine, self._folder.name, kind, max_model_len)
+        longest = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
+        settings = _engine_settings(inference_engine, self._folder.name, kind, longest)
         self._dtype = getattr(torch, settings["dtype"])
         self._engine = make_engine(inference_engine, settings)
         self._seen, self._version, self._groups = -1, -1, 0
         with _main_hidden():
             self._loop.finish(self._engine.start())
         self._score: Score = self._loop.finish(self._scoring())
+        self._is_open = True
+        atexit.register(self.close)
 
     def generate(self, prompts: Sequence[Any]) -> list[Rollout]:
         """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
@@ -98,7 +103,10 @@ class RolloutWorker:
         return self._loop.finish(self._generate(list(prompts)))
 
     def close(self) -> None:
-        """End the engine's processes."""
+        """End the engine's processes; done at the end of the program, if not before."""
+        if not self._is_open:
+            return
+        self._is_open = False
         self._loop.finish(self._engine.close())
         self._loop.close()
         self._folder.cleanup()
@@ -198,6 +206,7 @@ class TrainerWorker:
         options = LossOptions(clip_low=clip_range, clip_high=clip_range)
         self._policy = Policy(self._engine, Method(estimator=estimator, loss_options=options))
         self.model, self._mini_batch, self._budget = model, mini_batch_size, micro_batch_tokens
+        atexit.register(self.close)
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
@@ -216,7 +225,7 @@ class TrainerWorker:
         return plan.metrics | prepared | updated
 
     def close(self) -> None:
-        """Leave the group of ranks that it made, so that this process may make another."""
+        """Leave the group of ranks that it made: this process may then make another. Done at the end, if not before."""
         from verl.training.group import close_process_group
 
         close_process_group()
