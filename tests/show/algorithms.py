@@ -2,7 +2,7 @@
 
 Each algorithm trains two-digit addition from the same model; held-out greedy accuracy must rise by 0.2 within 5
 minutes, from the command to the last validation. The table: algorithm, start, end, steps, seconds. `--short` (CI) takes
-two of them, chosen by the commit, asks for half the rise and holds no time. `--only grpo,ppo` takes
+one of them, chosen by the commit, asks for half the rise and holds no time. `--only grpo,ppo` takes
 these, `--all` also those that are not promised.
 """
 
@@ -101,7 +101,7 @@ def main() -> None:
     known = PROMISED | OTHERS
     names = options.only.split(",") if options.only else list(known if options.all else PROMISED)
     if options.short and not options.only:
-        names = by_commit(names, 2)
+        names = by_commit(names, 1)
     steps = options.steps or (16 if options.short else 24)
     rows = []
     with tempfile.TemporaryDirectory(prefix="verl-algorithms-") as directory:
