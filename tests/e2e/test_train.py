@@ -160,7 +160,7 @@ def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
         if line.startswith("step"):
             break
     os.kill(process.pid, number)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     assert process.returncode == code, errors
     saved = CheckpointDir(tmp_path)
     if last_words is None:

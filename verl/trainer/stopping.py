@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -94,7 +95,13 @@ class Stopping:
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """SIGTERM ends the run after the step in progress; a second one cancels what is going on."""
+        """SIGTERM ends the run after the step in progress; a second one cancels what is going on.
+
+        Only the main thread hears signals: a run beside a notebook's event loop is left to the notebook.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         task = asyncio.current_task()
         assert task is not None
 

@@ -180,3 +180,13 @@ async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end() -> None
     with pytest.raises(ValueError, match="perhaps"):
         await trainer.fit(stopping)
     assert around.finished == 1
+
+
+async def test_a_run_in_another_thread_leaves_signals_alone() -> None:
+    async def run() -> str:
+        with Stopping().on_sigterm():
+            return "ran"
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert await asyncio.to_thread(asyncio.run, run()) == "ran"
+    assert signal.getsignal(signal.SIGTERM) is before
