@@ -153,7 +153,11 @@ def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
 ) -> None:
     overrides = ("actor_rollout_ref.rollout.name=hf", "trainer.total_training_steps=1000")
     process = subprocess.Popen(
-        command(assets, tmp_path, *overrides), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command(assets, tmp_path, *overrides),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # who is started in the background ignores it
     )
     assert process.stdout is not None
     for line in process.stdout:
