@@ -224,9 +224,10 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
         last = answer.versions.index(1) if 1 in answer.versions else None
         if last is not None:
             own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
-            assert (torch.tensor(answer.logprobs) - own)[
-                last:
-            ].abs().max() < 1e-3  # with old caches it would be far off
+            gaps = (torch.tensor(answer.logprobs) - own)[last:].abs()
+            # So strong an adapter makes single tokens round up to 1e-4 apart, with or without a change on the way.
+            assert gaps.mean() < 1e-4
+            assert gaps.max() < 1e-3  # with old caches it would be far off
 
 
 async def test_weights_for_an_engine_that_takes_adapters_alone_are_refused(

@@ -320,7 +320,9 @@ def _defined_here(value: Any, module: ModuleType) -> bool:
 
 def _users_traceback(error: BaseException) -> str:
     """The traceback from the user's first frame on: ours help nobody."""
-    ours = tuple(str(Path(__file__).with_name(name)) for name in ("score.py", "worker.py", "compose.py"))
+    ours = tuple(
+        str(Path(__file__).with_name(name)) for name in ("score.py", "worker.py", "compose.py", "given.py", "here.py")
+    )
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(
         (*ours, "<frozen importlib", asyncio.__path__[0])

@@ -66,6 +66,7 @@ async def test_a_failure_here_is_told_and_leaving_the_debugger_ends_the_run() ->
     outcome = await here.score("", "", None)
     assert isinstance(outcome, Failed)
     assert "ZeroDivisionError" in outcome.message
+    assert outcome.message.count("File ") == 1, "the traceback begins with the user's own line"
     with pytest.raises(bdb.BdbQuit):
         await here.score("", "quit", None)
 
