@@ -22,6 +22,7 @@ HasSignal = Callable[[list[SampleHandle]], bool]
 """The finished samples of one prompt -> whether there is anything to learn from how they differ."""
 
 MOST_LEFT_OUT = 100  # for each prompt of a batch; more are data that do not fit the settings
+LONG_SEARCH = 10  # batches without enough groups that have signal, before the first word on it
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 _MEND = (
@@ -73,8 +74,9 @@ class EpisodeBuffer:
 
     Dynamic sampling: with `has_signal`, a group found to be without signal does not count in that law, so the next
     prompt of the stream starts in its place at once. A take looks at groups in the order of the stream until it has
-    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound). So what it
-    returns follows from the order of the stream and from which groups have signal, never from which finished first.
+    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound; a long search
+    is told to `say` while it lasts). So what it returns follows from the order of the stream and from which groups have
+    signal, never from which finished first.
     Nothing starts that is beyond the reach of the takes that may still use it: at version v, no group that lies
     `batch * (max_batches + max_staleness)` or more after the first that the take of v looks at. Without run-ahead no
     group is therefore left over; with it, what a take did not look at is there for the next one, and is young enough.
@@ -92,9 +94,10 @@ class EpisodeBuffer:
         max_staleness: int = 0,
         has_signal: HasSignal | None = None,
         max_batches: int = 0,
+        say: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._run_group, self._stream, self._batch, self._max_staleness = run_group, stream, batch, max_staleness
-        self._has_signal, self._max_batches = has_signal, max_batches
+        self._has_signal, self._max_batches, self._say = has_signal, max_batches, say
         self._groups: deque[asyncio.Task[_Group]] = deque()
         self._first: int | None = None  # version that the run began with
         self._version = 0
@@ -120,7 +123,7 @@ class EpisodeBuffer:
         """
         if count > len(self._groups):
             raise RuntimeError(f"waiting for {count} groups while only {len(self._groups)} may run: a wait without end")
-        bound = self._max_batches * count or sys.maxsize
+        bound, patience = self._max_batches * count or sys.maxsize, LONG_SEARCH * count
         kept: list[_Group] = []
         dropped: list[_Group] = []
         left_out: list[_Group] = []
@@ -133,6 +136,9 @@ class EpisodeBuffer:
                     f"{len(left_out):,} of the last {len(left_out) + others:,} prompts are longer than "
                     "data.max_prompt_length and were left out; raise it, or mend data.train_files"
                 )
+            if patience <= len(kept) + len(dropped) < bound and len(kept) < count:
+                patience *= 2
+                self._say(f"{self._found(count, kept, dropped)}. The search goes on. {_MEND}")
         self._started += count - len(kept)  # the places of a smaller batch are used up all the same
         self._report(count, kept, dropped)
         self._report_left_out(len(left_out), len(kept) + len(dropped))
@@ -211,20 +217,24 @@ class EpisodeBuffer:
         }
         if not dropped:
             return
-        scores = [sample.score for group in dropped for sample in group.samples]
-        mean = self._metrics["sampling/dropped_score_mean"] = sum(scores) / max(len(scores), 1)
+        self._metrics["sampling/dropped_score_mean"] = _mean_score(dropped)
         if len(kept) == count:
             return
-        found = (
-            f"dynamic sampling: {len(kept)} of {looked_at:,} groups have answers that differ, {count:,} were wanted "
-            f"(at most {self._max_batches} batches are searched); those without scored {mean:.3g} on average"
-        )
+        found = self._found(count, kept, dropped)
         if not kept:
             last = self.position
             raise RewardError(
                 f"{found}. They answer the prompts {last - looked_at} to {last - 1} of the stream. {_MEND}"
             )
         self.warnings = [f"{found}. The step trains on the smaller batch. {_MEND}"]
+
+    def _found(self, count: int, kept: Sequence[_Group], dropped: Sequence[_Group]) -> str:
+        """How far a search has come, in words."""
+        bound = f"at most {self._max_batches} batches are searched" if self._max_batches else "searched without a bound"
+        return (
+            f"dynamic sampling: {len(kept)} of {len(kept) + len(dropped):,} groups have answers that differ, "
+            f"{count:,} were wanted ({bound}); those without scored {_mean_score(dropped):.3g} on average"
+        )
 
     def _report_left_out(self, left_out: int, others: int) -> None:
         """A metric from the first one on, and words for that."""
@@ -237,3 +247,8 @@ class EpisodeBuffer:
             )
         if self._ever_left_out:
             self._metrics["data/left_out"] = float(left_out)
+
+
+def _mean_score(groups: Sequence[_Group]) -> float:
+    scores = [sample.score for group in groups for sample in group.samples]
+    return sum(scores) / max(len(scores), 1)

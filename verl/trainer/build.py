@@ -156,6 +156,7 @@ async def assemble(
             max_staleness=config.trainer.max_staleness,
             has_signal=differs(dynamic.metric) if dynamic.enable else None,
             max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
+            say=console.advice,
         )
         closing.push_async_callback(buffer.close)
         weights = Publisher(policy, engines, _transport(config), _probe(config, data, device), keeper)

@@ -195,6 +195,17 @@ async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None
     }
 
 
+async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
+    world, said = World([False] * 85 + [True] * 2, 0), []
+    buffer = EpisodeBuffer(
+        world.run_group, PromptStream(InOrder(9)), 2, has_signal=differs("score"), say=lambda text: said.append(text)
+    )
+    buffer.advance(0)
+    assert groups(await buffer.take(2)) == [85, 86]
+    assert [int(words.split(" of ")[1].split()[0]) for words in said] == [20, 40, 80]
+    assert all("searched without a bound" in words and "rollout.temperature" in words for words in said)
+
+
 async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
     world = World([False], 0)
     buffer = EpisodeBuffer(world.run_group, PromptStream(InOrder(9)), 2, max_batches=1)
