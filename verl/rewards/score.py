@@ -211,7 +211,7 @@ def no_scorer(data_source: str) -> str:
     what = f"data_source {data_source!r}: no shipped scorer knows it; {known} Correct the column"
     if not data_source:
         what = "data_source: rows without one have no shipped scorer. Add the column"
-    return f"{what}, or give your own function with {_SETTING}.path=my_reward.py"
+    return f"{what}, or give your own function with {_SETTING}.path=my_reward.py (in Python: reward=my_function)"
 
 
 def ships(data_source: str) -> bool:
