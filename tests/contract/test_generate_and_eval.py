@@ -54,6 +54,8 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert not broken.exists()
     assert generate(assets, broken, "rollout.temperature=0.5") == 2
     assert "parts of a run with other settings" in capsys.readouterr().err
+    assert generate(assets, broken, "--part", "3") == 2  # its parts would overlap with those that are there
+    assert "parts of a run with other settings" in capsys.readouterr().err
     assert generate(assets, broken) == 0
     assert "2 parts of 2 prompts were there already" in capsys.readouterr().out
     assert pq.read_table(broken).to_pylist() == table

@@ -83,7 +83,7 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
     check_files(config)
     dataset, sampling, text = _prompts(config)
     console.note(str(dataset.report))
-    parts = _Parts(output, _fingerprint(config))
+    parts = _Parts(output, _made_with(config) | {"part": part, "prompts": len(dataset)})
     todo = [start for start in range(0, len(dataset), part) if not parts.has(start)]
     if done := -(-len(dataset) // part) - len(todo):
         console.note(f"{done} parts of {part} prompts were there already, in {parts.folder}")
@@ -172,8 +172,8 @@ def _seed(config: Config, row: int, number: int) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def _fingerprint(config: Config) -> dict[str, Any]:
-    """What the answers depend on: parts that were made otherwise do not belong together."""
+def _made_with(config: Config) -> dict[str, Any]:
+    """The settings that answers depend on: parts that were made otherwise do not belong together."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     return {
         "data": config.data.model_dump(mode="json", exclude={"num_workers", "cache_dir"}),
