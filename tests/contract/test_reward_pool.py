@@ -170,9 +170,17 @@ async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> 
     assert await asyncio.gather(*(one(ready) for _ in range(12))) == [Scored(1.0)] * 12
 
 
-async def test_several_workers_work_side_by_side(pool: Pool) -> None:
-    ready = await started(pool("time.sleep(0.3)\nreturn os.getpid()", workers=4))
-    found = await asyncio.gather(*(one(ready) for _ in range(16)))
+async def test_several_workers_work_side_by_side(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    body = """
+        os.chdir(solution_str)
+        open(str(os.getpid()), 'w').close()
+        while len(os.listdir()) < 4:
+            time.sleep(0.01)
+        return os.getpid()
+    """
+    ready = await started(pool(body, workers=4))
+    found = await asyncio.gather(*(one(ready, str(tmp_path / "here")) for _ in range(4)))
     assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) == 4
 
 
