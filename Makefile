@@ -2,6 +2,7 @@
 VENV ?= .venv
 PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo python)
 PYTEST = $(PYTHON) -m pytest -q
+BY_FILE = -n 2 --dist loadfile # an engine serves the tests of one file; while one starts, others work
 SHOWS = $(basename $(notdir $(wildcard tests/show/[a-z]*.py)))
 
 .PHONY: help setup pins fmt check unit test e2e bench docs show-short
@@ -30,10 +31,10 @@ unit: ## unit tests: no processes
 	$(PYTEST) -n auto tests/unit
 
 test: ## contract and distributed tests
-	$(PYTEST) -m "contract or distributed"
+	$(PYTEST) $(BY_FILE) -m "contract or distributed"
 
 e2e: ## real Ray, FSDP2 and vLLM with a tiny model
-	$(PYTEST) -m e2e
+	$(PYTEST) $(BY_FILE) -m e2e
 
 bench: ## figures, nothing asserted
 	$(PYTEST) -m bench

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import psutil
 
-__all__ = ["children"]
+__all__ = ["children", "working_in"]
 
 
 def children() -> list[psutil.Process]:
@@ -17,3 +18,9 @@ def children() -> list[psutil.Process]:
             if "resource_tracker" not in " ".join(child.cmdline()):
                 found.append(child)
     return found
+
+
+def working_in(folder: Path) -> list[psutil.Process]:
+    """All whose working folder is this one or in it, whoever started them."""
+    found = psutil.process_iter(["cwd", "cmdline"])
+    return [process for process in found if process.info["cwd"] and Path(process.info["cwd"]).is_relative_to(folder)]

@@ -484,9 +484,9 @@ class _World:
                 )
             self.outcome.runs_again += pool.runs_again
 
-    @staticmethod
-    def _agrees(kept: EngineState, pooled: EngineState) -> bool:
-        return kept is EngineState.GIVEN_UP or pooled is EngineState.READY
+    def _agrees(self, kept: EngineState, pooled: EngineState) -> bool:
+        cannot_come = kept is EngineState.GIVEN_UP or (kept is not EngineState.READY and not self.model.is_up)
+        return cannot_come or pooled is EngineState.READY
 
 
 def _request(position: int, number: int) -> Request:

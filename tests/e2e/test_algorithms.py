@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
@@ -18,11 +17,6 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 ROOT = Path(__file__).parents[2]
 TARGET_KL, HORIZON = 0.5, 40
 REPEATABLE = ("actor_rollout_ref.rollout.name=hf", "trainer.deterministic=True")  # the same answers in every run
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    return make_assets(tmp_path_factory.mktemp("assets"))
 
 
 def train(assets: Assets, folder: Path, example: str, *overrides: str) -> subprocess.CompletedProcess[str]:

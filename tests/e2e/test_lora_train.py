@@ -15,7 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from verl.checkpoint.format import entries
-from verl.demo.assets import make_assets, read_problems
+from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -47,8 +47,7 @@ def train(assets: Assets, folder: Path, *overrides: str) -> subprocess.Completed
     )
 
 
-def test_supervised_training_of_an_adapter_saves_it_and_the_merged_model(tmp_path: Path) -> None:
-    assets = make_assets(tmp_path / "assets")
+def test_supervised_training_of_an_adapter_saves_it_and_the_merged_model(assets: Assets, tmp_path: Path) -> None:
     rows = [{"prompt": prompt, "response": answer} for prompt, answer in read_problems(assets.train)[:64]]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train.parquet")
     done = verl(
@@ -75,8 +74,7 @@ def test_supervised_training_of_an_adapter_saves_it_and_the_merged_model(tmp_pat
     assert test.returncode == 0, test.stderr
 
 
-def test_an_adapter_trains_with_vllm_goes_on_with_transformers_and_is_exported(tmp_path: Path) -> None:
-    assets = make_assets(tmp_path / "assets")
+def test_an_adapter_trains_with_vllm_goes_on_with_transformers_and_is_exported(assets: Assets, tmp_path: Path) -> None:
     first = train(assets, tmp_path / "run", "trainer.total_training_steps=2", "trainer.save_freq=2")
     assert first.returncode == 0, first.stdout + first.stderr
     again = train(

@@ -20,7 +20,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassifi
 from verl.cluster.pool import DevicePool
 from verl.cluster.session import connect, disconnect
 from verl.cluster.waits import Deadline
-from verl.demo.assets import make_assets, make_tokenizer
+from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets
 from verl.errors import ProcessLostError
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool, RewardModelSettings
@@ -28,11 +28,6 @@ from verl.workers.rewards import RemoteRewardModel, RewardModelPool, RewardModel
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    return make_assets(tmp_path_factory.mktemp("assets"))
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.demo.assets import make_assets, read_problems
+from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
@@ -46,9 +46,8 @@ optim:
 """
 
 
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    assets = make_assets(tmp_path_factory.mktemp("assets"))
+@pytest.fixture(scope="module", name="assets")
+def examples(assets: Assets) -> Assets:
     for name, file, count in (("train", assets.train, 640), ("val", assets.test, 64)):
         rows = [{"prompt": prompt, "response": answer} for prompt, answer in read_problems(file)[:count]]
         pq.write_table(pa.Table.from_pylist(rows), assets.folder / f"sft_{name}.parquet")

@@ -8,39 +8,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from processes import working_in
 
 from verl.checkpoint.manifest import CheckpointDir, damage_of
-from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
-    return make_assets(tmp_path_factory.mktemp("assets"))
-
-
-@pytest.fixture(autouse=True)
-def _no_process_is_left_behind() -> Iterator[None]:
-    before = {process.pid for process in psutil.process_iter()}
-    yield
-    deadline = time.monotonic() + 30
-    while left := [p for p in psutil.process_iter(["cmdline"]) if p.pid not in before and _ours(p)]:
-        assert time.monotonic() < deadline, f"left behind: {[p.info['cmdline'] for p in left]}"
-        time.sleep(0.5)
-
-
-def _ours(process: psutil.Process) -> bool:
-    command = " ".join(process.info["cmdline"] or ())
-    return any(mark in command for mark in ("ray::", "raylet", "gcs_server", "VLLM::", "verl train"))
 
 
 def command(assets: Assets, folder: Path, *overrides: str) -> list[str]:
@@ -163,6 +141,7 @@ def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
     for line in process.stdout:
         if line.startswith("step"):
             break
+    assert any("ray::" in " ".join(one.info["cmdline"]) for one in working_in(tmp_path)), "else leftovers are not seen"
     os.kill(process.pid, number)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == code, errors
