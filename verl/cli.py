@@ -7,19 +7,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
 
 import verl
 from verl.errors import VerlError
 from verl.model_merger import HELP as MERGE_HELP
 from verl.redaction import redact, remember_arguments
 
-if TYPE_CHECKING:
-    import argparse
-
-    from verl.config.schema import Config
-
-__all__ = ["main", "read_data_arguments"]
+__all__ = ["main"]
 
 FAILED = 1
 USAGE_ERROR = 2
@@ -191,78 +185,10 @@ def _config(argv: list[str]) -> int:
     return 0
 
 
-def read_data_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config]:
-    """Of `verl data`: the files, its own options, and the settings. Files may also come from the settings."""
-    import argparse
-
-    from verl.config.load import load
-    from verl.config.schema import MISSING
-
-    parser = argparse.ArgumentParser(prog="verl data", add_help=False)
-    parser.add_argument("--row", type=int, action="append", default=[])
-    parser.add_argument("--head", type=int, default=1)
-    parser.add_argument("--limit", type=int)
-    parser.add_argument("--config-path")
-    parser.add_argument("--config-name")
-    options, rest = parser.parse_known_args(argv)
-    files = [argument for argument in rest if _is_key(argument)]
-    settings = [argument for argument in rest if not _is_key(argument)]
-    for option in ("config_path", "config_name"):
-        if value := getattr(options, option):
-            settings += [f"--{option.replace('_', '-')}", value]
-    config = load(settings, complete=False)[0].config
-    for given in () if files else (config.data.train_files, config.data.val_files):
-        if given is not None and given != MISSING:
-            files += [given] if isinstance(given, str) else given
-    if not files:
-        raise VerlError("verl data: name a file, such as `verl data train.parquet` (see `verl data --help`)")
-    return files, options, config
-
-
 def _data(argv: list[str]) -> int:
-    from functools import partial
+    from verl.trainer.main_data import main as data
 
-    files, options, config = read_data_arguments(argv)
-    data = config.data
-
-    import rich.console
-
-    from verl.data.look import DataFiles
-    from verl.data.show import show_rows, show_survey
-    from verl.rewards.score import no_scorer
-    from verl.rewards.who import who_scores
-
-    model = config.actor_rollout_ref.model
-    seen = DataFiles(
-        files,
-        prompt_key=data.prompt_key,
-        tokenizer=_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code),
-        template_kwargs=data.apply_chat_template_kwargs,
-        scorer_of=partial(who_scores, config),
-        no_scorer=no_scorer,
-    )
-    fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
-    stop = data.truncation == "error" and not data.filter_overlong_prompts
-    out = rich.console.Console(highlight=False)
-    show_rows(seen, out, options.row or range(min(options.head, len(seen))), whole=bool(options.row))
-    survey = seen.survey(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
-    fate = "the run will not start" if stop else fate
-    show_survey(seen, survey, out, max_prompt_length=data.max_prompt_length, fate=fate)
-    return int(any(problem.fatal for problem in survey.problems))
-
-
-def _tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model that was named; None if none was."""
-    from verl.config.schema import MISSING
-
-    if path == MISSING:
-        return None
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise VerlError(f"actor_rollout_ref.model.path={path}: no tokenizer found: {error}") from error
+    return data(argv)
 
 
 def _is_key(argument: str) -> bool:
@@ -296,10 +222,11 @@ COMMANDS: dict[str, Command] = {
     ),
     "data": Command(
         "show data files as a run will see them: prompts, tokens, lengths, scorers, problems",
-        "usage: verl data FILE... [--row N] [--head N] [--limit N] [settings]\n\n"
+        "usage: verl data FILE... [--sft] [--row N] [--head N] [--limit N] [settings]\n\n"
         "Show data files as a run will see them. With actor_rollout_ref.model.path=... prompts go through its chat\n"
         "template and are counted in tokens. Ends with code 1 if something would stop a run or fail its rewards.\n\n"
         "options:\n"
+        "  --sft                   examples for `verl sft`, with what is trained of them; needs model.path=...\n"
         "  --row N                 show row N, whole; may be given several times\n"
         "  --head N                show the first N rows (1)\n"
         f"  --limit N               look at the first N rows only\n\n{_GRAMMAR}\n"

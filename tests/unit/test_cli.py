@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny import chat_tokenizer
 
 import verl
 from verl.cli import COMMANDS, main
+from verl.demo.assets import make_assets
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -145,6 +147,26 @@ def test_data_takes_the_files_of_the_settings_too(tmp_path: Path, capsys: pytest
     assert "name a file, such as `verl data train.parquet`" in capsys.readouterr().err
     assert main(["data", str(tmp_path / "tset.jsonl")]) == 2
     assert f"Did you mean {test}?" in capsys.readouterr().err
+
+
+def test_data_shows_what_supervised_training_would_train(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_assets(tmp_path / "assets").model
+    chat_tokenizer().save_pretrained(model)
+    said = [("user", "1+1?"), ("assistant", "2"), ("user", "sure?"), ("assistant", "yes")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    path = write_rows(tmp_path / "talks.jsonl", {"messages": messages}, {"messages": messages[:2]})
+    settings = ["--sft", path, f"model.path={model}", "data.messages_key=messages"]
+    assert main(["data", *settings]) == 0
+    text = capsys.readouterr().out
+    assert [line.strip() for line in text.splitlines() if line.startswith('  "')] == [
+        '"2<|end|>"',
+        '"yes<|end|>"',
+    ]
+    assert "all are within data.max_length" in text
+    assert main(["data", *settings, "data.max_length=20"]) == 2
+    assert "row 0: the example has" in capsys.readouterr().err
+    assert main(["data", "--sft", path]) == 2
+    assert "model.path: must be given" in capsys.readouterr().err
 
 
 def test_data_without_a_model_imports_no_torch_and_no_transformers(tmp_path: Path) -> None:

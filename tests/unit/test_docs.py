@@ -16,7 +16,7 @@ import pytest
 from verl import cli
 from verl.config.load import load, load_sft, load_yaml
 from verl.demo.main import read_arguments
-from verl.trainer import main_eval, main_generation
+from verl.trainer import main_data, main_eval, main_generation
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +73,7 @@ def check_verl(arguments: list[str]) -> None:
     elif name == "demo":
         read_arguments(rest)
     elif name == "data":
-        cli.read_data_arguments(rest or ["train.parquet"])
+        main_data.read_arguments(rest or ["train.parquet"])
     elif name == "generate" and rest:
         main_generation.read_arguments(rest)
     elif name == "eval" and rest:

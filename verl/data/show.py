@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
-from typing import Any
+from itertools import pairwise, takewhile
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,12 @@ from rich.text import Text
 
 from verl.data.look import DataFiles, RowSeen, Survey
 
-__all__ = ["bars", "bins", "show_rows", "show_survey"]
+if TYPE_CHECKING:
+    from verl.data.examples import Example
+    from verl.data.files import Rows
+    from verl.data.supervised import ExampleDataset
+
+__all__ = ["bars", "bins", "show_examples", "show_rows", "show_survey"]
 
 _WIDTH = 72
 _BAR = 36
@@ -28,10 +33,7 @@ _HEAD, _TAIL = 40, 12
 
 def show_rows(data: DataFiles, out: Console, rows: Sequence[int], *, whole: bool) -> None:
     """The files, their columns and some rows, shortened unless `whole`."""
-    for file in data.files:
-        _rule(out, file.path.name)
-        size = file.path.stat().st_size
-        out.print(Text(f"{len(file):,} rows, {_bytes(size)}, {file.path}"), soft_wrap=True)
+    _files(data.files, out)
     _rule(out, "columns")
     _table(out, [(name, use) for name, use in data.uses().items()])
     for number in rows:
@@ -56,6 +58,44 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
     _problems(survey, out)
 
 
+def show_examples(
+    data: ExampleDataset, tokenizer: Any, out: Console, rows: Sequence[int], *, max_length: int, whole: bool
+) -> None:
+    """Examples of supervised training: the files, some rows with what is trained of them, and the lengths of all."""
+    _files(data.files, out)
+    for number in rows:
+        _rule(out, f"row {number}")
+        _example(data[number], tokenizer, out, whole)
+    _rule(out, "lengths of the examples, in tokens")
+    for line in bars(data.lengths, max_length, "max_length"):
+        out.print(line, soft_wrap=True)
+    out.print(Text(_spread(data.lengths)))
+    cut = data.report.truncated
+    out.print(Text(f"{cut:,} were longer, and are cut" if cut else f"all are within data.max_length={max_length}"))
+
+
+def _example(example: Example, tokenizer: Any, out: Console, whole: bool) -> None:
+    """Its text, with what is trained in green; that part once more, since not every screen has colours; its tokens."""
+    edges = [0, *(np.flatnonzero(np.diff(example.mask)) + 1).tolist(), len(example.tokens)]
+    spans = [(start, tokenizer.decode(example.tokens[start:stop].tolist())) for start, stop in pairwise(edges)]
+    text = Text()
+    for start, words in spans:
+        text.append(words, style="bold green" if example.mask[start] else "")
+    _quote(text, out)
+    trained = int(example.mask.sum())
+    out.print(Text(f"{len(example.tokens)} tokens, of which {trained} are trained:", style="dim"))
+    _table(out, [("", _value(words, whole)) for start, words in spans if example.mask[start]])
+    for line in _tokens(tokenizer, example.tokens.tolist(), out.width, whole):
+        out.print(line, soft_wrap=True)
+
+
+def _files(files: Sequence[Rows], out: Console) -> None:
+    for file in files:
+        _rule(out, file.path.name)
+        size = file.path.stat().st_size
+        out.print(Text(f"{len(file):,} rows, {_bytes(size)}, {file.path}"), soft_wrap=True)
+
+
 def _row(data: DataFiles, row: RowSeen, out: Console, whole: bool) -> None:
     out.print(Text(row.place, style="dim"), soft_wrap=True)
     if row.trouble:
@@ -63,15 +103,19 @@ def _row(data: DataFiles, row: RowSeen, out: Console, whole: bool) -> None:
     else:
         text = Text(row.text)
         text.highlight_words(data.marks, style="bold magenta")
-        for line in text.split("\n", allow_blank=True):
-            for piece in line.wrap(out, max(20, out.width - 2)) or [line]:
-                out.print(Text.assemble(("│ ", "dim"), piece), soft_wrap=True)
+        _quote(text, out)
     if row.token_ids is not None:
         out.print(Text(f"{len(row.token_ids)} tokens", style="dim"))
         for line in _tokens(data.tokenizer, row.token_ids, out.width, whole):
             out.print(line, soft_wrap=True)
     told = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
     _table(out, [(name, _value(value, whole)) for name, value in told.items()])
+
+
+def _quote(text: Text, out: Console) -> None:
+    for line in text.split("\n", allow_blank=True):
+        for piece in line.wrap(out, max(20, out.width - 2)) or [line]:
+            out.print(Text.assemble(("│ ", "dim"), piece), soft_wrap=True)
 
 
 def _tokens(tokenizer: Any, ids: Sequence[int], width: int, whole: bool) -> Iterator[Text]:
@@ -130,8 +174,7 @@ def _lengths(data: DataFiles, survey: Survey, out: Console, limit: int, fate: st
     counted = data.tokenizer is not None
     for line in bars(lengths, limit if counted else None):
         out.print(line, soft_wrap=True)
-    middle, most = (int(np.percentile(lengths, part)) for part in (50, 99))
-    out.print(Text(f"shortest {lengths.min():,}, median {middle:,}, 99% up to {most:,}, longest {lengths.max():,}"))
+    out.print(Text(_spread(lengths)))
     if not counted:
         out.print(Text("for tokens, name the model: actor_rollout_ref.model.path=...", style="dim"))
         return
@@ -140,6 +183,11 @@ def _lengths(data: DataFiles, survey: Survey, out: Console, limit: int, fate: st
     setting = f"data.max_prompt_length={limit}"
     said = f"{share} are beyond {setting}: {fate}" if long else f"all are within {setting}"
     out.print(Text(said, style="yellow" if long else "green"), soft_wrap=True)
+
+
+def _spread(lengths: npt.NDArray[np.int64]) -> str:
+    middle, most = (int(np.percentile(lengths, part)) for part in (50, 99))
+    return f"shortest {lengths.min():,}, median {middle:,}, 99% up to {most:,}, longest {lengths.max():,}"
 
 
 def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
@@ -160,7 +208,7 @@ def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
     return [(a, b, int(((lengths >= a) & (lengths < (high + 1 if b is None else b))).sum())) for a, b in spans]
 
 
-def bars(lengths: npt.NDArray[np.int64], limit: int | None) -> list[Text]:
+def bars(lengths: npt.NDArray[np.int64], limit: int | None, name: str = "max_prompt_length") -> list[Text]:
     """A line for each bin; what is wholly beyond the limit is yellow, and the limit's own bin is marked."""
     found = bins(lengths)
     most = max(count for *_, count in found)
@@ -173,12 +221,10 @@ def bars(lengths: npt.NDArray[np.int64], limit: int | None) -> list[Text]:
         line = Text(f"{label:>{width}} ").append(_bar(count / most), style="yellow" if beyond else "cyan")
         line.append(f" {count:>{len(f'{most:,}')},}")
         if limit is not None and a <= limit and (b is None or limit < b):
-            line.append(f"  ◂ max_prompt_length={limit}", style="bold yellow")
+            line.append(f"  ◂ {name}={limit}", style="bold yellow")
         lines.append(line)
     if limit is not None and limit >= last and found[-1][1] is not None:
-        lines.append(
-            Text(f"{'':>{width}} {'':{_BAR}} {'':>{len(f'{most:,}')}}  ◂ max_prompt_length={limit}", style="dim")
-        )
+        lines.append(Text(f"{'':>{width}} {'':{_BAR}} {'':>{len(f'{most:,}')}}  ◂ {name}={limit}", style="dim"))
     return lines
 
 

@@ -1,0 +1,109 @@
+"""`verl data`: files as a run will see them, before there is one. With `--sft`: as a supervised run will."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from verl.config.load import load, load_sft
+from verl.config.schema import MISSING, SftConfig
+from verl.config.schema.root import Config
+from verl.errors import ConfigError, VerlError
+
+__all__ = ["main", "read_arguments"]
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config | SftConfig]:
+    """The files, the command's own options, and the settings. Files may also come from the settings."""
+    parser = argparse.ArgumentParser(prog="verl data", add_help=False)
+    parser.add_argument("--sft", action="store_true")
+    parser.add_argument("--row", type=int, action="append", default=[])
+    parser.add_argument("--head", type=int, default=1)
+    parser.add_argument("--limit", type=int)
+    parser.add_argument("--config-path")
+    parser.add_argument("--config-name")
+    options, rest = parser.parse_known_args(argv)
+    files = [one for one in rest if "=" not in one and not one.startswith(("-", "+", "~"))]
+    settings = [one for one in rest if one not in files]
+    for option in ("config_path", "config_name"):
+        if value := getattr(options, option):
+            settings += [f"--{option.replace('_', '-')}", value]
+    if options.sft:
+        settings += [f"data.train_files={json.dumps(files)}"] if files else []
+        settings += ["data.val_files=null"] + [f"data.train_max_samples={options.limit}"] * (options.limit is not None)
+    config: Config | SftConfig = (load_sft if options.sft else load)(settings, complete=False)[0].config
+    for given in () if files else (config.data.train_files, config.data.val_files):
+        if given is not None and given != MISSING:
+            files += [given] if isinstance(given, str) else given
+    if not files:
+        raise VerlError("verl data: name a file, such as `verl data train.parquet` (see `verl data --help`)")
+    return files, options, config
+
+
+def main(argv: Sequence[str]) -> int:
+    """Show rows, lengths and problems; the exit code is 1 if something would stop a run or fail its rewards."""
+    files, options, config = read_arguments(argv)
+    return _prompts(files, options, config) if isinstance(config, Config) else _examples(options, config)
+
+
+def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
+    import rich.console
+
+    from verl.data.look import DataFiles
+    from verl.data.show import show_rows, show_survey
+    from verl.rewards.score import no_scorer
+    from verl.rewards.who import who_scores
+
+    data, model = config.data, config.actor_rollout_ref.model
+    seen = DataFiles(
+        files,
+        prompt_key=data.prompt_key,
+        tokenizer=_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code),
+        template_kwargs=data.apply_chat_template_kwargs,
+        scorer_of=partial(who_scores, config),
+        no_scorer=no_scorer,
+    )
+    fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
+    stop = data.truncation == "error" and not data.filter_overlong_prompts
+    out = rich.console.Console(highlight=False)
+    show_rows(seen, out, options.row or range(min(options.head, len(seen))), whole=bool(options.row))
+    survey = seen.survey(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
+    fate = "the run will not start" if stop else fate
+    show_survey(seen, survey, out, max_prompt_length=data.max_prompt_length, fate=fate)
+    return int(any(problem.fatal for problem in survey.problems))
+
+
+def _examples(options: argparse.Namespace, config: SftConfig) -> int:
+    """What would stop a run is raised, with its place and the mend."""
+    import rich.console
+
+    from verl.data.show import show_examples
+    from verl.trainer.data import open_tokenizer
+    from verl.trainer.sft_data import check_sft_files, read_sft_data
+
+    if config.model.path == MISSING:
+        raise ConfigError(["model.path: must be given: which tokens are trained follows from its chat template"])
+    check_sft_files(config)
+    found = read_sft_data(config)
+    out = rich.console.Console(highlight=False)
+    rows = options.row or range(min(options.head, len(found.train)))
+    tokenizer, most = open_tokenizer(config.model, "model"), config.data.max_length
+    show_examples(found.train, tokenizer, out, rows, max_length=most, whole=bool(options.row))
+    for note in found.notes:
+        out.print(note, style="yellow", soft_wrap=True)
+    return 0
+
+
+def _tokenizer(path: str, trust_remote_code: bool) -> Any:
+    """The tokenizer of a model that was named; None if none was."""
+    if path == MISSING:
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise VerlError(f"actor_rollout_ref.model.path={path}: no tokenizer found: {error}") from error
