@@ -164,7 +164,7 @@ def test_data_shows_what_supervised_training_would_train(tmp_path: Path, capsys:
     ]
     assert "all are within data.max_length" in text
     assert main(["data", *settings, "data.max_length=20"]) == 2
-    assert "row 0: the example has" in capsys.readouterr().err
+    assert "line 1: the example has" in capsys.readouterr().err
     assert main(["data", "--sft", path]) == 2
     assert "model.path: must be given" in capsys.readouterr().err
 
