@@ -159,7 +159,7 @@ def _merge(argv: list[str]) -> int:
 
 def _config(argv: list[str]) -> int:
     from verl.config.kinds import SFT, TRAIN
-    from verl.config.load import load, load_sft
+    from verl.config.load import files_and_settings, load, load_sft
     from verl.config.schema import SftConfig
     from verl.config.sft_checks import sft_sizes
     from verl.config.show import describe, render
@@ -167,8 +167,8 @@ def _config(argv: list[str]) -> int:
 
     supervised = "--sft" in argv
     argv = [argument for argument in argv if argument != "--sft"]
-    keys = [argument for argument in argv if _is_key(argument)]
-    if keys and len(keys) == len(argv):
+    keys, settings = files_and_settings(argv)
+    if keys and not settings:
         sys.stdout.write("\n".join(describe(key, SFT if supervised else TRAIN) for key in keys))
         return 0
     runs = load_sft(argv, complete=False) if supervised else load(argv, complete=False)
@@ -189,10 +189,6 @@ def _data(argv: list[str]) -> int:
     from verl.trainer.main_data import main as data
 
     return data(argv)
-
-
-def _is_key(argument: str) -> bool:
-    return not argument.startswith(("-", "~", "+")) and "=" not in argument
 
 
 COMMANDS: dict[str, Command] = {

@@ -103,6 +103,14 @@ def test_a_reward_of_ones_own_scores_and_its_failures_are_not_zeros(
     assert "mean@4     1.0000" in capsys.readouterr().out
 
 
+def test_settings_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, **_): return 0.25\n")
+    (tmp_path / "mine.yaml").write_text(f"reward:\n  custom_reward_function:\n    path: {tmp_path / 'mine.py'}\n")
+    path = answers(tmp_path / "answers.parquet")
+    assert main(["eval", "--config-path", str(tmp_path), "--config-name", "mine", str(path)]) == 0
+    assert "mean@4     0.2500" in capsys.readouterr().out
+
+
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
     assert "name a file of answers" in capsys.readouterr().err

@@ -31,7 +31,10 @@ from verl.redaction import remember
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
 
-__all__ = ["Loaded", "load", "load_dict", "load_sft", "load_yaml"]
+__all__ = ["Loaded", "files_and_settings", "load", "load_dict", "load_sft", "load_yaml"]
+
+_CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
+_CONFIG_NAME = ("--config-name", "-cn")
 
 C = TypeVar("C", bound=Section)
 
@@ -141,10 +144,29 @@ def _build(
 # --- the command line
 
 
+def files_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of a command that is told files beside settings: the files, and what `load` is given.
+
+    >>> files_and_settings(["test.parquet", "rollout.n=8", "--config-name", "grpo"])
+    (['test.parquet'], ['rollout.n=8', '--config-name', 'grpo'])
+    """
+    files: list[str] = []
+    settings: list[str] = []
+    rest = iter(arguments)
+    for one in rest:
+        if one in (*_CONFIG_PATH, *_CONFIG_NAME):
+            settings += [one, *itertools.islice(rest, 1)]
+        elif "=" in one or one.startswith(("-", "+", "~")):
+            settings.append(one)
+        else:
+            files.append(one)
+    return files, settings
+
+
 def _options(argv: Sequence[str], problems: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, prog="verl")
-    parser.add_argument("--config-path", "-cp", "--config-dir", "-cd")
-    parser.add_argument("--config-name", "-cn")
+    parser.add_argument(*_CONFIG_PATH)
+    parser.add_argument(*_CONFIG_NAME)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("overrides", nargs="*")
     parser.error = _raise  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from verl.config.load import load, load_sft
+from verl.config.load import files_and_settings, load, load_sft
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, VerlError
@@ -18,19 +18,13 @@ __all__ = ["main", "read_arguments"]
 
 def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config | SftConfig]:
     """The files, the command's own options, and the settings. Files may also come from the settings."""
-    parser = argparse.ArgumentParser(prog="verl data", add_help=False)
+    parser = argparse.ArgumentParser(prog="verl data", add_help=False, allow_abbrev=False)
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--row", type=int, action="append", default=[])
     parser.add_argument("--head", type=int, default=1)
     parser.add_argument("--limit", type=int)
-    parser.add_argument("--config-path")
-    parser.add_argument("--config-name")
     options, rest = parser.parse_known_args(argv)
-    files = [one for one in rest if "=" not in one and not one.startswith(("-", "+", "~"))]
-    settings = [one for one in rest if one not in files]
-    for option in ("config_path", "config_name"):
-        if value := getattr(options, option):
-            settings += [f"--{option.replace('_', '-')}", value]
+    files, settings = files_and_settings(rest)
     if options.sft:
         settings += [f"data.train_files={json.dumps(files)}"] if files else []
         settings += ["data.val_files=null"] + [f"data.train_max_samples={options.limit}"] * (options.limit is not None)
