@@ -11,6 +11,7 @@ from verl.config.keys import written
 from verl.config.needs import (
     is_own_function,
     may_score_code,
+    reference_is_policy,
     uses_critic,
     uses_preferences,
     uses_reference,
@@ -272,6 +273,12 @@ def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str)
 _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 
 _TRAINING = (
+    Mute(
+        (f"{REF}.fsdp_config.param_offload",),
+        lambda c: reference_is_policy(c) and not c.reward.prime.enable,
+        f"with an adapter the reference is the policy itself, and {ACTOR}.fsdp_config.param_offload counts",
+        (f"{ACTOR}.peft.lora_rank", "trainer.ref_update_freq"),
+    ),
     Mute(
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
         lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,

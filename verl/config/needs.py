@@ -8,6 +8,7 @@ __all__ = [
     "is_own_function",
     "may_score_code",
     "publishes_adapter",
+    "reference_is_policy",
     "saves_hf",
     "uses_critic",
     "uses_preferences",
@@ -59,6 +60,12 @@ def uses_critic(config: Config) -> bool:
     """Whether a value model is trained beside the policy."""
     wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
     return (estimator == "gae" if wanted is None else wanted) and not uses_preferences(config)
+
+
+def reference_is_policy(config: Config) -> bool:
+    """Whether the reference is the policy with its adapter off, and no second copy of the weights."""
+    adapted = config.actor_rollout_ref.actor.peft.lora_rank > 0
+    return adapted and config.trainer.ref_update_freq < 1 and uses_reference(config)
 
 
 def uses_reference(config: Config) -> bool:

@@ -15,7 +15,16 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["TRUNCATIONS", "PromptError", "encode", "encode_prompts", "read_prompt", "render", "truncate"]
+__all__ = [
+    "TRUNCATIONS",
+    "PromptError",
+    "encode",
+    "encode_prompts",
+    "read_prompt",
+    "render",
+    "truncate",
+    "without_gaps",
+]
 
 TRUNCATIONS = ("error", "left", "right", "middle")
 
@@ -70,7 +79,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
     kwargs = {"add_generation_prompt": True, **template_kwargs, "tokenize": False}
     try:
         return str(tokenizer.apply_chat_template(read, **kwargs))
-    except (TemplateError, TypeError) as error:
+    except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(str(message["role"]) for message in read[:8])
         raise DataError(
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not take these messages (roles: "
@@ -97,8 +106,7 @@ def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") 
             f"the {what} is {_kind(prompt)}; it must be a string or a list of messages such as "
             f'[{{"role": "user", "content": "..."}}]. Mend the data or name another column with data.{setting}'
         )
-    # A Parquet column of messages has every key in every message: those that a message lacks come as None.
-    messages = [{key: value for key, value in each.items() if value is not None} for each in prompt]
+    messages: list[dict[str, Any]] = without_gaps(prompt)
     for place, message in enumerate(messages):
         if missing := {"role", "content"} - message.keys() - ({"content"} if "tool_calls" in message else set()):
             raise DataError(
@@ -106,6 +114,18 @@ def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") 
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
     return messages
+
+
+def without_gaps(value: Any) -> Any:
+    """The same without entries that are None, at any depth: a struct of Parquet has the keys of all rows, and those
+    that a row lacks, such as the arguments of other tools, come as None. They would be told to the model.
+
+    >>> without_gaps([{"role": "user", "content": "?", "name": None}])
+    [{'role': 'user', 'content': '?'}]
+    """
+    if isinstance(value, Mapping):
+        return {key: without_gaps(each) for key, each in value.items() if each is not None}
+    return [without_gaps(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:

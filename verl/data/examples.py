@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.chat import encode, read_prompt, render, truncate
+from verl.data.chat import encode, read_prompt, render, truncate, without_gaps
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ ANSWERS = "assistant"
 """The role whose messages are trained."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_MARKING = threading.Lock()
+"""transformers notes the marks of a template in the one compiled form of it that all threads share."""
 _SHOWN = 24  # characters of a place where two texts part
 
 
@@ -78,7 +81,7 @@ class ExampleReader:
         """A `DataError` says what is wrong with the row; whoever knows where it stands says that."""
         kwargs = dict(self.template_kwargs or {})
         if self.tools_key is not None and (tools := row.get(self.tools_key)) is not None:
-            kwargs["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+            kwargs["tools"] = self._tools(tools)
         if self.messages_key is not None:
             messages = read_prompt(row.get(self.messages_key), "conversation", "messages_key")
             if isinstance(messages, str):
@@ -98,6 +101,14 @@ class ExampleReader:
             return pair_example(self.tokenizer, prompt, answer, self.stops)
         messages = [*prompt, {"role": ANSWERS, "content": answer}]
         return conversation_example(self.tokenizer, messages, kwargs, self.stops, given=len(prompt))
+
+    def _tools(self, tools: Any) -> Any:
+        try:
+            return json.loads(tools) if isinstance(tools, str) else without_gaps(tools)
+        except ValueError as error:
+            raise DataError(
+                f"column '{self.tools_key}': is not JSON: {error}; it must be a list of tools, or JSON of one"
+            ) from None
 
 
 def pair_example(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, stops: Sequence[int]) -> Example:
@@ -182,13 +193,13 @@ def _marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
 ) -> Example:
     """As the template itself marks its answers."""
-    kwargs = {**template_kwargs, "add_generation_prompt": False, "tokenize": True}
-    render(
-        tokenizer, messages, {**template_kwargs, "add_generation_prompt": False}
-    )  # says what is wrong, if anything is
-    found: Any = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], return_dict=True, return_assistant_tokens_mask=True, **kwargs
-    )
+    kwargs = {**template_kwargs, "add_generation_prompt": False}
+    with _MARKING:
+        render(tokenizer, messages, kwargs)  # says what is wrong, if anything is
+        found: Any = tokenizer.apply_chat_template(
+            [dict(message) for message in messages],
+            **{**kwargs, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
+        )
     mask = [bool(marked) for marked in found["assistant_masks"]]
     if not any(mask[1:]):
         raise DataError(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.text import Text
 
 from verl.data.look import DataFiles, RowSeen, Survey
+from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.data.examples import Example
@@ -62,6 +63,9 @@ def show_examples(
     data: ExampleDataset, tokenizer: Any, out: Console, rows: Sequence[int], *, max_length: int, whole: bool
 ) -> None:
     """Examples of supervised training: the files, some rows with what is trained of them, and the lengths of all."""
+    for number in rows:
+        if not 0 <= number < len(data):
+            raise DataError(f"--row {number}: there are {len(data):,} rows, 0 to {len(data) - 1:,}")
     _files(data.files, out)
     for number in rows:
         _rule(out, f"row {number}")

@@ -12,6 +12,7 @@ from verl.config.needs import uses_critic
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
+from verl.config.sizes import max_sequence_tokens
 from verl.data.check import inspect_files, oddities
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, what_is_there
@@ -20,16 +21,17 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.score import no_scorer
 from verl.rewards.who import who_scores
 from verl.trainer.order import load_sampler, order_of
-from verl.training.families import family_note, family_problems
+from verl.training.families import family_note, family_problems, too_long_to_pack
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 __all__ = [
     "RunData",
     "cache_dir",
     "check_files",
+    "check_length",
     "open_tokenizer",
     "raise_all",
     "read_data",
@@ -150,9 +152,16 @@ def read_data(config: Config) -> RunData:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
     found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    check_length(model.path, found, max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length")
     reports += [note] if (note := family_note(model.path, found.model_type)) else []
     stops = stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)
+
+
+def check_length(path: str, found: PretrainedConfig, longest: int, settings: str) -> None:
+    """Raises if a model cannot be trained on packed sequences as long as the settings allow."""
+    if wrong := too_long_to_pack(path, found.get_text_config().to_dict(), longest, settings):
+        raise ConfigError([wrong])
 
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:

@@ -96,7 +96,8 @@ class Fitting(ABC):
             if self.timetable.validates_at(self.version):
                 await self.validate()
             await self.saver.look()
-            reason = stopping.reason(self.saver.longest_s)
+            done = self.version == self.timetable.total_steps  # what is finished is not stopped
+            reason = None if done else stopping.reason(self.saver.longest_s)
             if reason or self.timetable.saves_at(self.version):
                 await self.save()
             if reason:

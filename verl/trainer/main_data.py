@@ -27,7 +27,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     files, settings = files_and_settings(rest)
     if options.sft:
         settings += [f"data.train_files={json.dumps(files)}"] if files else []
-        settings += ["data.val_files=null"] + [f"data.train_max_samples={options.limit}"] * (options.limit is not None)
+        settings += ["data.val_files=null", "trainer.test_freq=-1"] + [f"data.train_max_samples={options.limit}"] * (
+            options.limit is not None
+        )
     config: Config | SftConfig = (load_sft if options.sft else load)(settings, complete=False)[0].config
     for given in () if files else (config.data.train_files, config.data.val_files):
         if given is not None and given != MISSING:

@@ -13,7 +13,8 @@ from verl.data.examples import Example, ExampleReader, without_header
 from verl.data.order import InOrder, Order, Shuffled
 from verl.data.supervised import ExampleDataset, Share
 from verl.errors import ConfigError
-from verl.trainer.data import cache_dir, open_tokenizer, raise_all, splits, stop_tokens, wrong_models
+from verl.trainer.data import cache_dir, check_length, open_tokenizer, raise_all, splits, stop_tokens, wrong_models
+from verl.training.families import family_note
 
 __all__ = ["Feed", "HeldOut", "SftData", "StepBatch", "check_sft_files", "read_sft_data"]
 
@@ -47,11 +48,15 @@ def check_sft_files(config: SftConfig) -> None:
     keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
     if data.messages_key is not None:
         keys = {"messages_key": data.messages_key}
+    if data.tools_key is not None:
+        keys["tools_key"] = data.tools_key
     raise_all([problem for files in splits(config).values() for problem in inspect_files(files, keys)])
 
 
 def read_sft_data(config: SftConfig) -> SftData:
     """Tokenise every example once: whatever is wrong with a row is known before anything is trained."""
+    from transformers import AutoConfig
+
     data = config.data
     tokenizer = open_tokenizer(config.model, "model")
     reader = ExampleReader(
@@ -81,6 +86,10 @@ def read_sft_data(config: SftConfig) -> SftData:
     if data.messages_key is None and isinstance(first, str):
         caution = without_header(tokenizer, first, data.apply_chat_template_kwargs)
         notes += [f"{train.report.name}: {caution}"] if caution else []
+    model = config.model
+    loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    check_length(model.path, loaded, data.max_length, "data.max_length")
+    notes += [note] if (note := family_note(model.path, loaded.model_type, published=False)) else []
     seed = config.trainer.seed if data.seed is None else data.seed
     order = Shuffled(len(train), seed) if data.shuffle else InOrder(len(train))
     return SftData(train, order, found.get("val"), notes)

@@ -12,6 +12,7 @@ from verl.config.needs import (
     VLLM_RANKS,
     is_own_function,
     publishes_adapter,
+    reference_is_policy,
     saves_hf,
     uses_critic,
     uses_preferences,
@@ -88,9 +89,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     }
     updates = optimiser_steps(config, policy_steps(config, total_steps))
     process_path = prime.model_path or model.path
-    reference_stays = config.trainer.ref_update_freq < 1
     adapter = lora(actor.peft, config.trainer.seed)
-    reference_is_actor = adapter is not None and reference_stays and uses_reference(config)
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
@@ -103,9 +102,9 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             **optimiser("actor_rollout_ref.actor.optim", actor.optim, updates),
         ),
         reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
-        if uses_reference(config) and not reference_is_actor
+        if uses_reference(config) and not reference_is_policy(config)
         else None,
-        reference_is_actor=reference_is_actor,
+        reference_is_actor=reference_is_policy(config),
         critic=FsdpSettings(
             critic.model.path or model.path,
             head="value",
@@ -122,7 +121,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         if prime.enable
         else None,
         process_reference=FsdpSettings(process_path, trainable=False, **held)
-        if prime.enable and not (process_path == model.path and reference_stays)
+        if prime.enable and not (process_path == model.path and config.trainer.ref_update_freq < 1)
         else None,
         method=method(config),
         publish_dtype=rollout_dtype(config, device),

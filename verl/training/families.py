@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYER_TYPES", "PROVEN", "family_note", "family_problems"]
+__all__ = ["LAYER_TYPES", "PROVEN", "family_note", "family_problems", "too_long_to_pack"]
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROVEN = {
@@ -61,14 +61,34 @@ def family_problems(path: str) -> Iterator[str]:
         yield f"{path} ({kind}): its weights are quantised ({method}) and cannot be trained; take the original"
 
 
-def family_note(path: str, model_type: str) -> str | None:
+def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:
     """What to say of a family that nobody has proven; nothing of the others."""
     if model_type in PROVEN:
         return None
+    probed = ", and the engine's with the trainer's after every publish; either" if published else ", which"
     return (
         f"{path}: {model_type} is none of the families that were proven ({', '.join(PROVEN.values())}); it is tried: "
-        "its packed log-probs are compared with its own when it is loaded, and the engine's with the trainer's after "
-        "every publish, and either stops the run"
+        f"its packed log-probs are compared with its own when it is loaded{probed} stops the run"
+    )
+
+
+def too_long_to_pack(path: str, config: Mapping[str, Any], longest: int, settings: str) -> str | None:
+    """Why sequences of `longest` tokens, as the `settings` allow, cannot be packed; None: they can.
+
+    Some rotary positions change for a whole row as soon as one sequence in it is longer than the model was made for:
+    what a sequence is computed to would depend on its neighbours.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind not in ("longrope", "dynamic"):
+        return None
+    limit = rope.get("original_max_position_embeddings") or config.get("original_max_position_embeddings")
+    limit = int(limit or config["max_position_embeddings"])
+    if longest <= limit:
+        return None
+    return (
+        f"{settings}: sequences may have {longest} tokens, and beyond {limit} the {kind} positions of {path} change "
+        f"for all sequences that are packed together; set {settings} to {limit} at most"
     )
 
 

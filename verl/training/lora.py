@@ -103,7 +103,7 @@ def base_of(model: PackedModel, settings: LoraSettings, path: str) -> dict[str, 
 
 
 def check_base(mine: Mapping[str, str], saved: Mapping[str, str]) -> None:
-    """An adapter on weights that it was not trained on is noise: refused, as is one of another scale."""
+    """An adapter on weights that it was not trained on is noise: refused, as is one of another size, scale or place."""
     config, other = json.loads(mine["adapter"]), json.loads(saved["adapter"])
     if mine["fingerprint"] != saved["fingerprint"]:
         raise CheckpointError(
@@ -111,11 +111,13 @@ def check_base(mine: Mapping[str, str], saved: Mapping[str, str]) -> None:
             f"it was saved) than {config['base_model_name_or_path']} has; set the model's path to the former, or begin "
             "anew with trainer.resume_mode=disable"
         )
-    if config["lora_alpha"] != other["lora_alpha"]:
-        raise CheckpointError(
-            f"peft.lora_alpha: {config['lora_alpha']}, and the adapter in the checkpoint was trained with "
-            f"{other['lora_alpha']}; set peft.lora_alpha={other['lora_alpha']}"
-        )
+    for setting, key in {"lora_rank": "r", "lora_alpha": "lora_alpha", "target_modules": "target_modules"}.items():
+        if config[key] != other[key]:
+            saved_one = str(other[key]).replace(" ", "").replace("'", "")
+            raise CheckpointError(
+                f"peft.{setting}: {config[key]}, and the adapter in the checkpoint was trained with {other[key]}; set "
+                f"peft.{setting}={saved_one}, or begin anew with trainer.resume_mode=disable"
+            )
 
 
 def fingerprint(path: str) -> str:

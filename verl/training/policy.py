@@ -286,7 +286,7 @@ def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:
 def _in_order(batch: FlatBatch, cuts: Cuts, parts: Sequence[Tensor]) -> Tensor:
     """Values that were computed micro-batch by micro-batch, back in the order of the batch's tokens [T]."""
     places = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
-    values = torch.zeros(batch.num_tokens)
+    values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default
     values[places] = torch.cat([values[:0], *parts])
     return values
 

@@ -129,9 +129,14 @@ class RankWorker:
         return damage_of(Path(directory), rank=self._rank, ranks=self._world_size)
 
     def load(self, directory: str) -> None:
+        from verl.checkpoint.format import read_values
         from verl.checkpoint.save import load
+        from verl.training.lora import check_base
 
         states = self._trained.states(self._settings.load_contents)
+        for folder, state in states.items():
+            if "base" in state and (saved := read_values(Path(directory, folder), "base.")):
+                check_base(state["base"], saved)
         self._trained.load_states({folder: load(state, Path(directory, folder)) for folder, state in states.items()})
 
 

@@ -7,9 +7,12 @@ the message says, and both together are looked for in the example.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,8 +20,9 @@ from tiny import chat_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from verl.data.chat import encode, render
+from verl.data.chat import encode, read_prompt, render
 from verl.data.examples import Example, ExampleReader, conversation_example, pair_example, without_header
+from verl.data.files import open_rows
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -181,6 +185,25 @@ def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str)
     assert without_header(tokenizer, render(tokenizer, asked, {}), {}) is None
     assert without_header(tokenizer, "Question: hi", {}) is None
     assert without_header(tokenizer_of(None), bare, {}) is None
+
+
+def test_tools_that_are_no_json_are_named_by_their_column() -> None:
+    reader = ExampleReader(tokenizer_of(CHATML), (END,), messages_key="messages", tools_key="tools")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    with pytest.raises(DataError, match="column 'tools': is not JSON"):
+        reader({"messages": messages, "tools": "[{"})
+
+
+def test_arguments_of_other_tools_that_parquet_adds_as_nothing_are_not_trained(tmp_path: Path) -> None:
+    calls = [{"name": "weather", "arguments": {"city": "a"}}, {"name": "stock", "arguments": {"ticker": "b"}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "x", "tool_calls": [call]}]}
+        for call in calls
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "calls.parquet")
+    found = open_rows(tmp_path / "calls.parquet").row(0)["messages"]
+    assert "ticker" in found[1]["tool_calls"][0]["arguments"], "else this shows nothing"
+    assert read_prompt(found)[1] == rows[0]["messages"][1]
 
 
 def test_tools_reach_the_template_as_a_list_or_as_json() -> None:

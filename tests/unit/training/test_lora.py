@@ -167,7 +167,7 @@ def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Pa
         fingerprint(str(tmp_path / "empty"))
 
 
-def test_an_adapter_of_other_weights_or_of_another_scale_is_refused(path: Path) -> None:
+def test_an_adapter_of_other_weights_or_of_another_size_scale_or_place_is_refused(path: Path) -> None:
     settings = LoraSettings(2)
     mine = base_of(loaded(path, settings), settings, str(path))
     check_base(mine, mine)
@@ -175,6 +175,11 @@ def test_an_adapter_of_other_weights_or_of_another_scale_is_refused(path: Path) 
         check_base(mine, mine | {"fingerprint": "other"})
     with pytest.raises(CheckpointError, match=re.escape("set peft.lora_alpha=16")):
         check_base(mine | {"adapter": mine["adapter"].replace('"lora_alpha": 16', '"lora_alpha": 32')}, mine)
+    fewer = LoraSettings(2, targets=("q_proj",))
+    with pytest.raises(CheckpointError, match=re.escape("set peft.target_modules=[down_proj,")):
+        check_base(base_of(loaded(path, fewer), fewer, str(path)), mine)
+    with pytest.raises(CheckpointError, match=re.escape("set peft.lora_rank=2")):
+        check_base(base_of(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), mine)
 
 
 def test_without_peft_the_mend_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
