@@ -30,7 +30,9 @@ _MARKS = {"pad", "eos", "bos", "unk", "stop", "end", "start", "sep", "cls", "mas
 
 _NAME = r"[\w.-]*(?:auth|bearer|credential|key|pass|pwd|secret|token)[\w-]*"
 _ASSIGNED = re.compile(
-    rf"(?P<name>{_NAME})(?P<is>['\"]?\s*[=:]\s*)(?P<quote>['\"]?)(?P<value>[^\s'\",;&}}\])#]+)", re.I
+    rf"(?P<name>{_NAME})(?P<is>['\"]?\s*[=:]\s*)"
+    r"(?:(?P<quote>['\"])(?P<quoted>(?:(?!(?P=quote)).)+)|(?P<value>[^\s'\",;&}\])]+))",
+    re.I,
 )
 _LOGIN = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<user>[^\s/?#@:]*)(?P<password>:[^\s/?#@]*)?@")
 _BEARER = re.compile(r"\b(?P<kind>Bearer|Basic|Token)\s+(?P<value>[\w.~+/=-]{8,})")
@@ -60,7 +62,7 @@ def is_secret_name(name: str) -> bool:
 def redacted(tree: Any, name: str = "") -> Any:
     """The same settings without secrets: under a name that says so nothing is left, and texts are redacted."""
     if isinstance(tree, Mapping):
-        return {key: redacted(value, str(key)) for key, value in tree.items()}
+        return {key: redacted(value, _below(name, key)) for key, value in tree.items()}
     if isinstance(tree, (list, tuple)):
         return [redacted(value, name) for value in tree]
     if is_secret_name(name) and _tells(tree):
@@ -82,18 +84,18 @@ def remember(tree: Any, name: str = "") -> None:
     """Know the secrets of these settings from now on, in whatever text they turn up in this process."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
-            remember(value, str(key))
+            remember(value, _below(name, key))
     elif isinstance(tree, (list, tuple)):
         for value in tree:
             remember(value, name)
-    elif isinstance(tree, str):
-        if is_secret_name(name) and _tells(tree):
-            _know(tree)
+    elif is_secret_name(name) and _tells(tree):
+        _know(str(tree))
+    if isinstance(tree, str):
         for login in _LOGIN.finditer(tree):
             _know((login["password"] or ":").removeprefix(":") or login["user"])
         for given in _ASSIGNED.finditer(tree):
             if is_secret_name(given["name"]):
-                _know(given["value"])
+                _know(given["quoted"] or given["value"])
 
 
 def remember_arguments(arguments: Iterable[str]) -> None:
@@ -104,8 +106,13 @@ def remember_arguments(arguments: Iterable[str]) -> None:
         remember(argument)
 
 
+def _below(name: str, key: Any) -> str:
+    """What is below a secret name is secret, whatever its own is."""
+    return name if is_secret_name(name) else str(key)
+
+
 def _tells(value: Any) -> bool:
-    return isinstance(value, str) and value not in ("", HIDDEN)
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool) and value not in ("", HIDDEN)
 
 
 def _know(value: str) -> None:
@@ -128,4 +135,4 @@ def _without_login(found: re.Match[str]) -> str:
 def _without_value(found: re.Match[str]) -> str:
     if not is_secret_name(found["name"]) or (found["name"].lower() in _ENDS and found["is"].startswith(":")):
         return found[0]  # "unknown key: x" is a sentence
-    return f"{found['name']}{found['is']}{found['quote']}{HIDDEN}"
+    return f"{found['name']}{found['is']}{found['quote'] or ''}{HIDDEN}"

@@ -95,7 +95,7 @@ def test_a_reward_of_ones_own_scores_and_its_failures_are_not_zeros(
 ) -> None:
     path = answers(tmp_path / "answers.parquet")
     reward = tmp_path / "mine.py"
-    reward.write_text("def compute_reward(response):\n    return 1 / (0 if '5' in response else 1)\n")
+    reward.write_text("def compute_reward(response, **others):\n    return 1 / (0 if '5' in response else 1)\n")
     own = [f"reward.custom_reward_function.path={reward}", "reward.custom_reward_function.name=compute_reward"]
     assert main(["eval", str(path), *own, "reward.max_failure_rate=0.01"]) == 2
     assert "1 of 12 answers could not be scored" in capsys.readouterr().err
@@ -116,5 +116,8 @@ def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "name a file of answers" in capsys.readouterr().err
     assert main(["eval", str(answers(tmp_path / "a.parquet")), "--responses", "answer"]) == 2
     assert "there is no column 'answer'; there are data_source, ground_truth, responses" in capsys.readouterr().err
+    judged = ["reward.reward_model.enable=True", "reward.reward_model.model_path=mine"]
+    assert main(["eval", str(tmp_path / "a.parquet"), *judged]) == 2
+    assert "verl eval scores by functions alone" in capsys.readouterr().err
     assert main(["generate"]) == 2
     assert "2 settings are wrong" in capsys.readouterr().err

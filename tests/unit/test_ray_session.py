@@ -10,7 +10,8 @@ import pytest
 import ray
 from ray._private import ray_constants
 
-from verl.cluster.session import connect
+from verl.cluster import session
+from verl.cluster.session import connect, disconnect
 from verl.errors import EngineError
 
 pytestmark = pytest.mark.unit
@@ -51,6 +52,28 @@ def test_a_machine_that_cannot_start_ray_is_told_what_to_look_at(
     failing(monkeypatch, starts, times=9)
     with pytest.raises(EngineError, match=r"timed out during startup.\n.*out of space in /tmp"):
         connect({})
+
+
+def test_a_session_of_the_program_around_is_used_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[None] = []
+    monkeypatch.setattr(session, "_joined_here", False)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
+    assert connect({}) is False
+    disconnect()
+    assert ended == []
+
+
+def test_a_session_of_ones_own_is_ended_once(monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]) -> None:
+    ended: list[None] = []
+    failing(monkeypatch, starts, times=0)
+    assert connect({}) is True
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
+    assert connect({}) is True, "joined by ourselves"
+    disconnect()
+    disconnect()
+    assert ended == [None]
 
 
 @pytest.mark.parametrize("by", ["setting", "environment"])

@@ -41,6 +41,10 @@ def test_settings_are_shown_without_secrets() -> None:
     shown = redacted(
         {"url": "http://ann:pa55word@host/v1?api_key=abc123&n=1", "args": {"token": "t", "n": 3, "key": ""}}
     )
+    assert redacted({"password": 12345678, "credentials": {"value": "a", "on": True}}) == {
+        "password": HIDDEN,
+        "credentials": {"value": HIDDEN, "on": True},
+    }
     assert shown == {"url": "http://ann:***@host/v1?api_key=***&n=1", "args": {"token": HIDDEN, "n": 3, "key": ""}}
 
 
@@ -52,6 +56,7 @@ def test_settings_are_shown_without_secrets() -> None:
         ("GET /x?page=2&access_token=abc", "GET /x?page=2&access_token=***"),
         ("Authorization: Bearer abcdefgh12345678", "Authorization: *** ***"),
         ("{'api_key': 'abc', 'n': 2}", "{'api_key': '***', 'n': 2}"),
+        ("password: 'two words' and more", "password: '***' and more"),
         ("it said sk-abcdefghijklmnop1234", "it said ***"),
         ("data.prompt_key=question", "data.prompt_key=question"),
         ("unknown key: colour; ?key=abcdef", "unknown key: colour; ?key=***"),

@@ -20,6 +20,7 @@ from verl.errors import EngineError
 __all__ = ["connect", "detect_device", "disconnect", "free_port", "require"]
 
 STARTS = 2
+_joined_here = False
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -44,14 +45,17 @@ ON_LOOPBACK = {
 """The same, of one that listens on this machine alone."""
 
 
-def connect(options: Mapping[str, Any]) -> None:
+def connect(options: Mapping[str, Any]) -> bool:
     """Join the cluster that `options` or RAY_ADDRESS name; without either, start one here, for this run alone.
+
+    False: the program around this had joined one itself, which is used, and is not ours to leave.
 
     One that is started here listens on loopback, unless `options` name another `_node_ip_address`, and asks for a token
     that only its own processes know, unless RAY_AUTH_MODE=disabled.
     """
+    global _joined_here
     if ray.is_initialized():
-        return
+        return _joined_here
     arguments: dict[str, Any] = {
         "ignore_reinit_error": True,
         "include_dashboard": False,
@@ -79,6 +83,8 @@ def connect(options: Mapping[str, Any]) -> None:
             "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
         )
         raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+    _joined_here = True
+    return True
 
 
 def _inherit(variables: Mapping[str, str]) -> None:
@@ -137,9 +143,11 @@ def _init(arguments: Mapping[str, Any], tries: int) -> None:
 
 
 def disconnect() -> None:
-    """Leave the cluster; one that `connect` started ends with its processes."""
-    if ray.is_initialized():
+    """Leave the cluster that `connect` joined; one that it started ends with its processes."""
+    global _joined_here
+    if ray.is_initialized() and _joined_here:
         ray.shutdown()
+    _joined_here = False
 
 
 def free_port() -> int:

@@ -113,6 +113,8 @@ def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") 
                 f"message {place} of the {what} has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
+        if not isinstance(message["role"], str):
+            raise DataError(f"message {place} of the {what} has the role {message['role']!r}; it must be text")
     return messages
 
 

@@ -20,6 +20,8 @@ Scorer = Callable[..., Any]
 OFFERED = ("prompt", "response", "ground_truth", "data_source", "extra_info")
 """What a function may ask for by these names of its parameters."""
 
+_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 
 def packed(function: Scorer) -> bytes:
     """The function by value, with what it refers to: it need not be importable where it goes."""
@@ -58,7 +60,8 @@ def called_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = ()) -> 
         parameters = inspect.signature(scorer).parameters
     except (TypeError, ValueError):  # some builtins tell no signature
         return None
-    unknown = [name for name, one in parameters.items() if one.default is one.empty and name not in (*OFFERED, *kwargs)]
+    asked = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _ANY]
+    unknown = [name for name in asked if name not in (*OFFERED, *kwargs)]
     if "response" not in parameters or unknown:
         return None
     wanted = [name for name in OFFERED if name in parameters]

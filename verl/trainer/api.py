@@ -15,9 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from verl.checkpoint.manifest import CheckpointDir
 from verl.config.keys import graft
 from verl.config.load import Loaded, load_dict
-from verl.errors import ConfigError
+from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
 from verl.trainer.prompts import Prompts, write_rows
@@ -108,9 +109,8 @@ class _Trainer:
         for hint in loaded.hints:
             console.note(f"hint: {hint}")
         given = self.reward if callable(self.reward) else None
-        (self.folder / "metrics.jsonl").unlink(missing_ok=True)
         _finish(train(loaded.config, console, given))
-        done = self._result()
+        done = _result(loaded.config.trainer.checkpoint_dir)
         if not isinstance(self.model, str | Path):
             _take_weights(self.model, done.model_path)
         return done
@@ -119,7 +119,13 @@ class _Trainer:
         tree: dict[str, Any] = {}
         for key, value in {**self._common(prompts), **self._algorithm(), **self.config.settings}.items():
             graft(tree, tuple(key.split(".")), value)
-        return load_dict(tree)
+        loaded = load_dict(tree)
+        trainer = loaded.config.trainer
+        if trainer.save_freq < 1 or not trainer.save_hf:
+            raise ConfigError(
+                ["settings: the trained model is taken from the last checkpoint; leave out trainer.save_freq, save_hf"]
+            )
+        return loaded
 
     def _common(self, prompts: Prompts) -> dict[str, Any]:
         config, folder = self.config, self.folder
@@ -154,12 +160,6 @@ class _Trainer:
     def _algorithm(self) -> dict[str, Any]:
         raise NotImplementedError
 
-    def _result(self) -> Training:
-        lines = (self.folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        metrics = [json.loads(line) for line in lines]
-        step = (self.folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8").strip()
-        return Training(metrics, self.folder / f"global_step_{step}" / "actor" / "huggingface")
-
 
 class GRPOTrainer(_Trainer):
     """Answers to one prompt are compared with each other; no critic."""
@@ -185,6 +185,19 @@ class PPOTrainer(_Trainer):
             "algorithm.use_kl_in_reward": held,
             **({"algorithm.kl_ctrl.kl_coef": self.config.kl_coef} if held else {}),
         }
+
+
+def _result(folder: Path) -> Training:
+    """What the run that has just ended wrote; not what a former one left in the same folder."""
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = [json.loads(line) for line in lines]
+    last, saved = max((step["step"] for step in metrics), default=0), CheckpointDir(folder).latest()
+    if saved != last:
+        raise CheckpointError(
+            f"{folder}: the run ended after step {last}, and the last checkpoint in it is of step {saved}: it holds no "
+            "model of this run's end"
+        )
+    return Training(metrics, folder / f"global_step_{saved}" / "actor" / "huggingface")
 
 
 def _reward_settings(reward: Reward | str | Path | None) -> dict[str, Any]:
@@ -222,5 +235,19 @@ def _finish(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
+    running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
+
+    async def known() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        running.append((asyncio.get_running_loop(), task))
+        return await work
+
     with ThreadPoolExecutor(1) as beside:
-        return beside.submit(asyncio.run, work).result()
+        ending = beside.submit(asyncio.run, known())
+        try:
+            return ending.result()
+        except KeyboardInterrupt:  # of the notebook: the run ends as it does in a terminal, and is waited for
+            for loop, task in running:
+                loop.call_soon_threadsafe(task.cancel)
+            raise

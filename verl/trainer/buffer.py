@@ -143,6 +143,11 @@ class EpisodeBuffer:
         self._report(count, kept, dropped)
         self._report_left_out(len(left_out), len(kept) + len(dropped))
         samples = [sample for group in kept for sample in group.samples]
+        if not samples:
+            raise RewardError(
+                f"none of the answers to {len(kept)} prompts could be scored, and there is nothing to train on; mend "
+                "the reward (reward.max_failure_rate allows so many failures)"
+            )
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:
             raise WeightSyncError(

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl.config.load import files_and_settings, load
 from verl.config.schema.root import Config
-from verl.errors import DataError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     """The files, the command's own options, and the settings."""
     parser = argparse.ArgumentParser(prog="verl eval", add_help=False, allow_abbrev=False)
     parser.add_argument("--responses", default="responses")
-    parser.add_argument("--k", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument("--k", type=_sizes)
     parser.add_argument("--threshold", type=float, default=0.5)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--output")
@@ -42,13 +42,27 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     return files, options, load(settings, complete=False)[0].config
 
 
+def _sizes(text: str) -> list[int]:
+    sizes = [int(one) for one in text.split(",")]
+    if min(sizes) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
+    return sizes
+
+
 def main(argv: Sequence[str]) -> int:
     """Score and count; the exit code."""
     from verl.trainer.statistics import summary
 
     files, options, config = read_arguments(argv)
     console = Console()
-    rows = list(_rows(files, options.responses))
+    if config.reward.reward_model.enable:
+        raise ConfigError(
+            [
+                "reward.reward_model.enable=true: verl eval scores by functions alone; set it to false, and name "
+                "one (reward.custom_reward_function.path), or leave it to the shipped scorers"
+            ]
+        )
+    rows = list(_rows(files, options.responses, config.data.prompt_key))
     outcomes = asyncio.run(_scored(config, rows))
     by_source, failed = _sorted(rows, outcomes)
     _check(config, failed, sum(len(row["texts"]) for row in rows), console)
@@ -64,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _rows(files: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
+def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, Any]]:
     """What a reward is told of each row, and its answers as `texts`."""
     from verl.data.columns import told_to_rewards
     from verl.data.files import find_files, open_rows
@@ -79,7 +93,7 @@ def _rows(files: Sequence[str], column: str) -> Iterator[dict[str, Any]]:
                     f"{file.place(number)}: there is no column {column!r}; there are {there}: --responses NAME"
                 )
             texts = fields.pop(column)
-            fields["raw_prompt"] = fields.pop("prompt", None)
+            fields["raw_prompt"] = fields.pop(prompt, None)
             yield told_to_rewards(fields) | {"texts": [texts] if isinstance(texts, str) else list(texts or ())}
 
 

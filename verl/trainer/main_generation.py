@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "read_arguments"]
 
+_ANSWERS_DEPEND_ON = {"name", "n", "temperature", "top_p", "top_k", "dtype", "engine_kwargs", "max_model_len"}
+
 FROM_DISK = -1
 """The version of weights that an engine has read itself."""
 
@@ -54,6 +56,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Config]:
         wrong.append("files: there is nothing to answer; name one, such as `verl generate test.parquet ...`")
     if config.actor_rollout_ref.model.path == MISSING:
         wrong.append("actor_rollout_ref.model.path: must be given")
+    if options.part < 1:
+        wrong.append(f"--part: {options.part} must be 1 or more")
     if wrong:
         raise ConfigError(wrong)
     return Path(options.output), options.part, config
@@ -70,18 +74,21 @@ def main(argv: Sequence[str]) -> int:
 
 async def generate(config: Config, output: Path, part: int, console: Console) -> None:
     """Answer all prompts, part by part, and put the parts together."""
+    from verl.cluster.waits import MARGIN_S
     from verl.rollout.keeper import EngineKeeper
     from verl.rollout.pool import EnginePool
     from verl.tracking.metrics import Metrics
     from verl.trainer.build import place_engines
     from verl.trainer.data import check_files
     from verl.trainer.faults import Faults
-    from verl.trainer.start import open_site
+    from verl.trainer.start import changed, full_path, open_site
     from verl.trainer.translate import deadlines
 
     check_files(config)
     dataset, sampling, text = _prompts(config)
     console.note(str(dataset.report))
+    model = {"path": full_path(config.actor_rollout_ref.model.path)}
+    config = changed(config, {"actor_rollout_ref": {"model": model}})
     parts = _Parts(output, _made_with(config) | {"part": part, "prompts": len(dataset)})
     todo = [start for start in range(0, len(dataset), part) if not parts.has(start)]
     if done := -(-len(dataset) // part) - len(todo):
@@ -96,8 +103,8 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
         keeper = EngineKeeper(
             engines,
             faults.engine,
-            answer_s=limits.reply.seconds,
-            start_s=limits.start.seconds,
+            answer_s=limits.reply.seconds + MARGIN_S,
+            start_s=limits.start.seconds + MARGIN_S,
             max_restarts=faults.settings.max_engine_restarts,
         )
 
@@ -109,7 +116,9 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
             await keeper.proved(number, FROM_DISK)
         keeper.start(join)
         closing.push_async_callback(keeper.close)
-        pool = EnginePool(engines, stall_s=limits.generation.seconds, answer_s=limits.reply.seconds)
+        pool = EnginePool(
+            engines, stall_s=limits.generation.seconds + MARGIN_S, answer_s=limits.reply.seconds + MARGIN_S
+        )
         for start in todo:
             rows = range(start, min(start + part, len(dataset)))
             answering = asyncio.gather(*(_answers(config, dataset, row, pool, sampling) for row in rows))
@@ -178,9 +187,16 @@ def _made_with(config: Config) -> dict[str, Any]:
         "data": config.data.model_dump(mode="json", exclude={"num_workers", "cache_dir"}),
         "model": model.path,
         "tokenizer": model.tokenizer_path,
-        "rollout": rollout.model_dump(mode="json", include={"name", "n", "temperature", "top_p", "top_k", "dtype"}),
+        "weights": _files_of(model.path),
+        "rollout": rollout.model_dump(mode="json", include=_ANSWERS_DEPEND_ON),
         "seed": config.trainer.seed,
     }
+
+
+def _files_of(model: str) -> dict[str, list[int]]:
+    """Size and time of each of a local model's files: one that was written anew is another. Nothing of a hub's."""
+    files = sorted(Path(model).expanduser().glob("*.*"))
+    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
 
 
 class _Parts:

@@ -49,6 +49,11 @@ def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
 
 
 def _is_conversation(item: Any) -> bool:
+    return _is_listed(item) and isinstance(item[0]["role"], str)
+
+
+def _is_listed(item: Any) -> bool:
+    """A conversation; or several of one length that a DataLoader has put together, message by message."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping) and "role" in item[0]
 
 
@@ -57,14 +62,22 @@ def _is_batch(prompt: Any) -> bool:
 
 
 def _of_batch(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    for number in range(len(batch["prompt"])):
-        yield {key: _at(value, number) for key, value in batch.items()}
+    prompts = batch["prompt"][0]["role"] if _is_listed(batch["prompt"]) else batch["prompt"]
+    for number in range(len(prompts)):
+        yield {key: _at(value, number, key) for key, value in batch.items()}
 
 
-def _at(column: Any, number: int) -> Any:
+def _at(column: Any, number: int, name: str) -> Any:
     """One row's part of a column; nested fields were put together one by one."""
     if isinstance(column, Mapping):
-        return {key: _at(value, number) for key, value in column.items()}
+        return {key: _at(value, number, f"{name}.{key}") for key, value in column.items()}
+    if _is_listed(column):
+        return [_at(message, number, name) for message in column]
+    if isinstance(column, Sequence) and column and isinstance(column[0], (list, tuple)):
+        raise DataError(
+            f"prompts: {name} holds lists, and a DataLoader that puts rows together mixes them up; give it "
+            "collate_fn=list, or the dataset itself"
+        )
     return column[number]
 
 

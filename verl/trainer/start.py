@@ -56,7 +56,10 @@ async def open_site(config: C, console: Console, faults: Faults, times: Metrics)
         limits = deadlines(config)
         closing.callback(disconnect)
         with timer(times, "start_ray"):
-            connect(config.ray_kwargs.ray_init.arguments())
+            if not connect(config.ray_kwargs.ray_init.arguments()):
+                console.note(
+                    "this program had started Ray itself: the run takes place there (ray_kwargs has no effect)"
+                )
         stalls = config.trainer.checkpoint_dir / "stalls"
         closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
         device = _device(config, detect_device)
@@ -138,7 +141,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
     if mode == "disable":
         return 0
     if mode == "path":
-        path = Path(config.trainer.resume_from_path or "").expanduser()
+        path = Path(config.trainer.resume_from_path or "").expanduser().absolute()
         number = path.name.removeprefix("global_step_")
         if not number.isdigit():
             raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")

@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import sys
 import tempfile
 import threading
 import warnings
+import zlib
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +41,8 @@ __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
 T = TypeVar("T")
 PARCEL_BYTES = 512 * 1024 * 1024
+_GROUPS = itertools.count()
+"""Answers of one prompt share a number that no other prompt has, whichever worker wrote them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +53,7 @@ class Rollout:
     response: str
     score: float
     sample: Sample
+    temperature: float = 1.0  # it was drawn at
 
 
 class RolloutWorker:
@@ -90,12 +95,16 @@ class RolloutWorker:
         settings = _engine_settings(inference_engine, self._folder.name, kind, longest)
         self._dtype = getattr(torch, settings["dtype"])
         self._engine = make_engine(inference_engine, settings)
-        self._seen, self._version, self._groups = -1, -1, 0
-        with _main_hidden():
-            self._loop.finish(self._engine.start())
-        self._score: Score = self._loop.finish(self._scoring())
-        self._is_open = True
+        self._seen: list[int] = []
+        self._version, self._is_open = -1, True
         atexit.register(self.close)
+        try:
+            self._score: Score = self._loop.finish(self._scoring())
+            with _main_hidden():
+                self._loop.finish(self._engine.start())
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, prompts: Sequence[Any]) -> list[Rollout]:
         """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
@@ -107,6 +116,7 @@ class RolloutWorker:
         if not self._is_open:
             return
         self._is_open = False
+        atexit.unregister(self.close)
         self._loop.finish(self._engine.close())
         self._loop.close()
         self._folder.cleanup()
@@ -117,24 +127,21 @@ class RolloutWorker:
         await self._take_weights()
         runner = EpisodeRunner(self._engine.generate, self._score, self._text)
         rows = [self._prompt(number, row) for number, row in enumerate(prompts)]
-        first, self._groups = self._groups, self._groups + len(rows)
         seeds: list[int | None] = [None] * self.n
-        answered = await asyncio.gather(
-            *(runner.run(prompt, first + number, seeds, self._sampling) for number, prompt in enumerate(rows))
-        )
+        answered = await asyncio.gather(*(runner.run(prompt, next(_GROUPS), seeds, self._sampling) for prompt in rows))
         return [
             self._rollout(prompt, sample) for prompt, samples in zip(rows, answered, strict=True) for sample in samples
         ]
 
     async def _take_weights(self) -> None:
-        """Bring the model's weights into the engine, if anything was written to them since."""
+        """Bring the model's weights into the engine, unless it has these very ones."""
         from verl.weights.parcel import pack
 
-        if (now := sum(parameter._version for parameter in self.model.parameters())) == self._seen:
+        parcels = list(pack(_named(self.model).items(), max_bytes=PARCEL_BYTES, dtype=self._dtype))
+        if (now := [zlib.crc32(parcel.data.data) for parcel in parcels]) == self._seen:
             return
+        await self._engine.load_weights(parcels, self._version + 1)
         self._version, self._seen = self._version + 1, now
-        parcels = list(pack(self.model.named_parameters(), max_bytes=PARCEL_BYTES, dtype=self._dtype))
-        await self._engine.load_weights(parcels, self._version)
 
     async def _scoring(self) -> Score:
         from verl.agents.scoring import by_function
@@ -160,7 +167,8 @@ class RolloutWorker:
     def _rollout(self, prompt: Prompt, sample: Sample) -> Rollout:
         if sample.failure is not None:
             raise RewardError(sample.failure.message)
-        return Rollout(prompt.raw, self._text(sample.tokens[sample.mask].tolist()), sample.score, sample)
+        answer = self._text(sample.tokens[sample.mask].tolist())
+        return Rollout(prompt.raw, answer, sample.score, sample, self._sampling.temperature)
 
     def _text(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
@@ -181,9 +189,10 @@ class TrainerWorker:
         mini_batch_size: int | None = None,
         micro_batch_tokens: int = 16384,
     ) -> None:
-        """What `optimizer`, an Adam or AdamW, is told (learning rate, betas, eps, weight decay) holds here; it is not
-        used itself, since the engine keeps the weights in shards of its own. `mini_batch_size` is in prompts; None: all
-        of a step. After a step the model holds the new weights."""
+        """What `optimizer`, an Adam or AdamW, is told (learning rate, betas, eps, weight decay) holds here, and its
+        learning rate is followed from step to step; it is not used itself, since the engine keeps the weights in shards
+        of its own. `mini_batch_size` is in prompts; None: all of a step. After a step the model holds the new
+        weights."""
         import torch
 
         from verl.algorithms.settings import LossOptions, Method
@@ -206,14 +215,25 @@ class TrainerWorker:
         options = LossOptions(clip_low=clip_range, clip_high=clip_range)
         self._policy = Policy(self._engine, Method(estimator=estimator, loss_options=options))
         self.model, self._mini_batch, self._budget = model, mini_batch_size, micro_batch_tokens
+        self._optimizer, self._temperature = optimizer, temperature
         atexit.register(self.close)
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
         from verl.data.plan import Planner
+        from verl.training.schedule import Schedule
 
         if not rollouts:
             raise EngineError("train_step: there is nothing to train on")
+        if other := {rollout.temperature for rollout in rollouts} - {self._temperature}:
+            raise ConfigError(
+                [
+                    f"temperature: the answers were drawn at {', '.join(map(str, sorted(other)))}, and are trained at "
+                    f"{self._temperature}: of another distribution; give both workers the same"
+                ]
+            )
+        if self._optimizer is not None:  # a scheduler may have changed it
+            self._engine.schedule = Schedule(self._optimizer.param_groups[0]["lr"])
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
         planner = Planner(1, self._mini_batch or groups, micro_batch_samples=None, micro_batch_tokens=self._budget)
@@ -228,15 +248,23 @@ class TrainerWorker:
         """Leave the group of ranks that it made: this process may then make another. Done at the end, if not before."""
         from verl.training.group import close_process_group
 
+        atexit.unregister(self.close)
         close_process_group()
 
     def _give_weights(self) -> None:
         import torch
 
-        own = dict(self.model.named_parameters())
+        own = _named(self.model)
         with torch.no_grad():
             for name, tensor in self._engine.weights():
                 own[name].copy_(tensor)
+
+
+def _named(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """A model's own weights by the names that engines know them by; writing to them writes to the model."""
+    from verl.weights.names import as_saved
+
+    return dict(as_saved(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
 
 
 def usable(device: str | None) -> str:

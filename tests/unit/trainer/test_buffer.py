@@ -45,6 +45,16 @@ def test_no_group_starts_that_could_become_staler_than_allowed(batch: int, stale
     asyncio.run(run())
 
 
+async def test_a_step_of_which_nothing_could_be_scored_is_told() -> None:
+    async def unscored(position: int, row: int) -> list[SampleHandle]:
+        return []
+
+    buffer = EpisodeBuffer(unscored, stream(), 2)
+    buffer.advance(0)
+    with pytest.raises(RewardError, match="none of the answers to 2 prompts could be scored"):
+        await buffer.take(2)
+
+
 async def test_groups_come_in_the_order_of_the_data_not_of_their_completion() -> None:
     async def slow_first(position: int, row: int) -> list[SampleHandle]:
         await asyncio.sleep(0.01 if position == 0 else 0)

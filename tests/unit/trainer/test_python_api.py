@@ -10,8 +10,8 @@ from torch.utils.data import DataLoader
 
 import verl
 from verl.config.load import Loaded
-from verl.errors import ConfigError, DataError
-from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig
+from verl.errors import CheckpointError, ConfigError, DataError
+from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
 from verl.trainer.prompts import rows_of, write_rows
 
 pytestmark = pytest.mark.unit
@@ -104,6 +104,25 @@ def test_batches_of_a_loader_become_rows() -> None:
     assert [{**row, "level": int(row["level"])} for row in found] == rows
     assert list(rows_of(DataLoader(["a", "b", "c"], batch_size=2))) == [{"prompt": one} for one in "abc"]
     assert list(rows_of(DataLoader(rows, batch_size=2, collate_fn=list))) == rows
+
+
+def test_conversations_that_a_loader_has_put_together_are_taken_apart_and_other_lists_refused() -> None:
+    rows = [{"prompt": [*CHAT, {"role": "assistant", "content": f"{n}"}], "ground_truth": f"{n}"} for n in range(3)]
+    assert list(rows_of(DataLoader(rows, batch_size=2))) == rows
+    listed = [{"prompt": f"{n}", "tests": ["a", "b"]} for n in range(2)]
+    with pytest.raises(DataError, match=r"tests holds lists.*collate_fn=list"):
+        list(rows_of(DataLoader(listed, batch_size=2)))
+    assert list(rows_of(DataLoader(listed, batch_size=2, collate_fn=list))) == listed
+
+
+def test_the_model_of_a_former_run_in_the_folder_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 1.0}\n')
+    with pytest.raises(CheckpointError, match="ended after step 7, and the last checkpoint in it is of step None"):
+        _result(tmp_path)
+    config = TrainingConfig(settings={"trainer.save_freq": -1})
+    unsaved = GRPOTrainer("some/model", prompts=["a"], config=config, folder=tmp_path / "run")
+    with pytest.raises(ConfigError, match="the trained model is taken from the last checkpoint"):
+        loaded(unsaved)
 
 
 def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
