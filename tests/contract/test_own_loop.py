@@ -1,0 +1,91 @@
+"""Loops of one's own around `RolloutWorker` and `TrainerWorker`, in one process, with transformers as the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny import chat_tokenizer, tiny_family
+
+from verl.errors import ConfigError, RewardError
+from verl.workers import RolloutWorker, TrainerWorker
+
+pytestmark = pytest.mark.contract
+
+PROMPTS = ["1+1=", "2+2="]
+
+
+def model_of(family: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(tiny_family(family, vocab_size=127))
+
+
+def rollouts_of(model: transformers.PreTrainedModel, **more: Any) -> RolloutWorker:
+    def reward(response: str, **others: Any) -> float:
+        return float(len(response))
+
+    return RolloutWorker(
+        model, "hf", tokenizer=chat_tokenizer(), **{"reward": reward, "n": 4, "max_new_tokens": 4, **more}
+    )
+
+
+@pytest.fixture(params=["Qwen2", "Qwen3-MoE"])
+def model(request: pytest.FixtureRequest) -> transformers.PreTrainedModel:
+    return model_of(request.param)
+
+
+def test_a_step_changes_the_model_and_the_next_answers_are_of_the_new_weights(
+    model: transformers.PreTrainedModel,
+) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with closing(rollouts_of(model)) as rollouts, closing(TrainerWorker(model, optimizer)) as trainer:
+        before = [parameter.detach().clone() for parameter in model.parameters()]
+        metrics = trainer.train_step(rollouts.generate(PROMPTS))
+        assert metrics["actor/lr"] == 1e-2
+        assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        optimizer.param_groups[0]["lr"] = 5e-3  # as a scheduler would
+        answers = rollouts.generate(PROMPTS)
+        assert {version for answer in answers for version in answer.sample.versions[answer.sample.mask]} == {1}
+        assert trainer.train_step(answers)["actor/lr"] == 5e-3
+
+
+@pytest.fixture
+def rollouts() -> Iterator[RolloutWorker]:
+    with closing(rollouts_of(model_of("Qwen2"))) as made:
+        yield made
+
+
+def test_weights_are_known_by_their_content_however_they_were_written(rollouts: RolloutWorker) -> None:
+    def version() -> set[int]:
+        answers = rollouts.generate(PROMPTS[:1])
+        return {int(version) for answer in answers for version in answer.sample.versions[answer.sample.mask]}
+
+    first = next(rollouts.model.parameters())
+    assert version() == version() == {0}
+    first.data.add_(1.0)  # torch's own counter does not see this
+    assert version() == {1}
+    first.data.sub_(0.0)
+    assert version() == {1}, "they are the same"
+
+
+def test_answers_of_two_workers_are_not_taken_for_those_of_one_prompt(rollouts: RolloutWorker) -> None:
+    with closing(rollouts_of(rollouts.model)) as others:
+        groups = [answer.sample.group for one in (rollouts, others) for answer in one.generate(PROMPTS[:1])]
+    assert len(set(groups)) == 2
+
+
+def test_answers_of_another_temperature_are_refused(rollouts: RolloutWorker) -> None:
+    with (
+        closing(TrainerWorker(rollouts.model, temperature=0.7)) as trainer,
+        pytest.raises(ConfigError, match=r"drawn at 1.0, and are trained at 0.7"),
+    ):
+        trainer.train_step(rollouts.generate(PROMPTS))
+
+
+def test_a_reward_that_cannot_be_called_is_told_before_an_engine_is_started() -> None:
+    with pytest.raises(RewardError, match="answer"):
+        rollouts_of(model_of("Qwen2"), reward=lambda answer: 1.0)
