@@ -22,6 +22,8 @@ from verl.errors import DataError
 
 __all__ = ["ExampleDataset", "Share", "shares"]
 
+LOOKED_AT = 1000  # of the examples that are cut
+
 
 class ExampleDataset:
     """The examples of one or several Parquet or JSONL files; `dataset[row]` is an `Example`.
@@ -67,6 +69,7 @@ class ExampleDataset:
             raise DataError(self._too_long(int(long[0]), int(found[long[0]]), len(long), int(found.max())))
         self.lengths = np.minimum(found, max_length)
         self.report = DataReport(name, rows, 0, len(long), rows, max_length, from_cache)
+        self._long = long
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -77,6 +80,19 @@ class ExampleDataset:
             return self._reader(file.row(local)).cut(self._limit, self._truncation)
         except DataError as error:
             raise DataError(f"{file.place(local)}: {error}") from None
+
+    def cautions(self) -> list[str]:
+        """What is worth saying of examples that are cut: of some nothing may be left to train on."""
+        looked_at = self._long[:LOOKED_AT].tolist()
+        empty = [row for row in looked_at if not self[row].mask.any()]
+        if not empty:
+            return []
+        file, local = self._locate(empty[0])
+        return [
+            f"{self.report.name}: of {len(looked_at):,} examples that are cut {len(empty):,} have no token left to train "
+            f"on (the first: {file.place(local)}): what comes before the answer fills data.max_length={self._limit}; "
+            "raise it, set data.truncation=left, or leave such rows out"
+        ]
 
     def _locate(self, row: int) -> tuple[Rows, int]:
         which = int(np.searchsorted(self._ends, row, side="right"))

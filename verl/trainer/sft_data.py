@@ -80,7 +80,7 @@ def read_sft_data(config: SftConfig) -> SftData:
             num_workers=data.num_workers,
             cache_dir=cache_dir(config),
         )
-        notes += [str(found[split].report), *oddities(found[split].files)]
+        notes += [str(found[split].report), *oddities(found[split].files), *found[split].cautions()]
     train = found["train"]
     first = next(file for file in train.files if len(file)).row(0).get(data.prompt_key)
     if data.messages_key is None and isinstance(first, str):

@@ -68,6 +68,9 @@ def test_what_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
     assert cut.lengths.tolist() == [5, 10, 10]
     assert cut[2].mask.tolist() == [False] * 8 + [True] * 2
     assert str(cut.report) == "a.parquet: 3 rows, 2 truncated to 10 tokens, 3 kept"
+    assert cut.cautions() == []
+    [caution] = ExampleDataset(file, READER, max_length=10, truncation="right").cautions()
+    assert f"of 2 examples that are cut 2 have no token left to train on (the first: {file}, row 1)" in caution
 
 
 def test_a_wrong_row_is_found_at_start_and_named(tmp_path: Path) -> None:
