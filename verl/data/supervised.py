@@ -89,9 +89,9 @@ class ExampleDataset:
             return []
         file, local = self._locate(empty[0])
         return [
-            f"{self.report.name}: of {len(looked_at):,} examples that are cut {len(empty):,} have no token left to train "
-            f"on (the first: {file.place(local)}): what comes before the answer fills data.max_length={self._limit}; "
-            "raise it, set data.truncation=left, or leave such rows out"
+            f"{self.report.name}: of {len(looked_at):,} examples that are cut {len(empty):,} have no token left to "
+            f"train on (the first: {file.place(local)}): what comes before the answer fills "
+            f"data.max_length={self._limit}; raise it, set data.truncation=left, or leave such rows out"
         ]
 
     def _locate(self, row: int) -> tuple[Rows, int]:
