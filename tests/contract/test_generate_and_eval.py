@@ -81,6 +81,8 @@ def test_answers_are_scored_by_shipped_scorers_and_counted_by_data_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, output = answers(tmp_path / "answers.parquet"), tmp_path / "figures.json"
+    assert main(["eval", str(path), "--output", str(output), "--k", "1,2,9"]) == 0
+    assert "--k 9: no prompt has 9 scored answers" in capsys.readouterr().out
     assert main(["eval", str(path), "--output", str(output), "--k", "1,2"]) == 0
     found = json.loads(output.read_text())
     assert found["failures"] == 0

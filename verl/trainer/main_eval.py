@@ -70,6 +70,9 @@ def main(argv: Sequence[str]) -> int:
         source: summary(answers, threshold=options.threshold, ks=options.k, draws=options.draws)
         for source, answers in sorted(by_source.items())
     }
+    for k in options.k or ():
+        if not any(f"pass@{k}" in own for own in figures.values()):
+            console.advice(f"--k {k}: no prompt has {k} scored answers; generate more (actor_rollout_ref.rollout.n)")
     console.banner(_table(figures), title=f"{len(rows):,} prompts")
     if options.output:
         found = {source: {name: asdict(one) for name, one in own.items()} for source, own in figures.items()}
