@@ -140,11 +140,12 @@ def gpg(x: Episodes) -> Tensor:
 
 
 def grpo_passk(x: Episodes) -> Tensor:
-    """Only the best answer of a group counts: s_max - s_second, over std_g if asked. Needs two answers a prompt."""
+    """Only the best answer of a group counts: s_max - s_second, over std_g if asked. An answer that is alone, since
+    the others could not be scored, leads nobody: zero."""
 
     def formula(s: Tensor) -> Tensor:
         if len(s) < 2:
-            raise ValueError("grpo_passk: a prompt has 1 answer, and at least 2 are compared; set rollout.n=2 or more")
+            return torch.zeros_like(s)
         (best, second), places = s.topk(2)
         lead = (best - second) / (s.std() + EPS if x.options.by_std else 1.0)
         return torch.zeros_like(s).scatter(0, places[:1], lead)

@@ -48,8 +48,20 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"trainer.critic_warmup: {trainer.critic_warmup} must be below trainer.total_training_steps={steps}, or "
             f"the policy is never trained; set trainer.critic_warmup={steps // 10}",
         )
+    yield from _overshooting_kl(config)
     if config.reward.prime.enable:
         yield from _process_rewards_unused(config)
+
+
+def _overshooting_kl(config: Config) -> Iterator[Finding]:
+    """An adaptive weight of the KL that changes by more than itself in one step turns negative: KL is then rewarded."""
+    control, samples = config.algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    if config.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * samples >= control.horizon:
+        yield Finding(
+            ("algorithm.kl_ctrl.horizon", "data.train_batch_size", f"{ROLLOUT}.n", "algorithm.kl_ctrl.type"),
+            f"algorithm.kl_ctrl.horizon: {control.horizon:g} must be above a fifth of the {samples} answers of a step, "
+            f"or the weight of the KL turns negative; set algorithm.kl_ctrl.horizon={10 * samples}",
+        )
 
 
 def _lonely_answers(config: Config) -> Iterator[Finding]:

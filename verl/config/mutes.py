@@ -351,6 +351,12 @@ _GENERATION = (
         (f"{ROLLOUT}.val_kwargs.do_sample",),
     ),
     Mute(
+        keys_of(ROLLOUT, "val_kwargs.top_p", "val_kwargs.top_k"),
+        lambda c: c.actor_rollout_ref.rollout.val_kwargs.temperature == 0,
+        f"{ROLLOUT}.val_kwargs.temperature=0 is greedy",
+        (f"{ROLLOUT}.val_kwargs.temperature",),
+    ),
+    Mute(
         keys_of(ROLLOUT, "gpu_memory_utilization"),
         lambda c: c.trainer.device == "cpu",
         f"trainer.device=cpu; {ROLLOUT}.cpu_cache_gib is what counts",

@@ -7,6 +7,7 @@ from verl.config.schema import Config
 __all__ = [
     "is_own_function",
     "may_score_code",
+    "process_shares_reference",
     "publishes_adapter",
     "reference_is_policy",
     "saves_hf",
@@ -62,6 +63,12 @@ def uses_critic(config: Config) -> bool:
     return (estimator == "gae" if wanted is None else wanted) and not uses_preferences(config)
 
 
+def process_shares_reference(config: Config) -> bool:
+    """Whether PRIME's model is compared with the policy's reference, being the same, and not with one of its own."""
+    prime, model = config.reward.prime, config.actor_rollout_ref.model
+    return prime.enable and prime.model_path in (None, model.path) and config.trainer.ref_update_freq < 1
+
+
 def reference_is_policy(config: Config) -> bool:
     """Whether the reference is the policy with its adapter off, and no second copy of the weights."""
     adapted = config.actor_rollout_ref.actor.peft.lora_rank > 0
@@ -73,6 +80,6 @@ def uses_reference(config: Config) -> bool:
     return (
         config.actor_rollout_ref.actor.use_kl_loss
         or config.algorithm.use_kl_in_reward
-        or config.reward.prime.enable
+        or process_shares_reference(config)
         or uses_preferences(config)
     )

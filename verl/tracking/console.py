@@ -34,7 +34,7 @@ _LEARNING = (
     _Column("loss", ("train/loss",), ".4f", 6, "bold green"),
     _Column("lr", ("train/lr",), ".1e", 7),
     _Column("reward", ("reward/mean",), ".3f", 6, "bold green"),
-    _Column("kl", ("actor/kl", "actor/kl_loss", "actor/ppo_kl"), ".4f", 7),
+    _Column("kl", ("actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"), ".4f", 7),
     _Column("entropy", ("actor/entropy",), ".2f", 5),
     _Column("clip", ("actor/pg_clipfrac",), ".2f", 5),
     _Column("grad", ("actor/grad_norm", "train/grad_norm"), ".2f", 5),

@@ -128,7 +128,7 @@ def _mismatch(metrics: Numbers) -> str | None:
 
 
 def _kl_explodes(metrics: Numbers) -> str | None:
-    for name, limit in (("actor/kl_loss", 1.0), ("actor/kl", 1.0), ("actor/ppo_kl", 0.5)):
+    for name, limit in (("actor/kl_loss", 1.0), ("actor/reward_kl", 1.0), ("actor/ppo_kl", 0.5)):
         if abs(value := metrics.get(name, 0.0)) > limit:
             count = " (counted as loss_agg_mode says)" if name == "actor/kl_loss" else ""
             return f"the policy runs away: {name} is {value:.3g}{count}; the limit of this warning is {limit:g}"
@@ -138,8 +138,8 @@ def _kl_explodes(metrics: Numbers) -> str | None:
 def _skipped(metrics: Numbers) -> str | None:
     if count := sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")):
         return (
-            f"{count:g} optimiser step(s) were skipped: the gradient was not finite, or the mini-batch held no "
-            "generated tokens"
+            f"{count:g} optimiser step(s) were skipped: the gradient was not finite, or nothing in the mini-batch was "
+            "left to train on (no generated tokens, no pairs of different scores, all rejected)"
         )
     broken = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
     return f"not a number: {', '.join(broken[:4])}" if broken else None

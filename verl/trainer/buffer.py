@@ -35,7 +35,7 @@ _MEND = (
 def differs(metric: str) -> HasSignal:
     """Whether a number differs within a group: the score, or one that the reward function returned beside it.
 
-    A group of one sample has nothing to differ from, and always has signal.
+    An answer that is alone, since the others could not be scored, has nothing to differ from.
     """
 
     def value(sample: SampleHandle) -> float:
@@ -52,7 +52,7 @@ def differs(metric: str) -> HasSignal:
         return sample.metrics[metric]
 
     def has_signal(samples: list[SampleHandle]) -> bool:
-        return len({value(sample) for sample in samples}) > 1 or len(samples) == 1
+        return len({value(sample) for sample in samples}) > 1
 
     return has_signal
 

@@ -11,6 +11,7 @@ from verl.cluster.waits import Deadlines
 from verl.config.needs import (
     VLLM_RANKS,
     is_own_function,
+    process_shares_reference,
     publishes_adapter,
     reference_is_policy,
     saves_hf,
@@ -88,6 +89,9 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         "offload_policy": False,
     }
     updates = optimiser_steps(config, policy_steps(config, total_steps))
+    if not updates:
+        warmup = config.trainer.critic_warmup
+        raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
     process_path = prime.model_path or model.path
     adapter = lora(actor.peft, config.trainer.seed)
     return TrainSettings(
@@ -117,11 +121,18 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         )
         if uses_critic(config)
         else None,
-        process=FsdpSettings(process_path, role="process", lr=prime.lr, grad_clip=prime.grad_clip, **own)
+        process=FsdpSettings(
+            process_path,
+            role="process",
+            lr=prime.lr,
+            grad_clip=prime.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            **own,
+        )
         if prime.enable
         else None,
         process_reference=FsdpSettings(process_path, trainable=False, **held)
-        if prime.enable and not (process_path == model.path and config.trainer.ref_update_freq < 1)
+        if prime.enable and not process_shares_reference(config)
         else None,
         method=method(config),
         publish_dtype=rollout_dtype(config, device),
@@ -214,6 +225,10 @@ def optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
         Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
     except ValueError as error:  # only now is it known how many steps the data gives
         raise ConfigError([f"{section}: {error}"]) from error
+    if warmup > updates:
+        raise ConfigError(
+            [f"{section}.lr_warmup_steps: {warmup} must not be more than the {updates} optimiser steps of the run"]
+        )
     return {
         "lr": optim.lr,
         "betas": optim.betas,

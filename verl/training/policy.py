@@ -137,7 +137,7 @@ class Policy:
         actor = states.get("actor", {})
         if (own := actor.get("policy")) is not None:
             self._steps = int(own["steps"])
-            if self._reward_kl is not None:
+            if self._reward_kl is not None and self._reward_kl.adaptive and own["kl_beta"]:  # else as the settings say
                 self._reward_kl = replace(self._reward_kl, beta=float(own["kl_beta"]))
         self.actor.load_state(actor)
         if self.critic is not None:

@@ -198,7 +198,7 @@ def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wak
         (f"{A}.fsdp_config.offload_policy=true", ["trainer.device=cpu"]),
         (f"{A}.fsdp_config.param_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
         (f"{A}.fsdp_config.optimizer_offload=true", [f"{A}.fsdp_config.offload_policy=true"]),
-        (f"{R}.val_kwargs.top_p=0.9", [f"{R}.val_kwargs.do_sample=false"]),
+        (f"{R}.val_kwargs.temperature=0.9", [f"{R}.val_kwargs.do_sample=false"]),
         ("data.truncation=left", ["data.filter_overlong_prompts=true"]),
         ("data.seed=4", ["data.shuffle=false"]),
         ("reward.memory_mb=2000", MODEL),
@@ -212,6 +212,18 @@ def test_a_setting_that_another_takes_the_effect_from_is_said(mute: str, by: lis
 
     assert not muted()
     assert muted(*by)
+
+
+@pytest.mark.parametrize("mute", [f"{R}.val_kwargs.top_p=0.9", f"{R}.val_kwargs.top_k=5"])
+def test_what_narrows_the_sampling_of_validation_needs_a_temperature(mute: str) -> None:
+    assert any(hint.startswith(f"{mute} has no effect") for hint in hints(mute))
+    assert not any("has no effect" in hint for hint in hints(mute, f"{R}.val_kwargs.temperature=0.7"))
+
+
+def test_an_adaptive_kl_that_would_turn_negative_is_refused() -> None:
+    settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=1024"]
+    with pytest.raises(ConfigError, match=r"kl_ctrl\.horizon: 1000 must be above.*set algorithm\.kl_ctrl\.horizon="):
+        load([*settings, "algorithm.kl_ctrl.horizon=1000", f"{R}.n=8"], complete=False)
 
 
 @pytest.mark.parametrize(

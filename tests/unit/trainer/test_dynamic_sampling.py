@@ -227,7 +227,7 @@ async def test_a_judgement_that_fails_fails_the_take() -> None:
 def test_scores_that_differ_are_signal(name: str) -> None:
     assert differs(name)(group_of(0, [0.0, 0.0, 1.0]))
     assert not differs(name)(group_of(0, [0.25, 0.25, 0.25]))
-    assert differs(name)(group_of(0, [0.25]))
+    assert not differs(name)(group_of(0, [0.25])), "the others could not be scored"
 
 
 def test_a_named_number_is_compared_instead_of_the_score() -> None:

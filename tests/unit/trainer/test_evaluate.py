@@ -41,8 +41,21 @@ async def test_means_are_by_data_source_and_over_all() -> None:
         validation = evaluator(samples, ["a", "b", "a"], batch)
         found = await validation.evaluate()
         assert found.pop("timing_s/validation") >= 0
-        assert found == {"val/a/mean@2": 0.5, "val/b/mean@2": 1.0, "val/all/mean@2": 4 / 6}
+        assert found == {
+            **{"val/a/mean@2": 0.5, "val/b/mean@2": 1.0, "val/all/mean@2": 4 / 6},
+            **{"val/a/pass@2": 1.0, "val/b/pass@2": 1.0},
+        }
         assert validation.warnings == []
+
+
+async def test_several_answers_give_pass_at_k_of_the_prompts_that_have_so_many() -> None:
+    failed = sample(math.nan, failure=Failed("error", "it raised"))
+    answers = [[sample(1), sample(0), sample(0), sample(0)], [sample(0), sample(0), sample(0), failed]]
+    found = await evaluator(answers, ["all", "all"]).evaluate()
+    assert {name: value for name, value in found.items() if "pass" in name} == {
+        "val/all/pass@2": pytest.approx((0.5 + 0.0) / 2),
+        "val/all/pass@4": 1.0,
+    }
 
 
 async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:

@@ -103,8 +103,8 @@ def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
     kl = ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=mse", "algorithm.kl_ctrl.kl_coef=0.2")
     fixed = method(config_of(*kl))
     assert (fixed.reward_kl, fixed.reward_kl_type) == (KlController(0.2), "mse")
-    adaptive = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3", "algorithm.kl_ctrl.horizon=50")
-    assert method(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 50)
+    adaptive = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3", "algorithm.kl_ctrl.horizon=5000")
+    assert method(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 5000)
     assert train_settings(config_of(*kl), 10, "cpu").reference is not None
     assert method(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
 
