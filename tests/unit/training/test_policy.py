@@ -230,6 +230,17 @@ def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: A
     assert torch.equal(first.actor.table, second.actor.table)  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("before", [None, KlController(0.5)])
+def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
+    before: KlController | None, tmp_path: Any
+) -> None:
+    def policy(controller: KlController | None) -> Policy:
+        return Policy(Table(), Method(reward_kl=controller), reference=Table(seed=1))
+
+    step = step_of(SAMPLES)
+    assert step.run(resumed(policy(KlController(0.1)), policy(before), tmp_path))["actor/reward_kl_coef"] == 0.1
+
+
 @pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("extra",), ("model", "extra"), ()])
 def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str, ...], tmp_path: Any) -> None:
     step, saved, fresh = step_of(SAMPLES), Policy(Table()), Policy(Table(seed=3))
