@@ -152,12 +152,12 @@ class Publisher:
             await self._crew.silenced()
             self._version = version
             self._is_settled.set()
-            return {
+            metrics = {
                 "weights/version": version,
-                "weights/probe_gap": gap,
                 "timing_s/sync": carried - start,
                 "timing_s/probe": time.perf_counter() - carried,
             }
+            return metrics if gap is None else metrics | {"weights/probe_gap": gap}
 
     async def join(self, number: int) -> None:
         """Bring one engine to the version of the others; raises unless it proves that it is there."""
@@ -185,7 +185,8 @@ class Publisher:
         receivers = [self._receivers[number] for number in numbers]
         return list(self._outcomes(numbers, await self._transport.carry(self._source, receivers, version)))
 
-    async def _prove(self, numbers: Sequence[int], version: int) -> float:
+    async def _prove(self, numbers: Sequence[int], version: int) -> float | None:
+        """The largest gap between trainer and engines; None if all of them are away: who comes back proves itself."""
         expected, outcomes = await asyncio.gather(
             self._source.score(self._probe.sequences),
             asyncio.gather(*(self._ask(number) for number in numbers), return_exceptions=True),
@@ -195,7 +196,7 @@ class Publisher:
         gap = self._compare(answers, version, before)
         proofs = (self._crew.proved(number, version) for number in answers)
         self._outcomes(list(answers), await asyncio.gather(*proofs, return_exceptions=True))
-        return gap
+        return gap if answers else None
 
     async def _ask(self, number: int) -> tuple[int, list[list[float]]]:
         receiver = self._receivers[number]

@@ -6,7 +6,7 @@ import pytest
 
 from verl.errors import ProcessLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
-from verl.weights.publish import HostTransport, Publisher
+from verl.weights.publish import Everybody, HostTransport, Publisher
 
 pytestmark = pytest.mark.unit
 
@@ -86,6 +86,16 @@ def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
     probe = Probe.random(50, tolerance=1e-3)
     assert probe == Probe.random(50, tolerance=1e-3)
     assert all(0 <= token < 50 for sequence in probe.sequences for token in sequence)
+
+
+async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None:
+    class Nobody(Everybody):
+        def present(self) -> Sequence[int]:
+            return []
+
+    metrics = await Publisher(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).publish(3)
+    assert metrics["weights/version"] == 3
+    assert "weights/probe_gap" not in metrics
 
 
 async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
