@@ -159,7 +159,7 @@ def _merge(argv: list[str]) -> int:
 
 def _config(argv: list[str]) -> int:
     from verl.config.kinds import SFT, TRAIN
-    from verl.config.load import files_and_settings, load, load_sft
+    from verl.config.load import load, load_sft, names_and_settings
     from verl.config.schema import SftConfig
     from verl.config.sft_checks import sft_sizes
     from verl.config.show import describe, render
@@ -167,7 +167,7 @@ def _config(argv: list[str]) -> int:
 
     supervised = "--sft" in argv
     argv = [argument for argument in argv if argument != "--sft"]
-    keys, settings = files_and_settings(argv)
+    keys, settings = names_and_settings(argv)
     if keys and not settings:
         sys.stdout.write("\n".join(describe(key, SFT if supervised else TRAIN) for key in keys))
         return 0

@@ -31,7 +31,7 @@ from verl.redaction import remember
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
 
-__all__ = ["Loaded", "files_and_settings", "load", "load_dict", "load_sft", "load_yaml"]
+__all__ = ["Loaded", "load", "load_dict", "load_sft", "load_yaml", "names_and_settings"]
 
 _CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
 _CONFIG_NAME = ("--config-name", "-cn")
@@ -144,13 +144,13 @@ def _build(
 # --- the command line
 
 
-def files_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Of a command that is told files beside settings: the files, and what `load` is given.
+def names_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Of a command that is told names of files or keys beside settings: the names, and what `load` is given.
 
-    >>> files_and_settings(["test.parquet", "rollout.n=8", "--config-name", "grpo"])
+    >>> names_and_settings(["test.parquet", "rollout.n=8", "--config-name", "grpo"])
     (['test.parquet'], ['rollout.n=8', '--config-name', 'grpo'])
     """
-    files: list[str] = []
+    names: list[str] = []
     settings: list[str] = []
     rest = iter(arguments)
     for one in rest:
@@ -159,8 +159,8 @@ def files_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
         elif "=" in one or one.startswith(("-", "+", "~")):
             settings.append(one)
         else:
-            files.append(one)
-    return files, settings
+            names.append(one)
+    return names, settings
 
 
 def _options(argv: Sequence[str], problems: list[str]) -> argparse.Namespace:

@@ -59,9 +59,7 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
     _problems(survey, out)
 
 
-def show_examples(
-    data: ExampleDataset, tokenizer: Any, out: Console, rows: Sequence[int], *, max_length: int, whole: bool
-) -> None:
+def show_examples(data: ExampleDataset, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
     """Examples of supervised training: the files, some rows with what is trained of them, and the lengths of all."""
     for number in rows:
         if not 0 <= number < len(data):
@@ -69,7 +67,7 @@ def show_examples(
     _files(data.files, out)
     for number in rows:
         _rule(out, f"row {number}")
-        _example(data[number], tokenizer, out, whole)
+        _example(data[number], data.tokenizer, out, whole)
     _rule(out, "lengths of the examples, in tokens")
     for line in bars(data.lengths, max_length, "max_length"):
         out.print(line, soft_wrap=True)

@@ -44,6 +44,7 @@ class ExampleDataset:
         cache_dir: Path | None = None,
     ) -> None:
         self._reader, self._limit, self._truncation = reader, max_length, truncation
+        self.tokenizer = reader.tokenizer
         paths = [path for entry in entries_of(files) for path in find_files(entry)]
         cache = BlockCache()
         self.files = [open_rows(path, cache) for path in paths]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from verl.config.load import files_and_settings, load, load_sft
+from verl.config.load import load, load_sft, names_and_settings
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, VerlError
@@ -24,7 +24,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     parser.add_argument("--head", type=int, default=1)
     parser.add_argument("--limit", type=int)
     options, rest = parser.parse_known_args(argv)
-    files, settings = files_and_settings(rest)
+    files, settings = names_and_settings(rest)
     if options.sft:
         settings += [f"data.train_files={json.dumps(files)}"] if files else []
         settings += ["data.val_files=null", "trainer.test_freq=-1"] + [f"data.train_max_samples={options.limit}"] * (
@@ -53,11 +53,11 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
     from verl.rewards.score import no_scorer
     from verl.rewards.who import who_scores
 
-    data, model = config.data, config.actor_rollout_ref.model
+    data = config.data
     seen = DataFiles(
         files,
         prompt_key=data.prompt_key,
-        tokenizer=_tokenizer(model.tokenizer_path or model.path, model.trust_remote_code),
+        tokenizer=_tokenizer(config),
         template_kwargs=data.apply_chat_template_kwargs,
         scorer_of=partial(who_scores, config),
         no_scorer=no_scorer,
@@ -77,7 +77,6 @@ def _examples(options: argparse.Namespace, config: SftConfig) -> int:
     import rich.console
 
     from verl.data.show import show_examples
-    from verl.trainer.data import open_tokenizer
     from verl.trainer.sft_data import check_sft_files, read_sft_data
 
     if config.model.path == MISSING:
@@ -86,20 +85,17 @@ def _examples(options: argparse.Namespace, config: SftConfig) -> int:
     found = read_sft_data(config)
     out = rich.console.Console(highlight=False)
     rows = options.row or range(min(options.head, len(found.train)))
-    tokenizer, most = open_tokenizer(config.model, "model"), config.data.max_length
-    show_examples(found.train, tokenizer, out, rows, max_length=most, whole=bool(options.row))
+    show_examples(found.train, out, rows, max_length=config.data.max_length, whole=bool(options.row))
     for note in found.notes:
         out.print(note, style="yellow", soft_wrap=True)
     return 0
 
 
-def _tokenizer(path: str, trust_remote_code: bool) -> Any:
-    """The tokenizer of a model that was named; None if none was."""
-    if path == MISSING:
+def _tokenizer(config: Config) -> Any:
+    """The tokenizer of the model that was named; None if none was, and then nothing heavy is imported."""
+    model = config.actor_rollout_ref.model
+    if (model.tokenizer_path or model.path) == MISSING:
         return None
-    from transformers import AutoTokenizer
+    from verl.trainer.data import open_tokenizer
 
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise VerlError(f"actor_rollout_ref.model.path={path}: no tokenizer found: {error}") from error
+    return open_tokenizer(model, "actor_rollout_ref.model")

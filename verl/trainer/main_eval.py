@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import files_and_settings, load
+from verl.config.load import load, names_and_settings
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
@@ -36,7 +36,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--output")
     options, rest = parser.parse_known_args(list(argv))
-    files, settings = files_and_settings(rest)
+    files, settings = names_and_settings(rest)
     if not files:
         raise DataError("verl eval: name a file of answers, such as `verl eval answers.parquet` (see verl eval --help)")
     return files, options, load(settings, complete=False)[0].config

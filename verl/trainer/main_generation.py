@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import files_and_settings, load
+from verl.config.load import load, names_and_settings
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError
@@ -47,7 +47,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Config]:
     parser.add_argument("--output", default="answers.parquet")
     parser.add_argument("--part", type=int, default=256)
     options, rest = parser.parse_known_args(list(argv))
-    files, settings = files_and_settings(rest)
+    files, settings = names_and_settings(rest)
     if files:
         settings.append(f"data.train_files={json.dumps(files)}")
     config = load(settings, complete=False)[0].config
