@@ -172,7 +172,17 @@ def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{section}.path={model.path}: no tokenizer found: {error}"]) from error
+        raise ConfigError(
+            [f"{section}.path={model.path}: no tokenizer found: {error}{_taken_for_a_name(path)}"]
+        ) from error
+
+
+def _taken_for_a_name(path: str) -> str:
+    """Of what is no folder here, and was looked for on the hub: what may have been meant."""
+    folder = Path(path).expanduser()
+    there, near = ("", None) if folder.is_dir() else what_is_there(folder)
+    meant = f"did you mean {near}? " if near is not None and near.is_dir() else ""
+    return f"\n{meant}{path} is no folder here, and was taken for a name on the hub; {there}" if there else ""
 
 
 def stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

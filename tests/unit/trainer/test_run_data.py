@@ -11,11 +11,12 @@ import pytest
 from tiny import chat_tokenizer, tiny_qwen2
 
 from verl.config.load import load_dict
+from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.data import dataset as dataset_module
 from verl.data.order import Order
 from verl.errors import ConfigError, DataError, RewardError
-from verl.trainer.data import check_files, read_data
+from verl.trainer.data import check_files, open_tokenizer, read_data
 
 pytestmark = pytest.mark.unit
 
@@ -220,3 +221,16 @@ def test_a_seed_of_its_own_or_that_of_the_run(tmp_path: Path, model: Path) -> No
     assert order(data=5) == order(data=5, run=7) != order(run=7)
     assert order(run=7) == order(data=7)
     assert np.array_equal(sorted(order(run=7)), np.arange(30))
+
+
+def test_a_misspelt_folder_that_looks_like_a_name_on_the_hub_is_told_with_what_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def offline(path: str, **_: object) -> None:
+        raise OSError("cannot reach the hub")
+
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", offline)
+    with pytest.raises(ConfigError, match=r"cannot reach the hub\ndid you mean demo/model\? demo/modle is no folder"):
+        open_tokenizer(ModelConfig(path="demo/modle"), "model")
