@@ -197,6 +197,26 @@ async def test_memory_is_limited_and_a_leak_is_replaced_between_calls(pool: Pool
     assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) > 1
 
 
+async def test_files_read_through_mappings_are_not_counted_as_memory(pool: Pool, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(bytes(300 << 20))
+    body = f"""
+        import mmap
+        mapped = mmap.mmap(os.open({str(tmp_path / "large")!r}, os.O_RDONLY), 0, prot=mmap.PROT_READ)
+        assert not any(mapped[at] for at in range(0, len(mapped), 4096))
+        time.sleep(1)
+        eaten = []
+        while solution_str == "bad":
+            eaten.append(b"x" * (1 << 20))
+        return 1.0
+    """
+    ready = await started(pool(body, memory_mb=200))
+    assert isinstance(await one(ready), Scored)
+    failed = await one(ready, "bad")
+    assert isinstance(failed, Failed)
+    assert failed.kind == "error"
+    assert "MemoryError" in failed.message
+
+
 async def test_memory_that_the_kernel_does_not_count_is_watched(pool: Pool) -> None:
     body = "import mmap\nshared = mmap.mmap(-1, 1 << 29)\nfor at in range(0, 1 << 29, 4096): shared[at] = 1\n"
     body += "time.sleep(60)"

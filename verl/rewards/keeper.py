@@ -103,7 +103,7 @@ class _Keeper:
             self._start(socket.socket(fileno=fds[0]))
         elif order == READY:
             tree = self._tree()
-            self._baseline, self._processes = max(map(_resident, tree), default=0), len(tree)
+            self._baseline, self._processes = max(map(_held, tree), default=0), len(tree)
         elif order == KILL and self._pid is not None:
             self._ask_where_it_is()
             self._end("")
@@ -175,16 +175,16 @@ class _Keeper:
         """Memory and processes: worn is told to the pool, which replaces between calls; too much is ended here."""
         self._looked = time.monotonic()
         tree = self._tree()
-        resident = max(map(_resident, tree), default=0)
-        if self._memory and resident > self._memory:
+        held = max(map(_held, tree), default=0)
+        if self._memory and held > self._memory:
             self._ask_where_it_is()
-            self._end(f"used {resident >> 20:,} MB of memory; its limit is {self._memory >> 20:,} MB")
+            self._end(f"used {held >> 20:,} MB of memory; its limit is {self._memory >> 20:,} MB (reward.memory_mb)")
         elif len(tree) > self._processes + _TOO_MANY_PROCESSES:
             self._end(f"had {len(tree)} processes; at most {_TOO_MANY_PROCESSES} are let live")
         elif self._baseline and not self._is_worn:
             enough = self._baseline + _WORN_SHARE * (self._memory - self._baseline)
-            if self._memory and resident > enough:
-                self._tell(worn=f"it holds {resident >> 20:,} MB of memory, {self._baseline >> 20:,} MB at its start")
+            if self._memory and held > enough:
+                self._tell(worn=f"it holds {held >> 20:,} MB of memory, {self._baseline >> 20:,} MB at its start")
             elif len(tree) > self._processes + _MANY_PROCESSES:
                 self._tell(worn=f"it left {len(tree) - self._processes} processes behind")
             else:
@@ -270,11 +270,16 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-def _resident(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
-    except (OSError, IndexError):
-        return 0
+def _held(pid: int) -> int:
+    """Bytes that are its own, private or shared. Code mapped from files is not counted, as RLIMIT_DATA does not.
+
+    So private memory is always refused by the kernel, as a MemoryError that the function can be told of; what is ended
+    here is memory that only others of the kernel's counters see.
+    """
+    with contextlib.suppress(OSError):  # it has just ended
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+        return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return 0
 
 
 def _limit(which: int, most: int) -> None:
