@@ -45,6 +45,7 @@ def test_a_process_that_answers_shows_its_stack_as_often_as_it_is_asked() -> Non
 def test_a_frozen_process_is_said_to_be_frozen_and_goes_on_afterwards() -> None:
     with running(ANSWERS) as pid:
         os.kill(pid, signal.SIGSTOP)
+        os.waitpid(pid, os.WUNTRACED)  # it stops when its turn on a core comes
         [[seen]] = look([pid])
         assert seen.is_frozen
         assert f"kill -CONT {pid}" in seen.words()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,11 @@ pytestmark = pytest.mark.unit
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The arguments of every start."""
+def starts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """The arguments of every start, on a machine without a cluster."""
     made: list[dict[str, Any]] = []
     kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    kept["TMPDIR"] = str(tmp_path)
     monkeypatch.setattr(os, "environ", kept)
     monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -59,7 +62,7 @@ def test_a_session_of_the_program_around_is_used_and_left_as_it_is(monkeypatch: 
     monkeypatch.setattr(session, "_joined_here", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
-    assert connect({}) is False
+    assert "had started Ray itself" in connect({})
     disconnect()
     assert ended == []
 
@@ -67,10 +70,10 @@ def test_a_session_of_the_program_around_is_used_and_left_as_it_is(monkeypatch: 
 def test_a_session_of_ones_own_is_ended_once(monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]) -> None:
     ended: list[None] = []
     failing(monkeypatch, starts, times=0)
-    assert connect({}) is True
+    assert connect({}) == ""
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
-    assert connect({}) is True, "joined by ourselves"
+    assert connect({}) == "", "joined by ourselves"
     disconnect()
     disconnect()
     assert ended == [None]
@@ -130,3 +133,59 @@ def test_a_cluster_that_is_joined_keeps_its_own_token_and_address(
     assert "_node_ip_address" not in starts[0]
     assert ray_constants.ENABLE_RAY_CLUSTER
     assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+@pytest.fixture
+def cluster(starts: list[dict[str, Any]], tmp_path: Path) -> Iterator[str]:
+    """Something that listens, and the file by which `ray start` says where."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        yield address
+
+
+def test_the_cluster_that_ray_start_made_here_is_joined(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    told = connect({"num_cpus": 4, "namespace": "mine"})
+    assert f"the Ray cluster at {cluster} is joined" in told
+    assert "address=local" in told
+    assert "ray_kwargs.ray_init.num_cpus: no effect" in told
+    assert (starts[0]["address"], starts[0]["namespace"]) == (cluster, "mine")
+    assert {"num_cpus", "_temp_dir", "_node_ip_address"}.isdisjoint(starts[0])
+    assert "RAY_AUTH_TOKEN" not in os.environ
+
+
+@pytest.mark.parametrize("by", ["setting", "environment"])
+def test_a_cluster_of_this_runs_own_can_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, by: str
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    if by == "environment":
+        os.environ["RAY_ADDRESS"] = "local"
+    assert connect({"address": "local"} if by == "setting" else {}) == ""
+    assert (starts[0]["address"], starts[0]["_node_ip_address"]) == ("local", "127.0.0.1")
+
+
+def test_a_cluster_of_somebody_else_is_not_joined(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, tmp_path: Path
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    if os.getuid() == 0:
+        os.chown(tmp_path / "ray" / "ray_current_cluster", 54321, -1)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    monkeypatch.setattr(session, "_own_folder", lambda: "mine")
+    assert connect({}) == ""
+    assert starts[0]["address"] == "local"
+
+
+@pytest.mark.parametrize("left", ["127.0.0.1:1", "half a line", ""])
+def test_what_a_cluster_that_has_gone_left_behind_does_not_disturb(
+    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, tmp_path: Path, left: str
+) -> None:
+    failing(monkeypatch, starts, times=0)
+    (tmp_path / "ray" / "ray_current_cluster").write_text(left)
+    assert connect({}) == ""
+    assert starts[0]["address"] == "local"

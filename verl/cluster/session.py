@@ -14,12 +14,17 @@ from typing import Any
 
 import ray
 from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.utils import get_ray_address_file
 
 from verl.errors import EngineError
 
-__all__ = ["connect", "detect_device", "disconnect", "free_port", "require"]
+__all__ = ["connect", "detect_device", "disconnect", "free_port", "require", "write_timeline"]
 
 STARTS = 2
+_ANSWER_S = 5.0
+_OF_THE_PROGRAM = "this program had started Ray itself: the run takes place there (ray_kwargs has no effect)"
+_OF_A_START = ("num_cpus", "num_gpus", "resources", "object_store_memory")
 _joined_here = False
 
 LOOPBACK = "127.0.0.1"
@@ -45,46 +50,72 @@ ON_LOOPBACK = {
 """The same, of one that listens on this machine alone."""
 
 
-def connect(options: Mapping[str, Any]) -> bool:
-    """Join the cluster that `options` or RAY_ADDRESS name; without either, start one here, for this run alone.
+def connect(options: Mapping[str, Any]) -> str:
+    """Join the cluster that `options` or RAY_ADDRESS name, else the one that `ray start` made here; else start one.
 
-    False: the program around this had joined one itself, which is used, and is not ours to leave.
+    Returns what the user should know: which cluster it is, where it is not one of this run's own. One that the program
+    around this had joined is used, and is not ours to leave. The address "local" always starts one.
 
     One that is started here listens on loopback, unless `options` name another `_node_ip_address`, and asks for a token
     that only its own processes know, unless RAY_AUTH_MODE=disabled.
     """
     global _joined_here
     if ray.is_initialized():
-        return _joined_here
-    arguments: dict[str, Any] = {
-        "ignore_reinit_error": True,
-        "include_dashboard": False,
-        "log_to_driver": False,
-        "logging_level": logging.ERROR,
-    }
-    address = options.get("address", os.environ.get("RAY_ADDRESS"))
-    if address is None:
-        _inherit(OWN_CLUSTER)
-        _ask_for_a_token()
-        arguments["_node_ip_address"] = LOOPBACK
-        if "RAY_TMPDIR" not in os.environ:
-            arguments["_temp_dir"] = _own_folder()
-        if options.get("_node_ip_address", LOOPBACK) == LOOPBACK:
-            _stay_on_loopback()
+        return "" if _joined_here else _OF_THE_PROGRAM
+    named = options.get("address") or os.environ.get("RAY_ADDRESS")
+    address = named or _started_here()
+    if address is None or address == "local":
+        _start(options)
+        told = ""
     else:
-        arguments.pop("include_dashboard")
-    try:
-        _init(arguments | dict(options), tries=STARTS if address is None else 1)
-    except Exception as error:  # Ray raises bare exceptions here
-        mend = (
-            "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
-            if address is None
-            else f"is a cluster running at {address} (ray status)? Start one with 'ray start --head', or take the "
-            "address away (ray_kwargs.ray_init.address, RAY_ADDRESS) for a cluster of this run's own"
-        )
-        raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+        told = f"the Ray cluster at {address} is joined"
+        if not named:
+            told += ", which `ray start` made (one of this run's own: ray_kwargs.ray_init.address=local)"
+        if unused := [f"ray_kwargs.ray_init.{name}" for name in _OF_A_START if name in options]:
+            told += f"; {', '.join(unused)}: no effect on a cluster that is there already"
+        _join(address, {name: value for name, value in options.items() if name not in _OF_A_START})
     _joined_here = True
-    return True
+    return told
+
+
+def _start(options: Mapping[str, Any]) -> None:
+    _inherit(OWN_CLUSTER)
+    _ask_for_a_token()
+    arguments = {"include_dashboard": False, "_node_ip_address": LOOPBACK} | dict(options) | {"address": "local"}
+    if "RAY_TMPDIR" not in os.environ:
+        arguments.setdefault("_temp_dir", _own_folder())
+    if arguments["_node_ip_address"] == LOOPBACK:
+        _stay_on_loopback()
+    mend = "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
+    _init(arguments, mend, tries=STARTS)
+
+
+def _join(address: str, options: Mapping[str, Any]) -> None:
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does, and `ray.init` does not
+    mend = (
+        f"is a cluster running at {address} (ray status), and is its token here too (RAY_AUTH_TOKEN, or the same "
+        "~/.ray/auth_token)? Start one with 'ray start --head', or take the address away "
+        "(ray_kwargs.ray_init.address, RAY_ADDRESS; 'local') for a cluster of this run's own"
+    )
+    _init({**options, "address": address}, mend, tries=1)
+
+
+def _started_here() -> str | None:
+    """The cluster that `ray start` made or joined on this machine, if it still answers.
+
+    Its address lies in a file in a folder that everybody can write to. Whoever leads us into a cluster of theirs runs
+    code as us: only this user and root are believed.
+    """
+    file = Path(get_ray_address_file(None))
+    try:
+        if file.lstat().st_uid not in (os.getuid(), 0):
+            return None
+        address = file.read_text().strip()
+        host, _, port = address.rpartition(":")
+        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
+    except (OSError, ValueError):  # there is none, or it has gone and its file is still there
+        return None
+    return address
 
 
 def _inherit(variables: Mapping[str, str]) -> None:
@@ -129,17 +160,18 @@ def _own_folder() -> str:
     return str(folder / "ray")
 
 
-def _init(arguments: Mapping[str, Any], tries: int) -> None:
+def _init(arguments: Mapping[str, Any], mend: str, tries: int) -> None:
     """A node must be up within 30 s, a limit of Ray's own that a machine at its limits does not always keep."""
+    quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
     while True:
         try:
-            ray.init(**arguments)
+            ray.init(**quiet | dict(arguments))
             return
-        except Exception:
+        except Exception as error:  # Ray raises bare exceptions here
             tries -= 1
             ray.shutdown()
             if not tries:
-                raise
+                raise EngineError(f"Ray did not start: {error}\n{mend}") from error
 
 
 def disconnect() -> None:
@@ -148,6 +180,12 @@ def disconnect() -> None:
     if ray.is_initialized() and _joined_here:
         ray.shutdown()
     _joined_here = False
+
+
+def write_timeline(path: Path) -> None:
+    """What Ray knows of its tasks and actors so far, for Perfetto or chrome://tracing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ray.timeline(str(path))
 
 
 def free_port() -> int:

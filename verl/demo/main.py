@@ -74,7 +74,8 @@ async def _demo(folder: Path, loaded: Loaded, console: Console) -> None:
     console.note(f"making a model of 0.6 million parameters and its problems in {folder}/")
     making = asyncio.create_task(asyncio.to_thread(_make, folder))
     await asyncio.sleep(0)  # the thread imports torch and makes the model, while this one waits for Ray
-    connect(loaded.config.ray_kwargs.ray_init.arguments())
+    if told := connect(loaded.config.ray_kwargs.ray_init.arguments()):
+        console.note(told)
     assets = await making
     for hint in loaded.hints:
         console.note(f"hint: {hint}")

@@ -40,7 +40,10 @@ class Sink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What sinks are told of the run. `resumed_step` is the step of the checkpoint it continues from, if any."""
+    """What sinks are told of the run. `resumed_step` is the step of the checkpoint it continues from, if any.
+
+    `wandb_proxy` is for wandb alone: a proxy in the environment would take judges and tools along.
+    """
 
     folder: Path
     project: str = "verl"
@@ -48,6 +51,7 @@ class Run:
     total_steps: int | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
     resumed_step: int | None = None
+    wandb_proxy: str | None = None
 
 
 class NullSink:
@@ -107,9 +111,13 @@ class WandbSink:
 
     def __init__(self, run: Run) -> None:
         wandb = _import("wandb")
-        resume = "auto" if run.resumed_step is not None else None
         self._run = wandb.init(
-            project=run.project, name=run.name, dir=run.folder, config=dict(run.settings), resume=resume
+            project=run.project,
+            name=run.name,
+            dir=run.folder,
+            config=dict(run.settings),
+            resume="auto" if run.resumed_step is not None else None,
+            settings=wandb.Settings(https_proxy=run.wandb_proxy) if run.wandb_proxy else None,
         )
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

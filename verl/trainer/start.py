@@ -15,7 +15,7 @@ from verl.cluster.census import watched
 from verl.cluster.local import LocalPool, detect_device_here
 from verl.cluster.machines import devices_that_answer
 from verl.cluster.pool import DevicePool
-from verl.cluster.session import connect, detect_device, disconnect
+from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.cluster.waits import Deadline, Owner, waiting
 from verl.config.findings import Finding
 from verl.config.schema import Config, Section, SftConfig
@@ -56,10 +56,10 @@ async def open_site(config: C, console: Console, faults: Faults, times: Metrics)
         limits = deadlines(config)
         closing.callback(disconnect)
         with timer(times, "start_ray"):
-            if not connect(config.ray_kwargs.ray_init.arguments()):
-                console.note(
-                    "this program had started Ray itself: the run takes place there (ray_kwargs has no effect)"
-                )
+            if told := connect(config.ray_kwargs.ray_init.arguments()):
+                console.note(told)
+        if timeline := config.ray_kwargs.timeline_json_file:
+            closing.callback(_write_timeline, Path(timeline), console)
         stalls = config.trainer.checkpoint_dir / "stalls"
         closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
         device = _device(config, detect_device)
@@ -70,6 +70,14 @@ async def open_site(config: C, console: Console, faults: Faults, times: Metrics)
         pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
         closing.callback(pool.close)
         yield Site(config, pool, device)
+
+
+def _write_timeline(path: Path, console: Console) -> None:
+    try:
+        write_timeline(path)
+        console.note(f"Ray's timeline is in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
+    except Exception as error:  # noqa: BLE001 - the run has its end already, and it is not this
+        console.note(f"Ray's timeline was not written to {path} (ray_kwargs.timeline_json_file): {error}")
 
 
 def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
@@ -131,6 +139,7 @@ def open_tracker(config: Config | SftConfig, console: Console, timetable: Timeta
         total_steps=timetable.total_steps,
         settings=config.model_dump(mode="json"),
         resumed_step=version or None,
+        wandb_proxy=config.trainer.wandb_proxy,
     )
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 

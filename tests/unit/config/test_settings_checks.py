@@ -289,9 +289,26 @@ def test_an_adapter_without_peft_is_a_problem_of_a_run(monkeypatch: pytest.Monke
         load_dict(given_, [f"{A}.peft.lora_rank=8"])
 
 
+def test_vllm_that_is_missing_or_too_old_is_a_problem_of_a_run(monkeypatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    importlib.invalidate_caches()
+    given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
+    with pytest.raises(ConfigError, match=rf'{R}.name: vllm needs its package; pip install "verl\[vllm\]"'):
+        load_dict(given_)
+    load_dict(given_, [f"{R}.name=hf"])
+    (tmp_path / "vllm.py").touch()
+    (tmp_path / "vllm-0.5.4.dist-info").mkdir()
+    (tmp_path / "vllm-0.5.4.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.5.4+cu121\n")
+    importlib.invalidate_caches()
+    with pytest.raises(ConfigError, match=rf"{R}.name: vllm 0.5.4\+cu121 is too old: 0.32 is the least"):
+        load_dict(given_)
+
+
 def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypatch, tmp_path) -> None:
     (tmp_path / "wandb").mkdir()  # a folder that wandb left is no package
-    (tmp_path / "tensorboard.py").touch()
+    for package in ("tensorboard", "vllm"):
+        (tmp_path / f"{package}.py").touch()
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}

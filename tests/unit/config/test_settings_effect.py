@@ -243,8 +243,8 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
         ),
         (
             ["algorithm.kl_ctrl.kl_coef=0.01"],
-            "algorithm.kl_ctrl.kl_coef=0.01 has no effect: algorithm.use_kl_in_reward=false "
-            f"(the KL of the loss is {A}.kl_loss_coef)",
+            "algorithm.kl_ctrl.kl_coef=0.01 has no effect: algorithm.use_kl_in_reward=false; set it to "
+            f"true, or weigh the KL of the loss by {A}.kl_loss_coef",
         ),
         (
             ["critic.optim.lr=1e-4"],

@@ -96,7 +96,7 @@ class RunConfig(Section):
     logger: Sinks = setting(["console"], "Who is told the metrics.", planned=("mlflow", "trackio"))
     project_name: str = setting("verl", "Project, for trackers and the checkpoint directory.")
     experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
-    wandb_proxy: str | None = setting(None, "Proxy for wandb alone.", planned=True)
+    wandb_proxy: str | None = setting(None, "Proxy for wandb alone.")
     seed: int = setting(1, "Seed of everything random in the run.", ge=0)
     local: bool = setting(
         False, "All in this process, without Ray, so that a breakpoint just works; one train rank and one engine."
@@ -136,7 +136,9 @@ class RayInit(Section):
     num_cpus: int | None = setting(
         None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores", ge=1
     )
-    address: str | None = setting(None, "Cluster to join; null: RAY_ADDRESS, or a new one on this machine.")
+    address: str | None = setting(
+        None, "Cluster to join; null: RAY_ADDRESS, else what `ray start` made here, else a new one; local: a new one."
+    )
 
     def arguments(self) -> dict[str, Any]:
         """What was given, for `ray.init(**arguments)`."""
@@ -145,4 +147,4 @@ class RayInit(Section):
 
 class RayConfig(Section):
     ray_init: RayInit = section(RayInit, "Arguments of ray.init, passed as they are.")
-    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.", planned=True)
+    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.")
