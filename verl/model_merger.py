@@ -102,10 +102,10 @@ def _source(path: Path) -> Path:
     from verl.checkpoint.format import METADATA
     from verl.checkpoint.manifest import damage_of
 
+    if not path.is_dir():  # as settings take it, too
+        path = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))
     if not path.is_dir():
-        right = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))
-        hint = f"; there is {right}" if right != path and right.is_dir() else f"; {_nearby(path)}"
-        raise CheckpointError(f"--local_dir {path}: there is no such directory{hint}")
+        raise CheckpointError(f"--local_dir {path}: there is no such directory; {_nearby(path)}")
     if not (path / METADATA).is_file():
         inside = [each for each in ("actor", "critic") if (path / each / METADATA).is_file()]
         hint = f"; name {path / inside[0]}" if inside else f": {METADATA} is missing"

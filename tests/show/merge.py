@@ -173,14 +173,15 @@ def refusals(folder: Path, short: bool) -> dict[str, bool]:
     config.write_text(text.replace('"hidden_size": 64', '"hidden_size": 65'))
     found["a changed config is refused, by its name"] = refused(actor, target, "actor/huggingface/config.json")
     config.write_text(text)
-    misspelt = Path(str(actor).replace("global_step_", "global_steps_"))
-    found["global_steps_N is answered with the path that is there"] = refused(misspelt, target, f"there is {actor}")
     found["megatron is refused by name"] = refused(
         actor, target, "--backend megatron", "--backend", "megatron", "--tie-word-embedding"
     )
     compared = ["--backend", "fsdp", "--local_dir", str(actor), "--test_hf_dir"]
     same = command("-m", "verl.model_merger", "test", *compared, str(folder / "merged"))
     other = command("-m", "verl.model_merger", "test", *compared, str(folder / "model"))
+    respelt = [each.replace("global_step_", "global_steps_") for each in compared]
+    taken = command("-m", "verl.model_merger", "test", *respelt, str(folder / "merged"))
+    found["global_steps_N is taken for global_step_N"] = taken.returncode == 0
     found["test tells the merged model from the one before training"] = (same.returncode, other.returncode) == (0, 2)
     again = command("-m", "verl", "merge", "--local_dir", str(actor), "--target_dir", str(folder / "again"))
     weights = [(folder / each / "model.safetensors").read_bytes() for each in ("merged", "again")]

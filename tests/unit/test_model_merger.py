@@ -123,7 +123,7 @@ def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("source", "more", "said"),
     [
-        ("run/global_steps_20/actor", [], "there is RUN/global_step_20/actor"),
+        ("run/global_steps_2/actor", [], "RUN has global_step_20"),
         ("run/global_step_20", [], "name RUN/global_step_20/actor"),
         ("run/global_step_2/actor", [], "RUN has global_step_20"),
         ("run/global_step_20/actor", ["--backend", "megatron"], "use --backend fsdp"),
@@ -138,6 +138,12 @@ def test_what_is_not_right_is_said_with_what_is(
     assert merge(tmp_path / source, tmp_path / "merged", *more) == 2
     assert said.replace("RUN", str(tmp_path / "run")) in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
+
+
+def test_the_other_spelling_of_a_step_is_taken_for_it(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run")
+    assert merge(tmp_path / "run/global_steps_20/actor", tmp_path / "merged") == 0
+    assert (tmp_path / "merged" / "config.json").is_file()
 
 
 def test_a_target_that_holds_something_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

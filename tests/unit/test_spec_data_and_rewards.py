@@ -24,6 +24,7 @@ from verl.rewards.who import who_scores
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.data import check_files, read_data
 from verl.trainer.evaluate import Evaluator
+from verl.trainer.translate import scoring
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -254,8 +255,17 @@ async def test_a_function_of_prompt_and_response_is_called_so(tmp_path: Path, si
 
 async def test_a_prompt_that_was_not_kept_is_named_with_the_setting(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
-    with pytest.raises(RewardError, match=r"data\.return_raw_input_ids=True"):
+    with pytest.raises(RewardError, match=r"this row has none: .*set data\.return_raw_input_ids=true"):
         await load_reward(str(path), "compute_reward").score("", "4", "4")
+
+
+def test_a_function_that_asks_for_prompts_is_refused_at_start_where_they_are_not_kept(tmp_path: Path) -> None:
+    path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
+    chosen = (f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward")
+    with pytest.raises(RewardError, match=r"compute_reward: asks for `prompt`: .*data\.return_raw_input_ids=true"):
+        load_reward(**scoring(settings(*chosen).config, 1)["reward"])
+    load_reward(**scoring(settings(*chosen, "data.return_raw_input_ids=true").config, 1)["reward"])
+    load_reward(**scoring(settings(*chosen).config, 1, prompts=True)["reward"])
 
 
 @pytest.mark.parametrize("signature", ["question: str, response: str", "text, truth"])

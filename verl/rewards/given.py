@@ -20,6 +20,7 @@ Scorer = Callable[..., Any]
 OFFERED = ("prompt", "response", "ground_truth", "data_source", "extra_info")
 """What a function may ask for by these names of its parameters."""
 
+_KEPT = "prompts are kept only if asked for; set data.return_raw_input_ids=true"
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -48,10 +49,11 @@ def unpacked(function: bytes | Scorer) -> Scorer:
     return pickle.loads(function) if isinstance(function, bytes) else function
 
 
-def called_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = ()) -> Scorer | None:
+def called_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = (), *, prompts: bool = True) -> Scorer | None:
     """A function of `prompt`, `response` and more (`OFFERED`), as one of the four arguments of `compute_score`.
 
-    None: it does not name its parameters so, but for those that are in `kwargs`, and is left to itself.
+    None: it does not name its parameters so, but for those that are in `kwargs`, and is left to itself. `prompts` says
+    whether they are kept for it.
 
     >>> called_by_name(lambda prompt, response: len(response), "mine")("", "abc", None, {"raw_prompt": "Say abc"})
     3
@@ -65,6 +67,8 @@ def called_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = ()) -> 
     if "response" not in parameters or unknown:
         return None
     wanted = [name for name in OFFERED if name in parameters]
+    if "prompt" in wanted and not prompts:
+        raise RewardError(f"{where}: asks for `prompt`: {_KEPT}")
 
     def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **more: Any) -> Any:
         told = {
@@ -87,7 +91,7 @@ def _text(extra_info: Mapping[str, Any] | None, where: str) -> str:
     """The prompt as its author wrote it: text, or what the last message says."""
     raw = (extra_info or {}).get("raw_prompt")
     if raw is None:
-        raise RewardError(f"{where}: asks for `prompt`, which is kept only with data.return_raw_input_ids=True")
+        raise RewardError(f"{where}: asks for `prompt`, and this row has none: {_KEPT}")
     return raw if isinstance(raw, str) else str(raw[-1]["content"])
 
 

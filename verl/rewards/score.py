@@ -148,6 +148,7 @@ def load_reward(
     batched: bool = False,
     shipped: Arguments = MappingProxyType({}),
     function: bytes | Scorer | None = None,
+    prompts: bool = True,
 ) -> RewardFunction:
     """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
 
@@ -155,7 +156,8 @@ def load_reward(
     and added up (`compose.combine`), instead of one. A `batched` function is called with lists: (data_sources,
     solution_strs, ground_truths, extra_infos) -> results. `shipped` holds further arguments of shipped scorers, by
     module; what they ask of this machine is asked now. A `function` that was given as one, or packed for its way here,
-    takes the place of that in `path`, which is then only its name.
+    takes the place of that in `path`, which is then only its name. Where `prompts` are not kept, one that asks for them
+    is refused now, and not at its first answer.
     """
     kwargs, where = kwargs or {}, named(path, name, functions)
     paths = {one.get("path") for one in functions} if functions else {path}
@@ -163,7 +165,7 @@ def load_reward(
         if paths & {None, module}:
             importlib.import_module(module).prepare(**shipped[module])
     if functions:
-        return RewardFunction(compose.combine(functions, partial(_find, shipped=shipped)), where, {})
+        return RewardFunction(compose.combine(functions, partial(_find, shipped=shipped, prompts=prompts)), where, {})
     if path is None:
         if kwargs or batched:
             given = f"reward_kwargs={dict(kwargs)!r}" if kwargs else "path=null"
@@ -174,9 +176,9 @@ def load_reward(
             )
         return RewardFunction(None, where, {}, shipped=shipped)
     if function is not None:
-        scorer = _fitting(unpacked(function), where, kwargs, batched=batched)
+        scorer = _fitting(unpacked(function), where, kwargs, batched=batched, prompts=prompts)
     else:
-        scorer = _find(path, name, kwargs, batched=batched, shipped=shipped)
+        scorer = _find(path, name, kwargs, batched=batched, shipped=shipped, prompts=prompts)
     return RewardFunction(scorer, where, kwargs, batched=batched)
 
 
@@ -220,7 +222,13 @@ def ships(data_source: str) -> bool:
 
 
 def _find(
-    path: str | None, name: str, kwargs: Mapping[str, Any], *, batched: bool = False, shipped: Arguments
+    path: str | None,
+    name: str,
+    kwargs: Mapping[str, Any],
+    *,
+    batched: bool = False,
+    shipped: Arguments,
+    prompts: bool,
 ) -> Scorer:
     """The function, found and held to its signature."""
     if path is None:
@@ -234,13 +242,13 @@ def _find(
         raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
     if not callable(scorer):
         raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
-    scorer = _fitting(scorer, where, kwargs, batched=batched)
+    scorer = _fitting(scorer, where, kwargs, batched=batched, prompts=prompts)
     return partial(scorer, **shipped[path]) if path in shipped else scorer
 
 
-def _fitting(scorer: Scorer, where: str, kwargs: Mapping[str, Any], *, batched: bool) -> Scorer:
+def _fitting(scorer: Scorer, where: str, kwargs: Mapping[str, Any], *, batched: bool, prompts: bool) -> Scorer:
     """The function as it will be called: by the names that it gives its parameters, or as `compute_score` is."""
-    if not batched and (by_name := called_by_name(scorer, where, kwargs)) is not None:
+    if not batched and (by_name := called_by_name(scorer, where, kwargs, prompts=prompts)) is not None:
         return by_name
     _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
     return scorer

@@ -3,7 +3,8 @@
 reward/mean, /min, /max, /std         scores of the step's answers
 reward/groups_without_signal          share of prompts whose answers all got the same score
 response_length/mean, /clip_ratio     generated tokens; share of answers that the length limit cut
-actor/kl_loss, /ppo_kl                divergence from the reference; from the policy that the update starts from
+actor/kl, /kl_loss                    divergence from the reference, mean over tokens; the same as a term of the loss
+actor/ppo_kl                          divergence from the policy that the update starts from
 actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
 train/loss, /lr, /grad_norm, /skipped_steps   of supervised training; val/loss: its validation
 training/rollout_probs_diff_mean      |trainer's - engine's probability| of the sampled tokens

@@ -109,7 +109,7 @@ async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[O
     for source in sorted({row["data_source"] for row in rows}):
         if who_scores(config, source) is None:
             raise RewardError(no_scorer(source))
-    with scores(**scoring(config, 1)) as pool:
+    with scores(**scoring(config, 1, prompts=True)) as pool:
         await pool.start()
         return await asyncio.gather(
             *(

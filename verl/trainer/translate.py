@@ -336,10 +336,15 @@ def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     return {"verl.rewards.code": arguments}
 
 
-def scoring(config: Config, workers: int, given: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """The arguments of `scores` in each of so many episode workers: they share the processes."""
+def scoring(
+    config: Config, workers: int, given: Callable[..., Any] | None = None, *, prompts: bool = False
+) -> dict[str, Any]:
+    """The arguments of `scores` in each of so many episode workers: they share the processes.
+
+    `prompts`: whether they are kept in any case, and not only where the settings ask for it.
+    """
     reward, local = config.reward, config.trainer.local
-    arguments = reward_arguments(config)
+    arguments = reward_arguments(config) | {"prompts": prompts or config.data.return_raw_input_ids}
     batched = arguments.pop("batched")
     if given is not None:
         arguments["function"] = given if local else packed(given)

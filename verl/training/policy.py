@@ -172,10 +172,15 @@ class Policy:
             rank=self.actor.rank,
             gather=self.actor.gather,
         )
+        metrics = {}
+        if batch.old_logprobs is not None and batch.ref_logprobs is not None:
+            distance = kl_penalty(batch.old_logprobs, batch.ref_logprobs, "k3").double() * batch.mask
+            total, tokens = episodes.total(distance, batch.mask)
+            metrics["actor/kl"] = total / max(tokens, 1.0)
         if self._reward_kl is None or kl is None:
-            return episodes, {}
+            return episodes, metrics
         total, tokens, samples = episodes.total(kl, batch.mask, torch.ones_like(scores))
-        metrics = {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
+        metrics |= {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
         self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
         return episodes, metrics
 
