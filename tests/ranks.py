@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -10,13 +9,9 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
+from verl.cluster.ports import free_port
+
 __all__ = ["free_port", "run_ranks"]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def run_ranks(main: Callable[..., None], world: int, *args: Any, deadline_s: float) -> None:

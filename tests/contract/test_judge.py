@@ -238,7 +238,7 @@ async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_
     service: Service, tmp_path: Path
 ) -> None:
     cache = tmp_path / "judge.sqlite"
-    kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 1200, "retries": 0}
+    kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 300, "retries": 0}
     reward = {"path": "verl.rewards.judge", "kwargs": kwargs}
     with ScorePool(reward, workers=2, deadline_s=60) as pool:
         await pool.start()
@@ -250,4 +250,4 @@ async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_
         failed = await pool.score("sums", "another", "46", QUESTION)
     assert isinstance(failed, Failed)
     assert "answered HTTP 500" in failed.message
-    assert service.times[-1] - service.times[0] >= 4 * 0.05 - 0.01
+    assert service.times[-1] - service.times[0] >= 3 * 0.2 - 0.01  # the first request may be slow on its way

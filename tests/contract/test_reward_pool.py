@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -43,6 +44,7 @@ Pool = Callable[..., ScorePool]
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
     """Makes pools of a function given as text; after the test nothing of them is left."""
+    gc.collect()  # what other tests left open is not closed in the middle of this one
     before = open_files()
     made = []
 
@@ -56,7 +58,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     for one in made:
         one.close()
     assert children() == []
-    assert open_files() == before
+    assert open_files() <= before
     assert not any(thread.name == "score-pool" for thread in threading.enumerate())
 
 
@@ -166,8 +168,8 @@ async def test_of_many_brief_calls_none_is_taken_for_the_one_that_ended_the_work
 
 
 async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> None:
-    ready = await started(pool("time.sleep(0.5)\nreturn 1.0", deadline_s=3.0))
-    assert await asyncio.gather(*(one(ready) for _ in range(12))) == [Scored(1.0)] * 12
+    ready = await started(pool("time.sleep(0.5)\nreturn 1.0", deadline_s=10.0))
+    assert await asyncio.gather(*(one(ready) for _ in range(24))) == [Scored(1.0)] * 24
 
 
 async def test_several_workers_work_side_by_side(pool: Pool, tmp_path: Path) -> None:
@@ -186,7 +188,7 @@ async def test_several_workers_work_side_by_side(pool: Pool, tmp_path: Path) -> 
 
 async def test_memory_is_limited_and_a_leak_is_replaced_between_calls(pool: Pool) -> None:
     body = "if solution_str == 'bad': bytearray(1 << 31)\nkept = globals().setdefault('kept', [])\n"
-    body += "kept.append(b'x' * (1 << 23))\ntime.sleep(0.05)\nreturn os.getpid()"
+    body += "kept.append(b'x' * (1 << 23))\ntime.sleep(0.05 if len(kept) < 45 else 1)\nreturn os.getpid()"
     ready = await started(pool(body, memory_mb=600))
     failed = await one(ready, "bad")
     assert isinstance(failed, Failed)
@@ -248,9 +250,11 @@ async def test_daemons_end_with_their_worker(pool: Pool) -> None:
 
 async def test_children_that_pile_up_are_cleared_away(pool: Pool) -> None:
     ready = await started(pool("if os.fork() == 0:\n    time.sleep(600)\ntime.sleep(0.02)\nreturn 1.0"))
-    for _ in range(60):
+    most = 0
+    while len(now := children()) >= most:  # until there are fewer: they have been cleared away
+        most = len(now)
+        assert most < 200
         assert await one(ready) == Scored(1.0)
-    assert len(children()) < 50
 
 
 async def test_a_copy_of_the_worker_does_not_answer(pool: Pool) -> None:
@@ -298,8 +302,11 @@ async def test_a_batched_function_gets_what_is_waiting(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("body", "part"), [("return [1.0]", "1 results for 3"), ("return 1.0", "returns a list"), ("1 / 0", "ZeroDivision")]
 )
-async def test_a_batch_that_fails_fails_for_each_of_its_answers(pool: Pool, body: str, part: str) -> None:
-    ready = await started(pool(body, BATCH, batch_size=8))
+async def test_a_batch_that_fails_fails_for_each_of_its_answers(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch, body: str, part: str
+) -> None:
+    monkeypatch.setattr("verl.rewards.pool._MOMENT_S", 60.0)  # the batch is sent when it is full
+    ready = await started(pool(body, BATCH, batch_size=3))
     found = await asyncio.gather(*(one(ready) for _ in range(3)))
     assert all(isinstance(outcome, Failed) and part in outcome.message for outcome in found)
 
@@ -375,7 +382,7 @@ async def test_a_closed_pool_refuses(pool: Pool) -> None:
 async def test_closing_in_the_middle_leaves_no_call_without_an_end(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ready = await started(pool("return 1.0", workers=2))
+    ready = await started(pool("if solution_str == '1999': time.sleep(60)\nreturn 1.0", workers=2, deadline_s=120.0))
     calls = [ready.submit(Answer("sums", str(number), "")) for number in range(2000)]
     await asyncio.wrap_future(calls[50])
     await asyncio.to_thread(ready.close)

@@ -23,8 +23,12 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
 
 @pytest.fixture(autouse=True)
 def _no_process_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test works in a folder of its own, and so do all processes of its runs: they are known by it."""
+    """Every test works in a folder of its own, and so do all processes of its runs: they are known by it.
+
+    Runs have clusters of their own, whatever clusters other tests start on this machine meanwhile.
+    """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     yield
     deadline = time.monotonic() + PATIENCE_S
     while left := [process for process in working_in(tmp_path) if process.pid != os.getpid()]:

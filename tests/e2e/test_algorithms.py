@@ -12,7 +12,7 @@ import pytest
 
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[2]
 TARGET_KL, HORIZON = 0.5, 40
@@ -38,7 +38,7 @@ def train(assets: Assets, folder: Path, example: str, *overrides: str) -> subpro
         f"trainer.default_local_dir={folder}",
     ]
     command = [sys.executable, "-m", "verl", "train", "--config-path", str(config.parent), "--config-name", config.stem]
-    return subprocess.run([*command, *settings, *overrides], capture_output=True, text=True, timeout=840)
+    return subprocess.run([*command, *settings, *overrides], capture_output=True, text=True, timeout=900)
 
 
 def steps_of(done: subprocess.CompletedProcess[str], folder: Path) -> list[dict[str, Any]]:

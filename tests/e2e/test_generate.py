@@ -12,12 +12,12 @@ import pytest
 
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def verl(*arguments: object) -> str:
     command = [sys.executable, "-m", "verl", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=420)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

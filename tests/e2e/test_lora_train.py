@@ -18,12 +18,12 @@ from verl.checkpoint.format import entries
 from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def verl(*arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "verl", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=420)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def train(assets: Assets, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:

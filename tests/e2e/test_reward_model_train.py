@@ -25,7 +25,7 @@ from verl.demo.folder import Assets
 from verl.errors import ProcessLostError
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool, RewardModelSettings
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 TEMPLATE = "{% for message in messages %}[{{ message.role }}] {{ message.content }}\n{% endfor %}"
 
@@ -69,7 +69,7 @@ def train(assets: Assets, folder: Path, *overrides: str) -> subprocess.Completed
         "reward.reward_model.enable=True",
     ]
     command = [sys.executable, "-m", "verl", "train", *settings, *overrides]
-    return subprocess.run(command, capture_output=True, text=True, timeout=420)
+    return subprocess.run(command, capture_output=True, text=True, timeout=900)
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 DOCUMENTED = """
 data:
@@ -81,7 +81,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
     done = max(losses(run))
     assert 4 <= done < 30
 
-    again = subprocess.run(command(assets, run), capture_output=True, text=True, timeout=300)
+    again = subprocess.run(command(assets, run), capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"going on with step {done + 1}" in again.stdout
     assert "valid 30/30  loss " in again.stdout
@@ -90,7 +90,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
     # One process and other micro-batches give the same losses, from the first step to the last: none was done twice.
     alone = tmp_path / "alone"
     overrides = ("trainer.local=True", "data.packing=True", "data.max_token_len_per_gpu=640", "trainer.save_freq=-1")
-    whole = subprocess.run(command(assets, alone, *overrides), capture_output=True, text=True, timeout=300)
+    whole = subprocess.run(command(assets, alone, *overrides), capture_output=True, text=True, timeout=900)
     assert whole.returncode == 0, whole.stdout + whole.stderr
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
 

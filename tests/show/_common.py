@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -11,6 +12,7 @@ from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))  # for what proofs and tests share
+os.environ.setdefault("RAY_ADDRESS", "local")  # a cluster of its own, whatever else runs on this machine
 
 
 def finish(name: str, passed: bool, **figures: Any) -> NoReturn:

@@ -67,7 +67,7 @@ def run(name: str, sizes: tuple[str, ...], assets: Path, folder: Path, steps: in
         *sizes,
         *overrides,
         config=f"examples/algorithms/{name}.yaml",
-        deadline_s=3 * SECONDS,
+        deadline_s=8 * SECONDS,
     )
     curve = [round(line[METRIC], 4) for line in metrics_of(folder) if METRIC in line] if code == 0 else []
     return {

@@ -19,7 +19,7 @@ from _common import ROOT, Stopwatch, finish  # isort: skip - puts tests/ on the 
 from _patterns import GRPO, PPO, WORKERS
 
 RISE = 0.5
-DEADLINE_S = 600
+DEADLINE_S = 1800
 DOWNLOADS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-2-7b-hf")
 ROWS = """\
 import torch

@@ -209,7 +209,7 @@ async def misbehaves_always(pool: ScorePool, kind: str, where: str, part: str) -
 
 
 async def try_to_load(body: str, part: str) -> list[str]:
-    seat.LOAD_DEADLINE_S = 5.0
+    seat.LOAD_DEADLINE_S = 5.0 if part.startswith("took more") else 300.0
     with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
         file = Path(folder) / "my_reward.py"
         file.write_text(

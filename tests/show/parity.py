@@ -37,7 +37,7 @@ def main() -> None:
         for kind in ("tied",) if options.short else ("tied", "untied"):
             folder = Path(directory, kind)
             make_assets(folder, tied=kind == "tied")
-            code, _ = train(*settings(folder, steps), deadline_s=600)
+            code, _ = train(*settings(folder, steps), deadline_s=1800)
             lines = [line for line in metrics_of(folder / "run") if METRIC in line] if code == 0 else []
             if len(lines) != steps:
                 finish("parity", False, failed=kind, exit_code=code)

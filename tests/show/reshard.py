@@ -50,12 +50,12 @@ def main() -> None:
                 tiny_qwen2(vocab_size=131, intermediate_size=150, tie_word_embeddings=kind == "tied")
             )
             model.save_pretrained(folder / "model")
-            run_ranks(save_on, 2, 2, free_port(), folder, deadline_s=120)
+            run_ranks(save_on, 2, 2, free_port(), folder, deadline_s=600)
             assert damage_of(CheckpointDir(folder).step_dir(BEFORE)) == []
             saved = torch.load(folder / "saved.pt", weights_only=True)
             parameters = sum(tensor.numel() for name, tensor in saved["state"].items() if name.startswith("model."))
             for world in worlds:
-                run_ranks(load_on, world, world, free_port(), folder, deadline_s=120)
+                run_ranks(load_on, world, world, free_port(), folder, deadline_s=600)
                 found = torch.load(folder / f"loaded-{world}.pt", weights_only=True)
                 rows.append(compared(kind, world, saved, found))
                 print(rows[-1], flush=True)

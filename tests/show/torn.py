@@ -192,7 +192,7 @@ def make(root: Path) -> None:
     Qwen2ForCausalLM(config).save_pretrained(root / "model")
     config.num_labels = 1
     Qwen2ForTokenClassification(config).save_pretrained(root / "value_model")
-    run_ranks(train, 2, free_port(), root, deadline_s=180)
+    run_ranks(train, 2, free_port(), root, deadline_s=600)
     shutil.rmtree(root / "model")
     shutil.rmtree(root / "value_model")
 

@@ -229,7 +229,7 @@ def is_closed(path: Path) -> bool:
 def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
     """Look at the run until it ends; the folders of its Ray sessions."""
     sessions: set[Path] = set()
-    knocked, deadline = False, time.monotonic() + 400
+    deadline = time.monotonic() + 1200
     while process.poll() is None and time.monotonic() < deadline:
         pids = descendants(process.pid)
         listening = {each for pid in pids for each in listeners(pid)}
@@ -242,8 +242,7 @@ def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
             sessions |= {Path(found.decode()) for found in re.findall(rb"(/[^\s\0=]*/session_[\d_-]+)/", line)}
             seen.token = seen.token or variable(pid, "RAY_AUTH_TOKEN")
         workers = sum(b"TrainWorker" in cmdline(pid) for pid in pids)
-        if workers and not knocked and len(listening) > 8:
-            knocked = True
+        if workers and len(listening) > 8 and not (seen.calls_refused and seen.answered_with_token):
             knock(sorted({port for _, port, name in listening if not any(each in name for each in BARE)}), seen)
         time.sleep(0.3)
     return sorted(sessions)

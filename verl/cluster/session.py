@@ -19,7 +19,7 @@ from ray._private.utils import get_ray_address_file
 
 from verl.errors import EngineError
 
-__all__ = ["connect", "detect_device", "disconnect", "free_port", "require", "write_timeline"]
+__all__ = ["connect", "detect_device", "disconnect", "require", "write_timeline"]
 
 STARTS = 2
 _ANSWER_S = 5.0
@@ -186,13 +186,6 @@ def write_timeline(path: Path) -> None:
     """What Ray knows of its tasks and actors so far, for Perfetto or chrome://tracing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ray.timeline(str(path))
-
-
-def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])
 
 
 def detect_device() -> str:

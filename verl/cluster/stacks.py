@@ -27,7 +27,7 @@ __all__ = ["Seen", "answer_with_stacks", "look"]
 
 SIGNAL = signal.SIGUSR2
 _MEMORY = "verl-stacks"
-_ANSWER_S, _QUIET_S, _PY_SPY_S = 3.0, 0.05, 8.0
+_ANSWER_S, _QUIET_S, _PY_SPY_S = 3.0, 0.2, 8.0
 _MOST = 24
 _COLLECTIVE = re.compile(r"torch/(distributed/|_C/_distributed)")
 _OURS = re.compile(r"/verl/(workers|trainer|training|agents|rollout|rewards)/")

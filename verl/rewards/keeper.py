@@ -36,7 +36,7 @@ _TAIL = 4096
 _MANY_PROCESSES = 16
 _TOO_MANY_PROCESSES = 256
 _WORN_SHARE = 0.6
-_STACK_WAIT_S = 1.0
+_STACK_WAIT_S = 3.0
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
@@ -200,7 +200,7 @@ class _Keeper:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGUSR2)
         until = time.monotonic() + _STACK_WAIT_S
-        while time.monotonic() < until and not (self._stack.data and self._stack.is_silent_for(0.02)):
+        while time.monotonic() < until and not (self._stack.data and self._stack.is_silent_for(0.2)):
             self._output.read()
             self._stack.read()
             time.sleep(0.002)

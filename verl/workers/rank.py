@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from verl.cluster.group import ActorGroup
 from verl.cluster.handles import own_address
 from verl.cluster.pool import Places
-from verl.cluster.session import free_port
+from verl.cluster.ports import free_port
 from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
 from verl.errors import CheckpointError
 from verl.training.settings import FsdpSettings

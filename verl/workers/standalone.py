@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.handles import get_all
-from verl.cluster.session import free_port
+from verl.cluster.ports import free_port
 from verl.cluster.waits import A_MONTH_S
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
