@@ -52,7 +52,7 @@ def test_every_row_comes_exactly_once_an_epoch(name: str, length: int, seed: int
 
 @pytest.mark.parametrize("name", [*ORDERS, "weighted"])
 @law
-@given(length=st.integers(1, 20), before=st.integers(0, 50), after=st.integers(0, 50))
+@given(length=st.integers(1, 12), before=st.integers(0, 25), after=st.integers(0, 25))
 def test_a_resumed_stream_goes_on_as_if_never_stopped(name: str, length: int, before: int, after: int) -> None:
     def stream() -> PromptStream:
         if name == "weighted":
