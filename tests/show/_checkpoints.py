@@ -43,8 +43,8 @@ class LocalPolicy:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         self._writer.start(self.states, Path(directory), trainer, [_small_files])
 
-    async def saved(self, *, wait: bool) -> bool:
-        return self._writer.finished(wait=wait)
+    async def saved(self, *, wait: bool) -> float | None:
+        return self._writer.seconds if self._writer.finished(wait=wait) else None
 
 
 def _small_files(directory: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -45,6 +46,7 @@ class BackgroundWriter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
+        self.seconds = 0.0  # that the last one took, from the end of its copy
 
     def start(
         self,
@@ -78,6 +80,7 @@ class BackgroundWriter:
         trainer: Mapping[str, Any],
         finishing: Iterable[Finishing],
     ) -> None:
+        began = time.monotonic()
         mine: dict[str, FileSum] = {}
         for folder, state in states.items():
             written = save(state, directory / folder, group=self._group)
@@ -89,6 +92,7 @@ class BackgroundWriter:
                     files |= finish(directory)
             root, step = CheckpointDir(directory.parent), int(directory.name.rpartition("_")[2])
             root.commit(step, files, trainer)
+        self.seconds = time.monotonic() - began
 
     def _gathered(self, mine: dict[str, FileSum]) -> dict[str, FileSum]:
         """What all ranks have written, on rank 0."""

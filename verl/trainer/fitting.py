@@ -96,13 +96,13 @@ class Fitting(ABC):
             if self.timetable.validates_at(self.version):
                 await self.validate()
             await self.saver.look()
+            stopping.stepped()
             done = self.version == self.timetable.total_steps  # what is finished is not stopped
             reason = None if done else stopping.reason(self.saver.longest_s)
             if reason or self.timetable.saves_at(self.version):
                 await self.save()
             if reason:
                 break
-            stopping.stepped()
         await self.saver.finish()
         if self.version < self.timetable.total_steps:
             self.console.note(f"{reason}: saved and ended after step {self.version}; start again to go on")

@@ -24,8 +24,8 @@ class SavedPolicy(Protocol):
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         """Copy all that a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
 
-    async def saved(self, *, wait: bool) -> bool:
-        """Whether what `save` began is written; raises what went wrong with it."""
+    async def saved(self, *, wait: bool) -> float | None:
+        """The seconds that writing took what `save` began, None while it goes on; raises what went wrong with it."""
 
 
 class Saver:
@@ -42,7 +42,7 @@ class Saver:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
-        self._writing: tuple[int, float] | None = None  # a step, and since when
+        self._writing: tuple[int, float] | None = None  # a step, and the seconds that its copy took
         self._clock = clock
         self.longest_s = 0.0  # that a checkpoint took so far
         self.last: int | None = None  # version that was saved
@@ -54,8 +54,9 @@ class Saver:
         started = self._clock()
         directory = await asyncio.to_thread(self._checkpoints.begin, version)
         await self._policy.save(str(directory), trainer)
-        self._writing = version, started
-        return self._clock() - began
+        ended = self._clock()
+        self._writing = version, ended - started
+        return ended - began
 
     async def look(self) -> None:
         """Whether the checkpoint is written by now; if so, say it, and delete those that are too many."""
@@ -68,15 +69,16 @@ class Saver:
     async def _end(self, *, wait: bool) -> None:
         if self._writing is None:
             return
-        version, started = self._writing
+        version, copied_s = self._writing
         try:
-            if not await self._policy.saved(wait=wait):
+            written_s = await self._policy.saved(wait=wait)
+            if written_s is None:
                 return
         except BaseException:
             self._writing = None  # it is raised once
             raise
         self._writing = None
-        self.longest_s = max(self.longest_s, self._clock() - started)
+        self.longest_s = max(self.longest_s, copied_s + written_s)
         self.last = version
         self._console.note(f"saved {self._checkpoints.step_dir(version)}")
         try:

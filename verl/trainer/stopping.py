@@ -35,7 +35,7 @@ class Stopping:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
         self._asked = 0
         self._last = clock()
-        self._longest_s = 0.0
+        self._longest_s = self._longest_save_s = 0.0
         self.exit_code = 0
 
     @classmethod
@@ -77,19 +77,20 @@ class Stopping:
         self._asked += 1
 
     def reason(self, longest_save_s: float = 0.0) -> str | None:
-        """Why the run should end now, in words; None: it goes on."""
+        """Why the run should end now, in words; None: it goes on. What a save took is remembered over restarts."""
+        self._longest_save_s = max(self._longest_save_s, longest_save_s)
         if self._asked:
             self.exit_code = TERMINATED
             return "asked to end (SIGTERM)"
         if self._ends_at is None:
             return None
-        left, needed = self._ends_at - self._clock(), self._longest_s + longest_save_s + self._margin_s
+        left, needed = self._ends_at - self._clock(), self._longest_s + self._longest_save_s + self._margin_s
         if left >= needed:
             return None
         self.exit_code = OUT_OF_TIME
         return (
             f"{max(left, 0):.0f} s are left until {self._limit}, and another step could need {needed:.0f} s (the "
-            f"longest so far took {self._longest_s:.0f} s, a checkpoint {longest_save_s:.0f} s; "
+            f"longest so far took {self._longest_s:.0f} s, a checkpoint {self._longest_save_s:.0f} s; "
             f"{self._margin_s:.0f} s to spare)"
         )
 

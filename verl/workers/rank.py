@@ -87,9 +87,11 @@ class RankWorker:
         finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
         self._writer.start(states, Path(directory), trainer, finishing)
 
-    def saved(self, wait: bool) -> bool:
-        """Whether it is written; what went wrong with it is raised here."""
-        return not hasattr(self, "_writer") or self._writer.finished(wait=wait)
+    def saved(self, wait: bool) -> float | None:
+        """The seconds that it took to write it, None while it goes on; what went wrong with it is raised here."""
+        if not hasattr(self, "_writer"):
+            return 0.0
+        return self._writer.seconds if self._writer.finished(wait=wait) else None
 
     def _write_model_files(self, directory: Path) -> dict[str, FileSum]:
         """What `from_pretrained` needs beside the weights, for whoever exports them."""
@@ -163,8 +165,9 @@ class RankGroup:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         await self._group.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
 
-    async def saved(self, *, wait: bool) -> bool:
-        return all(await self._group.call("saved", wait, deadline=self._deadlines.checkpoint))
+    async def saved(self, *, wait: bool) -> float | None:
+        parts = await self._group.call("saved", wait, deadline=self._deadlines.checkpoint)
+        return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:
         """What is wrong with the files of a checkpoint; each rank reads a part of them."""

@@ -54,8 +54,8 @@ class FakeModel:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         self.saved_at.append(trainer["data"])
 
-    async def saved(self, *, wait: bool) -> bool:
-        return True
+    async def saved(self, *, wait: bool) -> float | None:
+        return 0.0
 
 
 class Log:

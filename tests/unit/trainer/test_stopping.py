@@ -163,6 +163,25 @@ async def test_a_run_ends_in_time_for_its_deadline() -> None:
     assert stopping.exit_code == OUT_OF_TIME
 
 
+async def test_the_step_that_has_just_ended_counts() -> None:
+    around, clock = Recorder(), Clock()
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    await Stepping(around, clock, 60, stopping).fit(stopping)
+    assert around.saves == [1], "another step of 60 s does not end within the 40 that are left"
+    assert stopping.exit_code == OUT_OF_TIME
+
+
+def test_what_a_save_took_is_known_after_a_restart() -> None:
+    clock = Clock()
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stepping(stopping, clock, 30)
+    assert stopping.reason(20) is None
+    clock.now += 15  # a restart, whose saver has seen no save yet
+    reason = stopping.reason(0)
+    assert reason is not None
+    assert "another step could need 60 s (the longest so far took 30 s, a checkpoint 20 s" in reason
+
+
 async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
     around, clock, stopping = Recorder(), Clock(), Stopping()
     await Stepping(around, clock, 1, stopping).fit(stopping)
