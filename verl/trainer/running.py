@@ -37,7 +37,7 @@ async def run(
                     await trainer.fit(stopping)
             return stopping.exit_code
         except ProcessLostError as error:
-            if trainer is not None and trainer.saver.last is not None:
+            if trainer is not None and await asyncio.to_thread(trainer.saver.has_saved):
                 config = goes_on(config)
             faults.restart(error, None if trainer is None else trainer.version)
         except asyncio.CancelledError:

@@ -45,7 +45,8 @@ class Saver:
         self._writing: tuple[int, float] | None = None  # a step, and the seconds that its copy took
         self._clock = clock
         self.longest_s = 0.0  # that a checkpoint took so far
-        self.last: int | None = None  # version that was saved
+        self.begun: int | None = None  # version that was last begun
+        self.last: int | None = None  # version that was saved, as far as was looked
 
     async def save(self, version: int, trainer: Mapping[str, Any]) -> float:
         """Begin a checkpoint of the current state; the seconds that the loop stood still."""
@@ -53,6 +54,7 @@ class Saver:
         await self.finish()
         started = self._clock()
         directory = await asyncio.to_thread(self._checkpoints.begin, version)
+        self.begun = version
         await self._policy.save(str(directory), trainer)
         ended = self._clock()
         self._writing = version, ended - started
@@ -65,6 +67,13 @@ class Saver:
     async def finish(self) -> None:
         """Wait until nothing is being written."""
         await self._end(wait=True)
+
+    def has_saved(self) -> bool:
+        """Whether this run can go on from a checkpoint of its own, also from one that was written to its end while
+        nobody looked."""
+        return self.last is not None or (
+            self.begun is not None and not damage_of(self._checkpoints.step_dir(self.begun), sums=False)
+        )
 
     async def _end(self, *, wait: bool) -> None:
         if self._writing is None:

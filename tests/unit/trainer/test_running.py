@@ -1,0 +1,92 @@
+"""A run over its restarts: where it begins again after a loss."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from verl.checkpoint.files import write
+from verl.checkpoint.manifest import CheckpointDir
+from verl.config.schema import SftConfig
+from verl.errors import ProcessLostError
+from verl.tracking.console import Console
+from verl.trainer.faults import Faults
+from verl.trainer.fitting import Fitting, Timetable
+from verl.trainer.running import run
+from verl.trainer.saving import Saver
+
+pytestmark = pytest.mark.unit
+
+
+class Ranks:
+    """They write and commit at once, and are dead when they are asked whether they have."""
+
+    def __init__(self, *, commits: bool) -> None:
+        self.commits = commits
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        folder, step = Path(directory), int(directory.rpartition("_")[2])
+        if self.commits:
+            CheckpointDir(folder.parent).commit(step, {"shard": write(folder / "shard", b"weights")}, trainer)
+
+    async def saved(self, *, wait: bool) -> float | None:
+        raise ProcessLostError("train worker 1: saved: its process has died")
+
+
+class Dying(Fitting):
+    """It saves after its first step, and loses a process in its second."""
+
+    async def step(self, version: int) -> Any:
+        if version:
+            raise ProcessLostError("train worker 1: update: its process has died")
+        return {}
+
+    async def validate(self) -> None: ...
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+
+def settings(folder: Path, **trainer: Any) -> SftConfig:
+    return SftConfig.model_validate(
+        {
+            "model": {"path": "model"},
+            "data": {"train_files": "rows.parquet"},
+            "trainer": {"default_local_dir": str(folder), **trainer},
+        }
+    )
+
+
+async def modes_of_two_starts(config: SftConfig, ranks: Ranks) -> list[str]:
+    modes: list[str] = []
+    console, tracker = Console(io.StringIO()), SimpleNamespace(log=lambda *_: None)
+
+    @asynccontextmanager
+    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+        modes.append(config.trainer.resume_mode)
+        saver = Saver(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
+        total = 1 if len(modes) == 2 else 10  # the second run has nothing left to do
+        yield Dying(saver, Timetable(1, total, save_every=1), tracker, console, faults, version=len(modes) - 1)  # type: ignore[arg-type]
+
+    assert await run(config, console, assemble) == 0
+    return modes
+
+
+@pytest.mark.parametrize("mode", ["disable", "path"])
+async def test_a_checkpoint_that_nobody_had_looked_at_yet_is_gone_on_from(tmp_path: Path, mode: str) -> None:
+    config = settings(tmp_path, resume_mode=mode, resume_from_path=str(tmp_path / "global_step_9"), save_freq=1)
+    assert await modes_of_two_starts(config, Ranks(commits=True)) == [mode, "auto"]
+    assert CheckpointDir(tmp_path).latest() == 1
+
+
+async def test_what_was_not_written_to_its_end_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    directory = CheckpointDir(tmp_path).begin(1)  # of an older run
+    CheckpointDir(tmp_path).commit(1, {"shard": write(directory / "shard", b"old")})
+    config = settings(tmp_path, resume_mode="disable", save_freq=1)
+    assert await modes_of_two_starts(config, Ranks(commits=False)) == ["disable", "disable"]
