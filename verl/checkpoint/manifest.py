@@ -96,10 +96,15 @@ class CheckpointDir:
         return [step for step in self._all() if not damage_of(self.step_dir(step), sums=False)]
 
     def candidates(self) -> list[int]:
-        """All steps, whole or not, in the order in which to try them: the one named in the latest file, those before
-        it, the newest first, and those after it, which somebody has gone back from. The newest first, if none is."""
+        """The steps to try, whole or not, the newest first; none after the one named in the latest file, if one is."""
         named = self.named()
-        return sorted(self._all(), key=lambda step: (step != named, named is not None and step > named, -step))
+        return [step for step in reversed(self._all()) if named is None or step <= named]
+
+    def later(self) -> list[int]:
+        """Those after the one named in the latest file, whole or not: somebody has gone back from them, or they are of
+        another run that used this directory, or a kill has left them. Nobody resumes from them unasked."""
+        named = self.named()
+        return [step for step in self._all() if named is not None and step > named]
 
     def named(self) -> int | None:
         """The step in the latest file."""
@@ -113,13 +118,16 @@ class CheckpointDir:
         return next((step for step in self.candidates() if not damage_of(self.step_dir(step), sums=False)), None)
 
     def prune(self, keep: int | None) -> list[int]:
-        """Delete all complete steps but the newest `keep` and the one to resume from; None keeps all."""
+        """Delete all complete steps but the one to resume from and the newest before it, `keep` in all; None keeps all.
+
+        Later ones are not this run's, and neither count nor go.
+        """
         if keep is None:
             return []
         if keep < 1:
             raise CheckpointError(f"prune: keep {keep} must be at least 1, or None to keep all")
-        resumable = self.latest()
-        surplus = [step for step in self.steps()[:-keep] if step != resumable]
+        later = self.later()
+        surplus = [step for step in self.steps() if step not in later][:-keep]
         for step in surplus:
             self._remove(step)
         return surplus

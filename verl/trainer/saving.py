@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import LATEST, CheckpointDir, damage_of
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 
@@ -72,7 +72,9 @@ class Saver:
         """Whether this run can go on from a checkpoint of its own, also from one that was written to its end while
         nobody looked."""
         return self.last is not None or (
-            self.begun is not None and not damage_of(self._checkpoints.step_dir(self.begun), sums=False)
+            self.begun is not None
+            and self.begun == self._checkpoints.named()
+            and not damage_of(self._checkpoints.step_dir(self.begun), sums=False)
         )
 
     async def _end(self, *, wait: bool) -> None:
@@ -100,7 +102,7 @@ async def find_checkpoint(source: CheckpointDir, verify: Verify, console: Consol
     """The step to resume from: the first candidate that is whole; None if there is nothing to resume.
 
     What is passed over is said, with what is wrong with it. If nothing is left of a run that had saved, that is an
-    error: it would start anew, and write over what may still be mended.
+    error: it would start anew, and write over what may still be mended, or go on from another run.
     """
     found: dict[Path, list[str]] = {}
 
@@ -108,23 +110,31 @@ async def find_checkpoint(source: CheckpointDir, verify: Verify, console: Consol
         found[directory] = damage
         console.note(f"not resumed from {directory}: {_few(damage)}")
 
-    candidates = source.candidates()
+    candidates, later = source.candidates(), source.later()
     for step in candidates:
         directory = source.step_dir(step)
         damage = damage_of(directory, sums=False) or await verify(str(directory))
         if not damage:
-            for newer in map(source.step_dir, (other for other in candidates if other > step)):
+            for newer in map(source.step_dir, [*(other for other in candidates if other > step), *later]):
                 if newer not in found and (damage := damage_of(newer, sums=False)):
                     pass_over(newer, damage)  # what a kill has left, as a rule
             return step
         pass_over(directory, damage)
-    if source.named() is not None and found:
-        raise CheckpointError(
-            f"no checkpoint in {source.root} is whole: "
-            + "; ".join(f"{directory.name}: {_few(damage)}" for directory, damage in found.items())
-            + ". Bring one back, or begin anew with trainer.resume_mode=disable"
-        )
-    return None
+    named = source.named()
+    if named is None or not (found or later):
+        return None
+    harms = "; ".join(f"{directory.name}: {_few(damage)}" for directory, damage in found.items())
+    whole = [source.step_dir(step) for step in later if not damage_of(source.step_dir(step), sums=False)]
+    others = (
+        f"{', '.join(directory.name for directory in whole)}: later, so of another run, or gone back from; to go on "
+        f"from there nevertheless, trainer.resume_mode=path trainer.resume_from_path={whole[-1]}. "
+        if whole
+        else ""
+    )
+    raise CheckpointError(
+        f"no checkpoint in {source.root} up to step {named}, which {LATEST} names, is whole: "
+        f"{harms or 'there is none'}. {others}Bring one back, or begin anew with trainer.resume_mode=disable"
+    )
 
 
 def _few(damage: list[str]) -> str:

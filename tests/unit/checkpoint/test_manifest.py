@@ -64,20 +64,37 @@ def test_a_user_may_name_an_older_step(tmp_path):
 def test_who_has_gone_back_does_not_come_to_what_they_went_back_from(tmp_path):
     checkpoints = written(tmp_path, 1, 2, 3, 4, 5)
     (tmp_path / LATEST).write_text("3")
-    assert checkpoints.candidates() == [3, 2, 1, 5, 4]
+    assert checkpoints.candidates() == [3, 2, 1]
+    assert checkpoints.later() == [4, 5]
     (tmp_path / LATEST).unlink()
     assert checkpoints.candidates() == [5, 4, 3, 2, 1]
     (tmp_path / LATEST).write_text("not a number")
     assert checkpoints.candidates() == [5, 4, 3, 2, 1]
 
 
-def test_prune_keeps_the_newest_and_the_one_to_resume_from(tmp_path):
+def test_prune_keeps_the_one_to_resume_from_and_those_before_it(tmp_path):
     checkpoints = written(tmp_path, 8, 9, 10, 11)
-    (tmp_path / LATEST).write_text("8")
-    assert checkpoints.prune(2) == [9]
-    assert checkpoints.steps() == [8, 10, 11]
-    assert not checkpoints.step_dir(9).exists()
+    (tmp_path / LATEST).write_text("10")
+    assert checkpoints.prune(2) == [8]
+    assert checkpoints.steps() == [9, 10, 11]
+    assert not checkpoints.step_dir(8).exists()
     assert checkpoints.prune(None) == []
+
+
+def test_later_steps_of_an_older_run_push_out_none_of_the_new_one(tmp_path):
+    written(tmp_path, 80, 90, 100)
+    for step in (10, 20, 30, 40):
+        written(tmp_path, step).prune(2)
+    assert CheckpointDir(tmp_path).steps() == [30, 40, 80, 90, 100]
+    written(tmp_path, 50, 80).prune(2)
+    assert CheckpointDir(tmp_path).steps() == [50, 80, 90, 100], "what is reached again is this run's"
+
+
+def test_a_damaged_latest_without_older_ones_does_not_lead_to_later_ones(tmp_path):
+    checkpoints = written(tmp_path, 100, 10)
+    (checkpoints.step_dir(10) / "actor" / "0").unlink()
+    assert checkpoints.latest() is None
+    assert checkpoints.prune(1) == []
 
 
 def test_what_is_not_complete_does_not_count_as_kept(tmp_path):

@@ -145,6 +145,24 @@ async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_
     for step in (1, 2):
         (tmp_path / f"global_step_{step}" / "shard").unlink()
     with pytest.raises(
-        CheckpointError, match=r"no checkpoint in .* is whole: global_step_2: shard is missing; global_"
+        CheckpointError,
+        match=r"no checkpoint in .* up to step 2, which .* is whole: global_step_2: shard is missing; glo",
     ):
         await find_checkpoint(checkpoints, verify, Screen())
+
+
+async def test_a_run_whose_own_checkpoint_is_damaged_does_not_go_on_from_another_runs(tmp_path: Path) -> None:
+    saved(tmp_path, 80, 90, 100)
+    checkpoints = saved(tmp_path, 50)
+    (tmp_path / "global_step_50" / "shard").write_bytes(b"Weights")
+    checkpoints.begin(110)
+    with pytest.raises(CheckpointError) as raised:
+        await find_checkpoint(checkpoints, verify, Screen())
+    words = str(raised.value)
+    assert (
+        f"no checkpoint in {tmp_path} up to step 50, which latest_checkpointed_iteration.txt names, is whole" in words
+    )
+    assert "global_step_50: shard has changed" in words
+    assert "global_step_80, global_step_90, global_step_100: later, so of another run" in words
+    assert f"trainer.resume_from_path={tmp_path}/global_step_100" in words
+    assert "trainer.resume_mode=disable" in words
