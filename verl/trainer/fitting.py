@@ -86,26 +86,38 @@ class Fitting(ABC):
 
     async def _fit(self, stopping: Stopping) -> None:
         await self.begin()
-        if self.timetable.validate_first:
-            await self.validate()
+        began, reason = self.version, self._reason(stopping)
+        if reason is None and self.timetable.validate_first:
+            reason = await self._validate(stopping)
         stopping.begin()
-        while self.version < self.timetable.total_steps:
+        while reason is None and self.version < self.timetable.total_steps:
             metrics = await self.step(self.version)
             self.version += 1
             await self.report(metrics)
-            if self.timetable.validates_at(self.version):
-                await self.validate()
             await self.saver.look()
             stopping.stepped()
-            done = self.version == self.timetable.total_steps  # what is finished is not stopped
-            reason = None if done else stopping.reason(self.saver.longest_s)
+            reason = self._reason(stopping)
+            if reason is None and self.timetable.validates_at(self.version):
+                reason = await self._validate(stopping)
             if reason or self.timetable.saves_at(self.version):
                 await self.save()
-            if reason:
-                break
         await self.saver.finish()
-        if self.version < self.timetable.total_steps:
-            self.console.note(f"{reason}: saved and ended after step {self.version}; start again to go on")
+        if reason:
+            ended = (
+                f"saved and ended after step {self.version}" if self.version > began else "ended before the first step"
+            )
+            self.console.note(f"{reason}: {ended}; start again to go on")
+
+    def _reason(self, stopping: Stopping) -> str | None:
+        done = self.version == self.timetable.total_steps  # what is finished is not stopped
+        return None if done else stopping.reason(self.saver.longest_s)
+
+    async def _validate(self, stopping: Stopping) -> str | None:
+        """Validate, and ask again. A save that is due comes afterwards, so that a run that resumes has validated what
+        it resumes from; but who asks a run to end may not wait for a validation, so that breaks it off."""
+        if not await stopping.unless_asked(self.validate):
+            self.console.note(f"asked to end: the validation after step {self.version} is left out")
+        return self._reason(stopping)
 
     async def save(self) -> None:
         """Begin a checkpoint of the current version; it is written beside what comes next."""

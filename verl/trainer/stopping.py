@@ -7,8 +7,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 __all__ = ["OUT_OF_TIME", "TERMINATED", "Stopping"]
 
@@ -18,10 +19,10 @@ OUT_OF_TIME = os.EX_TEMPFAIL
 
 
 class Stopping:
-    """Whether the run should end after this step, and why. The loop asks after every step.
+    """Whether the run should end now, and why. The loop asks before its first step, after each, and after validations.
 
     A deadline is kept by what was seen so far: another step is begun if the longest step, the longest save and
-    `margin_s` fit before it.
+    `margin_s` fit before it. The first step is always begun: a run that makes one in every start gets on.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Stopping:
     ) -> None:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
         self._asked = 0
+        self._is_asked = asyncio.Event()
         self._last = clock()
         self._longest_s = self._longest_save_s = 0.0
         self.exit_code = 0
@@ -75,6 +77,22 @@ class Stopping:
     def ask(self) -> None:
         """End after the step in progress."""
         self._asked += 1
+        self._is_asked.set()
+
+    async def unless_asked(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+        """Do `work`, but break it off as soon as the run is asked to end; whether it was done."""
+        if self._asked:
+            return False
+        working, asked = asyncio.ensure_future(work()), asyncio.ensure_future(self._is_asked.wait())
+        try:
+            await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                working.result()
+            return working.done()
+        finally:
+            working.cancel()
+            asked.cancel()
+            await asyncio.gather(working, asked, return_exceptions=True)
 
     def reason(self, longest_save_s: float = 0.0) -> str | None:
         """Why the run should end now, in words; None: it goes on. What a save took is remembered over restarts."""
@@ -82,7 +100,7 @@ class Stopping:
         if self._asked:
             self.exit_code = TERMINATED
             return "asked to end (SIGTERM)"
-        if self._ends_at is None:
+        if self._ends_at is None or not self._longest_s:
             return None
         left, needed = self._ends_at - self._clock(), self._longest_s + self._longest_save_s + self._margin_s
         if left >= needed:

@@ -129,9 +129,15 @@ async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_pa
 
 
 async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_path: Path) -> None:
-    model, stopping = FakeModel(), Stopping()
+    stopping = Stopping()
+
+    class Asked(FakeModel):
+        async def update(self, parts: Sequence[Share]) -> dict[str, float]:
+            stopping.ask()
+            return await super().update(parts)
+
+    model = Asked()
     trainer, _, out = trainer_of(tmp_path, model, Feed(ROWS, InOrder(5), 1, CUT), Timetable(1, 5))
-    stopping.ask()
     await trainer.fit(stopping)
     assert [state["position"] for state in model.saved_at] == [1]
     assert "saved and ended after step 1" in out.getvalue()

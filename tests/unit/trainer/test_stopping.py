@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,7 +60,8 @@ def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
 def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str | None) -> None:
     clock = Clock()
     stopping = Stopping.by_time(hours, 60, {"SLURM_JOB_END_TIME": slurm}, clock)
-    clock.now += 1e6
+    assert stopping.reason() is None
+    stepping(stopping, clock, 1e6)
     reason = stopping.reason()
     assert (reason is None) == (limit is None)
     assert limit is None or limit in str(reason)
@@ -137,6 +139,14 @@ class Stepping(Trainer):
             seen, nothing, nothing, seen, None, seen, Timetable(1, 10), seen, seen, nothing, nothing, Faults(seen)
         )
         self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
+        self.validated: list[int] = []
+        self.during_validation: Callable[[], None] = lambda: None
+
+    async def validate(self) -> None:
+        self.during_validation()
+        for _ in range(10):
+            await asyncio.sleep(0)
+        self.validated.append(self.version)
 
     async def step(self, version: int) -> Any:
         self.clock.now += self.seconds
@@ -199,6 +209,76 @@ async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end() -> None
     with pytest.raises(ValueError, match="perhaps"):
         await trainer.fit(stopping)
     assert around.finished == 1
+
+
+async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    trainer = Stepping(around, clock, 1, stopping, signalled=3)
+    trainer.timetable = Timetable(1, 10, validate_every=2)
+    await trainer.fit(stopping)
+    assert (around.saves, trainer.validated) == ([4], [0, 2])
+
+
+async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
+    around, clock = Recorder(), Clock()
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    trainer = Stepping(around, clock, 20, stopping)
+    trainer.timetable = Timetable(1, 10, validate_every=4)
+    await trainer.fit(stopping)  # after 4 steps 20 s are left, and 30 are needed
+    assert (around.saves, trainer.validated) == ([4], [0])
+
+
+async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is_asked_anew() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    trainer = Stepping(around, clock, 1, stopping)
+    trainer.timetable = Timetable(1, 10, validate_every=4, validate_first=False)
+    trainer.during_validation = stopping.ask
+    await trainer.fit(stopping)
+    assert (around.saves, trainer.validated, trainer.version) == ([4], [], 4)
+    assert around.notes == [
+        "asked to end: the validation after step 4 is left out",
+        "asked to end (SIGTERM): saved and ended after step 4; start again to go on",
+    ]
+
+
+async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
+    around, clock = Recorder(), Clock()
+    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    trainer = Stepping(around, clock, 20, stopping)
+    trainer.timetable = Timetable(1, 10, validate_every=2, validate_first=False)
+    trainer.during_validation = lambda: setattr(clock, "now", clock.now + 35)
+    await trainer.fit(stopping)  # after 2 steps and a validation 25 s are left, and 30 are needed
+    assert (around.saves, trainer.validated, stopping.exit_code) == ([2], [2], OUT_OF_TIME)
+
+
+async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked_to_end() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    trainer = Stepping(around, clock, 1, stopping, signalled=9)
+    trainer.timetable = Timetable(1, 10, save_every=10, validate_every=10)
+    await trainer.fit(stopping)
+    assert (around.saves, trainer.validated, stopping.exit_code) == ([10], [0], 0)
+    assert around.notes == ["asked to end: the validation after step 10 is left out"]
+
+
+async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_saves_nothing() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    trainer = Stepping(around, clock, 1, stopping)
+    trainer.during_validation = stopping.ask
+    await trainer.fit(stopping)
+    assert (around.saves, trainer.version, stopping.exit_code) == ([], 0, TERMINATED)
+    assert around.notes[-1] == "asked to end (SIGTERM): ended before the first step; start again to go on"
+
+
+async def test_an_error_of_a_validation_is_the_runs() -> None:
+    around, stopping, clock = Recorder(), Stopping(), Clock()
+    trainer = Stepping(around, clock, 1, stopping)
+
+    def fails() -> None:
+        raise ValueError("a reward function, perhaps")
+
+    trainer.during_validation = fails
+    with pytest.raises(ValueError, match="perhaps"):
+        await trainer.fit(stopping)
 
 
 async def test_a_run_in_another_thread_leaves_signals_alone() -> None:
