@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import ProcessLostError, VerlError
+from verl.errors import NoAnswerError, SourceLostError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics
 from verl.tracking.sinks import Sink
@@ -70,17 +70,18 @@ class Fitting(ABC):
     async def fit(self, stopping: Stopping | None = None) -> None:
         """Steps until the timetable is done or `stopping` says so, from wherever a checkpoint left off.
 
-        However it ends, what is being written is written to its end, unless the train workers are lost.
+        However it ends, what is being written is written to its end, as far as the train workers can: a dead one says
+        so at once. One that has given no answer would not give this one either, and is not waited for again.
         """
         if self.version >= self.timetable.total_steps:
             self.console.note(f"nothing left to do: {self.version} of {self.timetable.total_steps} steps are done")
             return
         try:
             await self._fit(stopping or Stopping())
-        except ProcessLostError:
-            raise
-        except Exception:
-            with suppress(VerlError):  # what ended the run comes first
+        except Exception as error:
+            if _no_answer(error):
+                raise
+            with suppress(Exception):  # what ended the run comes first, whatever the others of a dead rank say
                 await self.saver.finish()
             raise
 
@@ -127,3 +128,7 @@ class Fitting(ABC):
     def _advise_all(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.console.advice(line)
+
+
+def _no_answer(error: Exception) -> bool:
+    return isinstance(error.__cause__ if isinstance(error, SourceLostError) else error, NoAnswerError)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from verl.errors import NoAnswerError, ProcessLostError, SourceLostError
 from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.stopping import OUT_OF_TIME, TERMINATED, Stopping
@@ -198,17 +199,56 @@ async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
     assert (around.saves, around.notes, around.finished, stopping.exit_code) == ([], [], 1, 0)
 
 
-async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end() -> None:
+@pytest.mark.parametrize(
+    ("error", "finished"),
+    [
+        (ValueError("a reward function"), 1),
+        (ProcessLostError("episode worker 0: run: its process has died"), 1),
+        (NoAnswerError("waited 3600 s for train worker 0 to update"), 0),
+        (SourceLostError("train worker 0: pack_weights: its process has died"), 1),
+    ],
+)
+async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Exception, finished: int) -> None:
     around, clock, stopping = Recorder(), Clock(), Stopping()
     trainer = Stepping(around, clock, 1, stopping)
 
     async def fails(version: int) -> Any:
-        raise ValueError("a reward function, perhaps")
+        raise error
 
     trainer.step = fails  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match="perhaps"):
+    with pytest.raises(type(error)):
         await trainer.fit(stopping)
-    assert around.finished == 1
+    assert around.finished == finished
+
+
+async def test_who_waited_in_vain_for_a_train_worker_to_pack_does_not_wait_again() -> None:
+    around, clock, stopping = Recorder(), Clock(), Stopping()
+    trainer = Stepping(around, clock, 1, stopping)
+
+    async def fails(version: int) -> Any:
+        raise SourceLostError("no answer") from NoAnswerError("no answer")
+
+    trainer.step = fails  # type: ignore[method-assign]
+    with pytest.raises(SourceLostError):
+        await trainer.fit(stopping)
+    assert around.finished == 0
+
+
+@pytest.mark.parametrize("second", [ProcessLostError, RuntimeError])
+async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second: type[Exception]) -> None:
+    around, clock, stopping = Recorder(), Clock(), Stopping()
+    trainer = Stepping(around, clock, 1, stopping)
+
+    async def fails(*_: Any) -> Any:
+        raise ProcessLostError("train worker 1: update: its process has died")
+
+    async def fails_too() -> None:
+        raise second("train worker 0: saved: connection closed by peer")
+
+    trainer.step = fails  # type: ignore[method-assign]
+    around.finish = fails_too  # type: ignore[method-assign]
+    with pytest.raises(ProcessLostError, match="update"):
+        await trainer.fit(stopping)
 
 
 async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
