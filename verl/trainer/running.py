@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
+from verl.checkpoint.lock import sole_run
 from verl.config.load import Loaded
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
@@ -24,7 +25,14 @@ C = TypeVar("C", Config, SftConfig)
 async def run(
     config: C, console: Console, assemble: Callable[[C, Faults], AbstractAsyncContextManager[Fitting]]
 ) -> int:
-    """Assemble, fit, close; the exit code."""
+    """Assemble, fit, close; the exit code. The run's folder is its own over all restarts."""
+    async with sole_run(config.trainer.checkpoint_dir, console.note):
+        return await _run(config, console, assemble)
+
+
+async def _run(
+    config: C, console: Console, assemble: Callable[[C, Faults], AbstractAsyncContextManager[Fitting]]
+) -> int:
     stopping = Stopping.by_time(config.trainer.max_hours, config.trainer.stop_margin)
     if outlook := stopping.outlook():
         console.note(outlook)

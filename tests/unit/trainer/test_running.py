@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
+from verl.checkpoint import lock
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir
 from verl.config.schema import SftConfig
-from verl.errors import ProcessLostError
+from verl.errors import CheckpointError, ProcessLostError
 from verl.tracking.console import Console
 from verl.trainer.faults import Faults
 from verl.trainer.fitting import Fitting, Timetable
@@ -83,6 +84,16 @@ async def test_a_checkpoint_that_nobody_had_looked_at_yet_is_gone_on_from(tmp_pa
     config = settings(tmp_path, resume_mode=mode, resume_from_path=str(tmp_path / "global_step_9"), save_freq=1)
     assert await modes_of_two_starts(config, Ranks(commits=True)) == [mode, "auto"]
     assert CheckpointDir(tmp_path).latest() == 1
+
+
+async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lock, "PATIENCE_HERE_S", 0.0)
+    async with lock.sole_run(tmp_path, print):
+        with pytest.raises(CheckpointError, match="the folder of another run"):
+            await modes_of_two_starts(settings(tmp_path), Ranks(commits=True))
+    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
 async def test_what_was_not_written_to_its_end_is_nothing_to_go_on_from(tmp_path: Path) -> None:
