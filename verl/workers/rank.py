@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,7 @@ from verl.cluster.group import ActorGroup
 from verl.cluster.handles import own_address
 from verl.cluster.pool import Places
 from verl.cluster.ports import free_port
-from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
+from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadline, Deadlines
 from verl.errors import CheckpointError
 from verl.training.settings import FsdpSettings
 
@@ -149,6 +150,7 @@ class RankGroup:
 
     def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULTS) -> None:
         self._group, self._deadlines = group, deadlines
+        self._turn = asyncio.Lock()
 
     @classmethod
     def place(cls: type[G], pool: Places, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> G:
@@ -156,26 +158,34 @@ class RankGroup:
         actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
         return cls(ActorGroup("train worker", actors), deadlines)
 
+    async def _call(
+        self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
+    ) -> list[Any]:
+        """As the group's; but ranks do one thing at a time, and a deadline begins when they are free for it. Weights
+        that an engine asks for which comes back may stand behind a save of an hour, and nobody is lost."""
+        async with self._turn:
+            return await self._group.call(method, *args, deadline=deadline, per_rank=per_rank)
+
     async def start(self, settings: RankSettings) -> list[str]:
         """Returns what the user should know of it, once, whichever ranks say it."""
-        address = (await self._group.call("address", deadline=self._deadlines.start))[0]
-        notes = await self._group.call("start", address, settings, deadline=self._deadlines.start)
+        address = (await self._call("address", deadline=self._deadlines.start))[0]
+        notes = await self._call("start", address, settings, deadline=self._deadlines.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        await self._group.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+        await self._call("save", directory, trainer, deadline=self._deadlines.checkpoint)
 
     async def saved(self, *, wait: bool) -> float | None:
-        parts = await self._group.call("saved", wait, deadline=self._deadlines.checkpoint)
+        parts = await self._call("saved", wait, deadline=self._deadlines.checkpoint)
         return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:
         """What is wrong with the files of a checkpoint; each rank reads a part of them."""
-        parts = await self._group.call("verify", directory, deadline=self._deadlines.checkpoint)
+        parts = await self._call("verify", directory, deadline=self._deadlines.checkpoint)
         return list(dict.fromkeys(words for part in parts for words in part))
 
     async def load(self, directory: str) -> None:
-        await self._group.call("load", directory, deadline=self._deadlines.checkpoint)
+        await self._call("load", directory, deadline=self._deadlines.checkpoint)
 
     def close(self) -> None:
         self._group.close()

@@ -45,8 +45,8 @@ class SftGroup(RankGroup):
 
     async def update(self, shares: Sequence[Share]) -> dict[str, float]:
         """One optimiser step on the batch that the shares of all ranks are together."""
-        return (await self._group.call("update", per_rank=shares, deadline=self._deadlines.train))[0]
+        return (await self._call("update", per_rank=shares, deadline=self._deadlines.train))[0]
 
     async def loss(self, shares: Sequence[Share]) -> tuple[float, float]:
         """The sum of the losses of all trained tokens, and how many these are; nothing is learned."""
-        return (await self._group.call("loss", per_rank=shares, deadline=self._deadlines.train))[0]
+        return (await self._call("loss", per_rank=shares, deadline=self._deadlines.train))[0]

@@ -126,18 +126,18 @@ class PolicyGroup(RankGroup):
     worker = TrainWorker
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self._group.call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
+        return (await self._call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
 
     async def update(self, plan: Plan) -> dict[str, float]:
         parts = [rank.without_refs() for rank in plan.ranks]
-        return (await self._group.call("update", per_rank=parts, deadline=self._deadlines.train))[0]
+        return (await self._call("update", per_rank=parts, deadline=self._deadlines.train))[0]
 
     async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self._group.call("score", sequences, deadline=self._deadlines.weights))[0]
+        return (await self._call("score", sequences, deadline=self._deadlines.weights))[0]
 
     async def pack_weights(self) -> Sequence[Any]:
-        return (await self._group.call("pack_weights", deadline=self._deadlines.weights))[0]
+        return (await self._call("pack_weights", deadline=self._deadlines.weights))[0]
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]
-        await self._group.call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
+        await self._call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
