@@ -270,9 +270,12 @@ class EpisodePool:
         return cls(actors, together=together, deadlines=settings.deadlines)
 
     async def start(self) -> None:
-        for number, actor in enumerate(self._actors):
-            introduce(actor, Owner(KIND, number))
-            await call(actor.start.remote(), what="start", of=Owner(KIND, number), deadline=self._deadlines.start)
+        await asyncio.gather(*(self._start(number) for number in range(len(self._actors))))
+
+    async def _start(self, number: int) -> None:
+        actor, owner = self._actors[number], Owner(KIND, number)
+        introduce(actor, owner)
+        await call(actor.start.remote(), what="start", of=owner, deadline=self._deadlines.start)
 
     async def run(self, job: Job) -> list[SampleHandle] | None:
         """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer.

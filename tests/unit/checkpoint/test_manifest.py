@@ -173,6 +173,14 @@ def test_ranks_share_the_reading_and_together_read_all(tmp_path):
     assert sorted(words[:7] for part in found for words in part) == ["actor/0", "actor/1", "actor/2"]
 
 
+def test_no_file_is_looked_at_by_two_ranks(tmp_path):
+    checkpoints = written(tmp_path, 5)
+    for rank in range(3):
+        (checkpoints.step_dir(5) / "actor" / str(rank)).unlink()
+    found = [damage_of(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    assert sorted(words for part in found for words in part) == [f"actor/{rank} is missing" for rank in range(3)]
+
+
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):
     directory = written(tmp_path, 5).step_dir(5)
     manifest = directory / "ckpt_contents.json"

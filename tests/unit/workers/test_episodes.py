@@ -133,3 +133,22 @@ async def test_a_round_that_fails_fails_for_all_who_asked() -> None:
     jobs = [pool.run(Job("train", 0, group, [1], SAMPLING)) for group in range(2)]
     failed = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(error) for error in failed] == [ProcessLostError] * 2
+
+
+async def test_all_workers_start_at_the_same_time() -> None:
+    begun, let_go = list[int](), asyncio.Event()
+
+    def actor(number: int) -> Any:
+        async def start() -> None:
+            begun.append(number)
+            await let_go.wait()
+
+        silent = SimpleNamespace(remote=lambda *_: None)
+        return SimpleNamespace(start=SimpleNamespace(remote=start), __ray_call__=silent)
+
+    starting = asyncio.ensure_future(EpisodePool([actor(number) for number in range(3)]).start())
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert begun == [0, 1, 2]
+    let_go.set()
+    await starting
