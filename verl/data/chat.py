@@ -20,6 +20,8 @@ __all__ = [
     "PromptError",
     "encode",
     "encode_prompts",
+    "knows_text",
+    "load_tokenizer",
     "read_prompt",
     "render",
     "truncate",
@@ -40,6 +42,22 @@ class PromptError(DataError):
         return self.why
 
 
+def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer at `path`. OSError or ValueError where there is none: of a folder with a model alone, transformers
+    makes for some families one that knows special tokens and no text, and every prompt would be empty or unknown."""
+    from transformers import AutoTokenizer
+
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    if not knows_text(tokenizer):
+        raise ValueError(f"{path} has no vocabulary; save the tokenizer there, such as tokenizer.json")
+    return tokenizer
+
+
+def knows_text(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether there is more in its vocabulary than special and added tokens."""
+    return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()))
+
+
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], template_kwargs: Mapping[str, Any]
 ) -> list[list[int]]:
@@ -50,7 +68,13 @@ def encode_prompts(
             texts.append(render(tokenizer, prompt, template_kwargs))
         except DataError as error:
             raise PromptError(len(texts), str(error)) from None
-    return encode(tokenizer, texts)
+    found = encode(tokenizer, texts)
+    for index, token_ids in enumerate(found):
+        if not token_ids:
+            raise PromptError(
+                index, f"the tokenizer makes no token of {texts[index][:60]!r}; remove the row or fill it"
+            )
+    return found
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:

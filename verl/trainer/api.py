@@ -22,6 +22,7 @@ from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
 from verl.trainer.prompts import Prompts, write_rows
+from verl.workers.given import tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -138,7 +139,7 @@ class _Trainer:
             "data.max_response_length": config.max_response_length,
             "data.return_raw_input_ids": True,  # a reward may ask for the prompt
             "actor_rollout_ref.model.path": _written(self.model, folder / "model"),
-            "actor_rollout_ref.model.tokenizer_path": _written(self.tokenizer, folder / "tokenizer"),
+            "actor_rollout_ref.model.tokenizer_path": _written(self._own_tokenizer(), folder / "tokenizer"),
             "actor_rollout_ref.actor.optim.lr": config.learning_rate,
             "actor_rollout_ref.actor.ppo_mini_batch_size": config.batch_size,
             "actor_rollout_ref.actor.ppo_epochs": config.ppo_epochs,
@@ -156,6 +157,12 @@ class _Trainer:
             "trainer.default_local_dir": str(folder),
             **_reward_settings(self.reward),
         }
+
+    def _own_tokenizer(self) -> str | Path | PreTrainedTokenizerBase | None:
+        """What was given; of a model object, which is written without one, the tokenizer it was loaded with."""
+        if isinstance(self.model, str | Path) or isinstance(self.tokenizer, str | Path):
+            return self.tokenizer
+        return tokenizer_for(self.model, self.tokenizer)
 
     def _algorithm(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -13,6 +13,7 @@ from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.config.sizes import max_sequence_tokens
+from verl.data.chat import load_tokenizer
 from verl.data.check import inspect_files, oddities
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, what_is_there
@@ -166,15 +167,11 @@ def check_length(path: str, found: PretrainedConfig, longest: int, settings: str
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
     """The tokenizer of the model that is trained; `section` is where its settings stand."""
-    from transformers import AutoTokenizer
-
-    path = model.tokenizer_path or model.path
+    key, path = ("tokenizer_path", model.tokenizer_path) if model.tokenizer_path else ("path", model.path)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=model.trust_remote_code)
+        return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            [f"{section}.path={model.path}: no tokenizer found: {error}{_taken_for_a_name(path)}"]
-        ) from error
+        raise ConfigError([f"{section}.{key}={path}: no tokenizer found: {error}{_taken_for_a_name(path)}"]) from error
 
 
 def _taken_for_a_name(path: str) -> str:

@@ -101,14 +101,13 @@ class EpisodeWorker:
 
     async def start(self) -> None:
         """Read what the settings name; not done in the constructor, whose errors Ray would hide behind a dead actor."""
-        from transformers import AutoTokenizer
-
         from verl.agents.runner import EpisodeRunner
+        from verl.data.chat import load_tokenizer
         from verl.data.dataset import PromptDataset
         from verl.rollout.pool import EnginePool
 
         settings = self._settings
-        tokenizer = AutoTokenizer.from_pretrained(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
+        tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
         self._datasets = {
             split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
             for split, data in settings.datasets.items()
@@ -126,9 +125,8 @@ class EpisodeWorker:
 
     async def _scoring(self, tokenizer: PreTrainedTokenizerBase) -> Score:
         """Who scores: a function in a pool of processes, the reward model, or both."""
-        from transformers import AutoTokenizer
-
         from verl.agents.scoring import added, by_function, by_model
+        from verl.data.chat import load_tokenizer
         from verl.rewards.model_input import reader
         from verl.rewards.pool import scores
 
@@ -141,7 +139,7 @@ class EpisodeWorker:
                 return by_own
         assert model is not None
         try:
-            own = AutoTokenizer.from_pretrained(model.path, trust_remote_code=settings.trust_remote_code)
+            own = load_tokenizer(model.path, trust_remote_code=settings.trust_remote_code)
         except (OSError, ValueError) as error:
             place = f"reward.reward_model.model_path={model.path}"
             raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error

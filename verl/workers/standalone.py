@@ -29,6 +29,7 @@ from verl.cluster.waits import A_MONTH_S
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import deposit
+from verl.workers.given import tokenizer_for
 from verl.workers.rollout import make_engine
 
 if TYPE_CHECKING:
@@ -78,10 +79,9 @@ class RolloutWorker:
         row. `inference_engine` is "vllm", on the first GPU that is visible, or "hf" (transformers: slow, in this
         process)."""
         import torch
-        from transformers import AutoTokenizer
 
         self.model, self.n = model, n
-        self.tokenizer = tokenizer or AutoTokenizer.from_pretrained(model.name_or_path)
+        self.tokenizer = tokenizer_for(model, tokenizer)
         self._sampling = SamplingParams(
             max_new_tokens, temperature, top_p, stop_token_ids=_ends(model, self.tokenizer.eos_token_id)
         )

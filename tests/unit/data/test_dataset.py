@@ -268,6 +268,16 @@ def test_a_prompt_of_the_wrong_kind_is_named_with_its_place(
     assert message.startswith(f"{path}, line 2, column 'prompt': {said}")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_prompt_of_no_tokens_is_refused_with_its_place(tmp_path: Path, streaming: bool) -> None:
+    core = Tokenizer(models.WordLevel({"?": 0, "one": 1}, unk_token="?"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    words = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+    path = write(tmp_path / "a.jsonl", [{"prompt": "one"}, {"prompt": "  "}])
+    with pytest.raises(DataError, match=r"line 2, column 'prompt': the tokenizer makes no token of '  '; remove the"):
+        list(PromptDataset(path, words, max_prompt_length=9, streaming=streaming))
+
+
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     bare = PreTrainedTokenizerFast(tokenizer_object=tokenizer.backend_tokenizer, unk_token="?")
     path = write(tmp_path / "a.parquet", [{"prompt": user("1")}])

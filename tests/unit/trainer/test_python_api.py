@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
+from tiny import chat_tokenizer, tiny_qwen2
 from torch.utils.data import DataLoader
 
 import verl
@@ -78,6 +80,30 @@ def test_a_function_is_named_and_a_file_is_a_path(tmp_path: Path) -> None:
     assert given.reward.custom_reward_function.name == "short"
     filed = loaded(GRPOTrainer("some/model", prompts=["a"], reward="mine.py", folder=tmp_path / "run")).config
     assert filed.reward.custom_reward_function.path == "mine.py"
+
+
+def test_a_model_object_brings_the_tokenizer_it_was_loaded_with_or_none_and_that_is_said(tmp_path: Path) -> None:
+    def made(model: Any, tokenizer: Any = None) -> str | None:
+        trainer = GRPOTrainer(model, tokenizer, prompts=["a"], folder=tmp_path / "run")
+        return loaded(trainer).config.actor_rollout_ref.model.tokenizer_path
+
+    fresh = transformers.AutoModelForCausalLM.from_config(tiny_qwen2(vocab_size=127))
+    with pytest.raises(ConfigError, match=r"tokenizer: there is none, and the model was not loaded from anywhere"):
+        made(fresh)
+    fresh.save_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"tokenizer: there is none, and none where .*model'; give one"):
+        made(model)
+    empty = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"tokenizer: Qwen2Tokenizer of .* has no vocabulary"):
+        made(model, empty)
+    written = made(model, chat_tokenizer())
+    assert len(transformers.AutoTokenizer.from_pretrained(written)) >= 127
+    chat_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "run" / "tokenizer" / "tokenizer.json").unlink()
+    assert made(model) == written
+    assert len(transformers.AutoTokenizer.from_pretrained(written)) >= 127
+    assert made("some/model") is None
 
 
 def test_no_prompts_are_said(tmp_path: Path) -> None:

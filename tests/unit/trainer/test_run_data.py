@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny import chat_tokenizer, tiny_qwen2
+from tiny import FAMILIES, chat_tokenizer, save_family, tiny_qwen2
 
 from verl.config.load import load_dict
 from verl.config.schema.actor import ModelConfig
@@ -234,3 +234,14 @@ def test_a_misspelt_folder_that_looks_like_a_name_on_the_hub_is_told_with_what_i
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", offline)
     with pytest.raises(ConfigError, match=r"cannot reach the hub\ndid you mean demo/model\? demo/modle is no folder"):
         open_tokenizer(ModelConfig(path="demo/modle"), "model")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_without_a_tokenizer_is_refused_whatever_transformers_makes_of_it(tmp_path: Path, family: str) -> None:
+    path = save_family(family, tmp_path / "model")
+    with pytest.raises(ConfigError, match=r"model\.path=.*: no tokenizer found: "):
+        open_tokenizer(ModelConfig(path=path), "model")
+    with pytest.raises(ConfigError, match=r"model\.tokenizer_path=.*: no tokenizer found: "):
+        open_tokenizer(ModelConfig(path="some/model", tokenizer_path=path), "model")
+    chat_tokenizer().save_pretrained(path)
+    assert len(open_tokenizer(ModelConfig(path=path), "model")) >= 127
