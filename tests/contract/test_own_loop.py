@@ -11,7 +11,7 @@ import torch
 import transformers
 from tiny import chat_tokenizer, tiny_family
 
-from verl.errors import ConfigError, RewardError
+from verl.errors import ConfigError, DataError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
 
 pytestmark = pytest.mark.contract
@@ -76,6 +76,13 @@ def test_answers_of_two_workers_are_not_taken_for_those_of_one_prompt(rollouts: 
     with closing(rollouts_of(rollouts.model)) as others:
         groups = [answer.sample.group for one in (rollouts, others) for answer in one.generate(PROMPTS[:1])]
     assert len(set(groups)) == 2
+
+
+def test_what_is_given_is_answered_and_not_its_letters_or_columns(rollouts: RolloutWorker) -> None:
+    for given in ("Hello", {"prompt": ["Hello"], "level": [1]}):
+        assert [answer.prompt for answer in rollouts.generate(given)] == ["Hello"] * 4
+    with pytest.raises(DataError, match="is a dict with question"):
+        rollouts.generate([{"question": "Hello"}])
 
 
 def test_answers_of_another_temperature_are_refused(rollouts: RolloutWorker) -> None:

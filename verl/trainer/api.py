@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.config.keys import graft
 from verl.config.load import Loaded, load_dict
+from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
-from verl.trainer.prompts import Prompts, write_rows
 from verl.workers.given import tokenizer_for
 
 if TYPE_CHECKING:

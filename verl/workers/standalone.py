@@ -18,7 +18,7 @@ import tempfile
 import threading
 import warnings
 import zlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.cluster.handles import get_all
 from verl.cluster.ports import free_port
 from verl.cluster.waits import A_MONTH_S
+from verl.data.prompts import rows_of
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import deposit
@@ -106,10 +107,10 @@ class RolloutWorker:
             self.close()
             raise
 
-    def generate(self, prompts: Sequence[Any]) -> list[Rollout]:
+    def generate(self, prompts: Iterable[Any]) -> list[Rollout]:
         """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
-        is told of it. An answer that could not be scored raises what went wrong."""
-        return self._loop.finish(self._generate(list(prompts)))
+        is told of it; or batches of these. An answer that could not be scored raises what went wrong."""
+        return self._loop.finish(self._generate(list(rows_of(prompts))))
 
     def close(self) -> None:
         """End the engine's processes; done at the end of the program, if not before."""
@@ -121,7 +122,7 @@ class RolloutWorker:
         self._loop.close()
         self._folder.cleanup()
 
-    async def _generate(self, prompts: list[Any]) -> list[Rollout]:
+    async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         from verl.agents.runner import EpisodeRunner
 
         await self._take_weights()
@@ -155,11 +156,11 @@ class RolloutWorker:
         await functions.start()
         return by_function(functions.score)
 
-    def _prompt(self, number: int, row: Any) -> Prompt:
+    def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
         from verl.data.columns import told_to_rewards
 
-        fields = dict(row) if isinstance(row, Mapping) else {"prompt": row}
+        fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
         return Prompt(number, tokens, raw=raw, **told_to_rewards(fields))

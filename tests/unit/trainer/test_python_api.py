@@ -1,9 +1,11 @@
 """The Python trainers: what is given becomes settings and files; what they offer is pinned."""
 
 import importlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 import torch
 import transformers
@@ -12,9 +14,9 @@ from torch.utils.data import DataLoader
 
 import verl
 from verl.config.load import Loaded
+from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
-from verl.trainer.prompts import rows_of, write_rows
 
 pytestmark = pytest.mark.unit
 
@@ -122,6 +124,53 @@ def test_texts_chats_and_rows_become_rows() -> None:
         {"prompt": CHAT},
         {"prompt": CHAT, "answer": "b"},
     ]
+
+
+ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
+
+
+def test_tables_and_dicts_of_columns_give_their_rows_and_never_the_names_of_their_columns() -> None:
+    columns = {"prompt": ["a", "b"], "answer": [1, 2]}
+    assert list(rows_of(columns)) == list(rows_of(pa.table(columns))) == list(rows_of(Frame(columns))) == ROWS
+    for splits in ({"train": ROWS, "test": ROWS}, {"train": pa.table(columns), "test": pa.table(columns)}):
+        with pytest.raises(DataError, match=r"is a dict with train, test, and no .prompt.*prompts\['train'\]"):
+            list(rows_of(splits))
+    with pytest.raises(DataError, match=r"prompts\[0\]: is a dict with question; .*rows with a \"prompt\""):
+        list(rows_of(pa.table({"question": ["a"]})))
+
+
+class Frame:
+    """As pandas has it: an iterable of the names of its columns."""
+
+    def __init__(self, columns: dict[str, list[Any]]) -> None:
+        self.columns, self._held = list(columns), columns
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def to_dict(self, orient: str = "dict") -> Any:
+        assert orient == "records"
+        return [dict(zip(self.columns, row, strict=True)) for row in zip(*self._held.values(), strict=True)]
+
+
+def test_one_prompt_is_one_prompt_however_it_is_given() -> None:
+    assert list(rows_of("Hello")) == [{"prompt": "Hello"}]
+    assert list(rows_of(CHAT)) == [{"prompt": CHAT}]
+    assert list(rows_of({"prompt": "Hello", "answer": "b"})) == [{"prompt": "Hello", "answer": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "said"),
+    [
+        ([{"prompt": []}], r'prompts\[0\]: its "prompt" is an empty list'),
+        ([{"prompt": [1, 2, 3]}], r'prompts\[0\]: its "prompt" is a list with a int'),
+        ({"prompt": ["a", None]}, r'its "prompt" is a list with a NoneType'),
+        (["a", []], r"prompts\[1\]: is a list; give texts"),
+    ],
+)
+def test_a_batch_of_what_are_no_prompts_is_refused(prompts: Any, said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        list(rows_of(prompts))
 
 
 def test_batches_of_a_loader_become_rows() -> None:

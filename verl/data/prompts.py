@@ -1,4 +1,4 @@
-"""Prompts that are given in Python become a data file, whatever they come in: lists, datasets, loaders of batches."""
+"""Prompts that are given in Python become rows, whatever they come in: lists, datasets, tables, loaders of batches."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Prompts", "rows_of", "write_rows"]
 
 Prompts = str | Path | Iterable[Any]
 """The path of a file; or an iterable of texts, conversations (lists of messages), rows with a "prompt", or batches of
-these, as a DataLoader gives them."""
+these, as a DataLoader gives them; or a table, or a dict, of columns."""
 
 
 def write_rows(prompts: Prompts, path: Path) -> str:
@@ -28,17 +28,17 @@ def write_rows(prompts: Prompts, path: Path) -> str:
 
 
 def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """One row a prompt, as data files have them.
+    """One row a prompt, as data files have them. One text, or one conversation, is one prompt.
 
     >>> list(rows_of(["1+1=", {"prompt": "1+2=", "answer": "3"}]))
     [{'prompt': '1+1='}, {'prompt': '1+2=', 'answer': '3'}]
     """
-    for number, item in enumerate(prompts):
-        if isinstance(item, str) or _is_conversation(item):
+    for number, item in enumerate(_items_of(prompts)):
+        if _is_prompt(item):
             yield {"prompt": item}
         elif isinstance(item, Mapping) and "prompt" in item:
-            yield from _of_batch(item) if _is_batch(item["prompt"]) else [dict(item)]
-        elif isinstance(item, Sequence):
+            yield from _of_batch(item, number) if _is_batch(item["prompt"]) else [dict(item)]
+        elif isinstance(item, Sequence) and item:
             yield from rows_of(item)
         else:
             keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
@@ -46,6 +46,34 @@ def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
                 f"prompts[{number}]: is a {type(item).__name__}{keys}; give texts, lists of messages "
                 '({"role": ..., "content": ...}), or rows with a "prompt"'
             )
+
+
+def _items_of(prompts: Iterable[Any]) -> Iterable[Any]:
+    """What is to be gone through one by one. Tables and dicts would give the names of their columns."""
+    if _is_prompt(prompts):
+        return [prompts]
+    if isinstance(prompts, Mapping):
+        if "prompt" in prompts:
+            return [prompts]
+        names = [str(name) for name in prompts]
+        raise DataError(
+            f'prompts: is a {type(prompts).__name__} with {", ".join(names) or "nothing"}, and no "prompt" among them; '
+            + (f"give one of them, such as prompts[{names[0]!r}], or " if names else "")
+            + 'call the column of the prompts "prompt"'
+        )
+    if hasattr(prompts, "columns"):
+        for way, arguments in _TABLES.items():
+            if hasattr(prompts, way):
+                return getattr(prompts, way)(*arguments)
+    return prompts
+
+
+_TABLES: dict[str, tuple[str, ...]] = {"to_dicts": (), "to_pylist": (), "to_dict": ("records",)}
+"""How a table gives its rows: that of Polars, of Arrow, of pandas."""
+
+
+def _is_prompt(item: Any) -> bool:
+    return isinstance(item, str) or _is_conversation(item)
 
 
 def _is_conversation(item: Any) -> bool:
@@ -58,11 +86,18 @@ def _is_listed(item: Any) -> bool:
 
 
 def _is_batch(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and not _is_conversation(prompt)
+    return isinstance(prompt, Sequence) and not _is_prompt(prompt)
 
 
-def _of_batch(batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _of_batch(batch: Mapping[str, Any], place: int) -> Iterator[dict[str, Any]]:
     prompts = batch["prompt"][0]["role"] if _is_listed(batch["prompt"]) else batch["prompt"]
+    odd = [one for one in prompts if not _is_prompt(one)]
+    if odd or not prompts:
+        held = f"a list with a {type(odd[0]).__name__}" if odd else "an empty list"
+        raise DataError(
+            f'prompts[{place}]: its "prompt" is {held}; it must be a text, a list of messages '
+            '({"role": ..., "content": ...}), or of a batch a list of such'
+        )
     for number in range(len(prompts)):
         yield {key: _at(value, number, key) for key, value in batch.items()}
 
