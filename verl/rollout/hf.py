@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import WeightSyncError
 from verl.types import Completion, SamplingParams
-from verl.weights.names import as_saved
+from verl.weights.names import as_saved, write_saved
 from verl.weights.parcel import Parcel, unpack
 
 __all__ = ["HfEngine"]
@@ -64,12 +64,11 @@ class HfEngine:
     async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
         async with self._turn:
             weights = {name: w for p in parcels for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
-            own = dict(as_saved(self._model, ((name, each.detach()) for name, each in self._model.named_parameters())))
-            if wrong := own.keys() ^ weights.keys():
-                missing, unexpected = sorted(wrong & own.keys()), sorted(wrong - own.keys())
+            own = {name for name, _ in as_saved(self._model, self._model.named_parameters())}
+            if wrong := own ^ weights.keys():
+                missing, unexpected = sorted(wrong & own), sorted(wrong - own)
                 raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
-            for name, tensor in own.items():
-                tensor.copy_(weights[name])  # a view of what the model holds
+            write_saved(self._model, weights.items())
             self._version = version
 
     async def version(self) -> int:

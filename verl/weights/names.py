@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from verl.errors import EngineError
@@ -16,7 +17,7 @@ from verl.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["as_saved", "check_names"]
+__all__ = ["as_saved", "check_names", "write_saved"]
 
 
 def as_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -25,6 +26,31 @@ def as_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> I
 
     for name, tensor in weights:
         yield from revert_weight_conversion(model, {name: tensor}).items()
+
+
+@torch.no_grad()
+def write_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Write weights, by the names that a checkpoint has, into the model's own tensors.
+
+    Of a tensor that stands for several, transformers gives some as copies, and writing to those is writing to nobody.
+    Where their numbers came from is found out by having the numbers 0, 1, 2 ... take the same way.
+    """
+    own = {name: parameter.detach() for name, parameter in model.named_parameters()}
+    home: dict[str, tuple[str, Tensor | None]] = {}
+    for name, tensor in own.items():
+        for key, part in as_saved(model, [(name, tensor)]):
+            is_view = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            home[key] = name, part if is_view else None
+    places: dict[str, dict[str, Tensor]] = {}  # of one tensor at a time: they take as much memory as it, and more
+    for key, weight in weights:
+        name, view = home[key]
+        if view is not None:
+            view.copy_(weight)
+            continue
+        if name not in places:
+            numbers = torch.arange(own[name].numel(), device=own[name].device).view(own[name].shape)
+            places = {name: dict(as_saved(model, [(name, numbers)]))}
+        own[name].put_(places[name][key], weight.to(own[name]))
 
 
 def check_names(model: PreTrainedModel, path: str) -> None:

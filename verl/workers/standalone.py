@@ -136,9 +136,11 @@ class RolloutWorker:
 
     async def _take_weights(self) -> None:
         """Bring the model's weights into the engine, unless it has these very ones."""
+        from verl.weights.names import as_saved
         from verl.weights.parcel import pack
 
-        parcels = list(pack(_named(self.model).items(), max_bytes=PARCEL_BYTES, dtype=self._dtype))
+        own = as_saved(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
+        parcels = list(pack(own, max_bytes=PARCEL_BYTES, dtype=self._dtype))
         if (now := [zlib.crc32(parcel.data.data) for parcel in parcels]) == self._seen:
             return
         await self._engine.load_weights(parcels, self._version + 1)
@@ -223,6 +225,7 @@ class TrainerWorker:
         """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
         from verl.data.plan import Planner
         from verl.training.schedule import Schedule
+        from verl.weights.names import write_saved
 
         if not rollouts:
             raise EngineError("train_step: there is nothing to train on")
@@ -242,7 +245,7 @@ class TrainerWorker:
         [mine] = plan.ranks
         prepared = self._policy.prepare(get_all(mine.refs, timeout=A_MONTH_S), mine)
         updated = self._policy.update(mine)
-        self._give_weights()
+        write_saved(self.model, self._engine.weights())
         return plan.metrics | prepared | updated
 
     def close(self) -> None:
@@ -251,21 +254,6 @@ class TrainerWorker:
 
         atexit.unregister(self.close)
         close_process_group()
-
-    def _give_weights(self) -> None:
-        import torch
-
-        own = _named(self.model)
-        with torch.no_grad():
-            for name, tensor in self._engine.weights():
-                own[name].copy_(tensor)
-
-
-def _named(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """A model's own weights by the names that engines know them by; writing to them writes to the model."""
-    from verl.weights.names import as_saved
-
-    return dict(as_saved(model, ((name, parameter.detach()) for name, parameter in model.named_parameters())))
 
 
 def usable(device: str | None) -> str:

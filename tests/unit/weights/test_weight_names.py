@@ -1,0 +1,31 @@
+"""Weights by the names of a checkpoint find their way back into a model, one by one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, save_family
+from transformers import AutoModelForCausalLM
+
+from verl.weights.names import as_saved, write_saved
+
+pytestmark = pytest.mark.unit
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_checkpoint_holds_is_written_to_the_model_whole(tmp_path: Path, family: str) -> None:
+    source = AutoModelForCausalLM.from_pretrained(save_family(family, tmp_path), dtype=torch.float32)
+    torch.manual_seed(1)
+    target = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
+    write_saved(target, as_saved(source, source.named_parameters()))
+    for (name, expected), found in zip(source.named_parameters(), target.parameters(), strict=True):
+        assert torch.equal(found, expected), name
+
+
+def test_each_weight_is_written_by_itself(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(save_family("Qwen3-MoE", tmp_path), dtype=torch.float32)
+    before = dict(as_saved(model, ((name, each.detach().clone()) for name, each in model.named_parameters())))
+    key = "model.layers.1.mlp.experts.2.up_proj.weight"
+    write_saved(model, [(key, torch.full_like(before[key], 7.0))])
+    for name, now in as_saved(model, model.named_parameters()):
+        assert torch.equal(now, torch.full_like(now, 7.0) if name == key else before[name]), name
