@@ -11,9 +11,12 @@ import json
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["PICKLED", "fetched", "model_problems"]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+__all__ = ["OWN_ATTENTION", "PICKLED", "attention_for", "fetched", "model_problems"]
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -23,6 +26,15 @@ PICKLED = (
     "its weights are a pickle that holds more than tensors, and would run code; nothing of it was loaded. "
     "Take a model in safetensors"
 )
+
+
+OWN_ATTENTION = "eager"
+"""The model's own word on its attention; transformers' sdpa leaves out soft caps without saying so."""
+
+
+def attention_for(config: PreTrainedConfig) -> str | None:
+    """The attention to load a model with, so that it computes what it defines; None: transformers' choice does."""
+    return OWN_ATTENTION if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
 
 
 def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
-from verl.artefacts import PICKLED, fetched, model_problems
+from verl.artefacts import PICKLED, attention_for, fetched, model_problems
 from verl.errors import ConfigError
 from verl.rewards.model import SETTING, unreadable
 
@@ -51,6 +51,7 @@ class HfRewardModel:
                 self._path,
                 config=config,
                 dtype=getattr(torch, self._dtype),
+                attn_implementation=attention_for(config),
                 trust_remote_code=self._trust,
                 output_loading_info=True,
             )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from verl.artefacts import attention_for
 from verl.errors import WeightSyncError
 from verl.types import Completion, SamplingParams
 from verl.weights.names import as_saved, write_saved
@@ -38,12 +39,16 @@ class HfEngine:
         self._version = -1
 
     async def start(self) -> None:
-        told: dict[str, Any] = {"dtype": self._dtype, "trust_remote_code": self._trust}
+        config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
+        told: dict[str, Any] = {
+            "dtype": self._dtype,
+            "attn_implementation": attention_for(config),
+            "trust_remote_code": self._trust,
+        }
         model: Any
         if self._reads_weights:
-            model = AutoModelForCausalLM.from_pretrained(self._path, **told)
+            model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **told)
         else:
-            config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
             model = AutoModelForCausalLM.from_config(config, **told)
         self._model = model.to(self._device).eval()
 

@@ -20,7 +20,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from verl.artefacts import PICKLED, fetched, model_problems
+from verl.artefacts import OWN_ATTENTION, PICKLED, fetched, model_problems
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
@@ -218,9 +218,8 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _without_dropout(config)
-        # "eager" is the model's own word on its attention: transformers' sdpa leaves out softcaps without saying so.
         hf = auto_class(config, head).from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+            path, config=config, dtype=dtype, attn_implementation=OWN_ATTENTION, trust_remote_code=trust_remote_code
         )
     except pickle.UnpicklingError as error:
         raise EngineError(f"model {path}: {PICKLED}") from error

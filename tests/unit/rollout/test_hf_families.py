@@ -1,0 +1,51 @@
+"""The engines of transformers compute what a model defines, also where transformers' own attention would not."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import FAMILIES, WINDOW, save_family, tiny_family
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from verl.rewards.model_hf import HfRewardModel
+from verl.rollout.hf import HfEngine
+from verl.weights.names import as_saved
+from verl.weights.parcel import pack
+
+pytestmark = pytest.mark.unit
+
+TOKENS = [number * 7 % 61 for number in range(WINDOW + 8)]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, family: str, load_format: str) -> None:
+    path = save_family(family, tmp_path)
+    own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logprobs = own(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
+    engine = HfEngine(path, load_format=load_format)
+    await engine.start()
+    if load_format == "dummy":
+        weights = as_saved(own, ((name, each.detach()) for name, each in own.named_parameters()))
+        await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
+    found = torch.tensor(await engine.score(TOKENS))
+    expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+    assert torch.allclose(found, expected, atol=1e-4)
+
+
+async def test_a_reward_model_scores_by_its_own_attention(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    own = AutoModelForSequenceClassification.from_config(
+        tiny_family("Gemma 2", num_labels=1), attn_implementation="eager"
+    ).eval()
+    with torch.no_grad():
+        for parameter in own.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        [[expected]] = own(torch.tensor([TOKENS])).logits.tolist()
+    own.save_pretrained(tmp_path)
+    model = HfRewardModel(str(tmp_path))
+    await model.start()
+    [score] = await model.score([TOKENS])
+    await model.close()
+    assert score == pytest.approx(expected, abs=1e-4)
