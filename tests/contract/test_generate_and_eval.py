@@ -64,6 +64,20 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert "is there already" in capsys.readouterr().err
 
 
+def test_greedy_answers_may_be_asked_for_and_hints_are_said(
+    assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    greedy = ["rollout.temperature=0", "algorithm.adv_estimator=grpo_passk"]
+    assert generate(assets, tmp_path / "a.parquet", *greedy, "rollout.n=1") == 0
+    said = capsys.readouterr().out
+    assert "hint: " in said  # of the short names that were used
+    assert "greedy answers" not in said
+    assert generate(assets, tmp_path / "b.parquet", *greedy) == 0
+    assert "2 greedy answers to a prompt are all the same" in " ".join(capsys.readouterr().out.split())
+    for row in pq.read_table(tmp_path / "b.parquet").to_pylist():
+        assert row["responses"][0] == row["responses"][1]
+
+
 def answers(path: Path) -> Path:
     rows = [
         {"data_source": source, "ground_truth": "4", "responses": responses}

@@ -25,7 +25,17 @@ from verl.config.sizes import (
     train_ranks,
 )
 
-__all__ = ["Finding", "contradictions", "endless_warmup", "hints", "missing", "of_any_run", "unbuilt"]
+__all__ = [
+    "Finding",
+    "answer_hints",
+    "contradictions",
+    "endless_warmup",
+    "hints",
+    "missing",
+    "of_answers",
+    "of_any_run",
+    "unbuilt",
+]
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
@@ -98,9 +108,8 @@ def _planned_values(config: Section, setting: Setting) -> Iterator[Finding]:
             yield Finding((setting.key,), f"{setting.key}: {item} is not built yet (built: {built}); set {mend}")
 
 
-def contradictions(config: Config) -> Iterator[Finding]:
-    """Settings that cannot work together."""
-    trainer = config.trainer
+def of_answers(config: Config) -> Iterator[Finding]:
+    """What cannot work when answers are written or scored, whether or not anything is learned from them."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
     ranks = train_ranks(config)
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
@@ -115,12 +124,37 @@ def contradictions(config: Config) -> Iterator[Finding]:
             f"{ROLLOUT}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
             f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}",
         )
-    if rollout.num_engines is not None and trainer.device == "cuda" and rollout.num_engines > ranks:
+    if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > ranks:
         yield Finding(
             (f"{ROLLOUT}.num_engines", "trainer.n_gpus_per_node", "trainer.nnodes"),
             f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
             f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}",
         )
+    seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
+    if changed(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
+        yield Finding(
+            ("reward.sandbox.seconds", "reward.deadline_s"),
+            f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, which ends the scoring "
+            f"of an answer with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}",
+        )
+
+
+def answer_hints(config: Config) -> Iterator[Finding]:
+    """What works, but is probably not meant, when answers are written and nothing is learned from them."""
+    rollout = config.actor_rollout_ref.rollout
+    yield from _noise(config)
+    if rollout.temperature == 0 and rollout.n > 1:
+        yield Finding(
+            (f"{ROLLOUT}.temperature", f"{ROLLOUT}.n"),
+            f"{ROLLOUT}.n: {rollout.n} greedy answers to a prompt are all the same; set {ROLLOUT}.n=1, or "
+            f"{ROLLOUT}.temperature=1.0",
+        )
+
+
+def contradictions(config: Config) -> Iterator[Finding]:
+    """Settings that cannot work together."""
+    trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
+    yield from of_answers(config)
     if saves_hf(config) and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
         yield Finding(
             ("trainer.save_hf", f"{ACTOR}.checkpoint.save_contents"),
@@ -150,13 +184,6 @@ def contradictions(config: Config) -> Iterator[Finding]:
             (f"{ROLLOUT}.weight_transport", f"{ROLLOUT}.name"),
             f"{ROLLOUT}.weight_transport: {rollout.weight_transport} needs rollout.name=vllm, hf takes weights from "
             f"host memory; set {ROLLOUT}.weight_transport=host",
-        )
-    seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
-    if changed(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
-        yield Finding(
-            ("reward.sandbox.seconds", "reward.deadline_s"),
-            f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, which ends the scoring "
-            f"of an answer with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}",
         )
     if config.reward.reward_model.enable and config.reward.reward_model.model_path is None:
         yield Finding(
@@ -310,11 +337,7 @@ def endless_warmup(
 def hints(config: Config) -> Iterator[Finding]:
     """What works, but is probably not meant."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    if rollout.temperature > 1.5:
-        yield Finding(
-            (f"{ROLLOUT}.temperature",),
-            f"{ROLLOUT}.temperature: {rollout.temperature} gives mostly noise above 1.5; try {ROLLOUT}.temperature=1.0",
-        )
+    yield from _noise(config)
     if rollout.val_kwargs.n > 1 and (rollout.val_kwargs.temperature == 0 or rollout.val_kwargs.do_sample is False):
         yield Finding(
             (f"{ROLLOUT}.val_kwargs.n", f"{ROLLOUT}.val_kwargs.temperature", f"{ROLLOUT}.val_kwargs.do_sample"),
@@ -358,6 +381,15 @@ def hints(config: Config) -> Iterator[Finding]:
         )
     yield from algorithm_checks.hints(config)
     yield from without_effect(config)
+
+
+def _noise(config: Config) -> Iterator[Finding]:
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature > 1.5:
+        yield Finding(
+            (f"{ROLLOUT}.temperature",),
+            f"{ROLLOUT}.temperature: {temperature} gives mostly noise above 1.5; try {ROLLOUT}.temperature=1.0",
+        )
 
 
 def _uneven_pieces(config: Config, section: str, cut: Cut) -> Iterator[Finding]:

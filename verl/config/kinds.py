@@ -11,7 +11,7 @@ from verl.config.aliases import OF_SFT, OF_TRAIN, Spellings
 from verl.config.findings import Finding
 from verl.config.schema import Config, Section, SftConfig
 
-__all__ = ["KINDS", "SFT", "TRAIN", "AnyKind", "Kind"]
+__all__ = ["ANSWERS", "KINDS", "SFT", "TRAIN", "AnyKind", "Kind"]
 
 C = TypeVar("C", bound=Section)
 Check = Callable[[C], Iterator[Finding]]
@@ -31,5 +31,7 @@ class Kind(Generic[C]):
 
 TRAIN = Kind("train", Config, OF_TRAIN, checks.missing, checks.contradictions, checks.hints)
 SFT = Kind("sft", SftConfig, OF_SFT, sft_checks.missing, sft_checks.contradictions, sft_checks.hints)
+ANSWERS = Kind("generate", Config, OF_TRAIN, checks.missing, checks.of_answers, checks.answer_hints)
+"""Of the commands that write and score answers with the settings of training: what they do not use is not checked."""
 AnyKind = Kind[Config] | Kind[SftConfig]
 KINDS: tuple[AnyKind, ...] = (TRAIN, SFT)

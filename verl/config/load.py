@@ -23,7 +23,7 @@ from verl.config import checks
 from verl.config.aliases import canonical, canonical_tree, short_names
 from verl.config.findings import Finding
 from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
-from verl.config.kinds import KINDS, SFT, TRAIN, Kind
+from verl.config.kinds import ANSWERS, KINDS, SFT, TRAIN, Kind
 from verl.config.schema import MISSING, OWN_FUNCTION, Config, Section, Setting, SftConfig, settings_of
 from verl.errors import ConfigError
 from verl.redaction import remember
@@ -31,7 +31,7 @@ from verl.redaction import remember
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
 
-__all__ = ["Loaded", "load", "load_dict", "load_sft", "load_yaml", "names_and_settings"]
+__all__ = ["Loaded", "load", "load_answers", "load_dict", "load_sft", "load_yaml", "names_and_settings"]
 
 _CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
 _CONFIG_NAME = ("--config-name", "-cn")
@@ -64,6 +64,11 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[Config]]:
 def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[SftConfig]]:
     """The same for supervised training: `verl sft`."""
     return _load(SFT, argv, complete)
+
+
+def load_answers(argv: Sequence[str]) -> Loaded[Config]:
+    """The settings of training, for what only writes or scores answers: `verl generate`, `verl eval`."""
+    return _load(ANSWERS, argv, complete=False)[0]
 
 
 def _load(kind: Kind[C], argv: Sequence[str], complete: bool) -> list[Loaded[C]]:

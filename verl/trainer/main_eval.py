@@ -15,7 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import load, names_and_settings
+from verl.config.load import load_answers, names_and_settings
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
@@ -39,7 +39,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     files, settings = names_and_settings(rest)
     if not files:
         raise DataError("verl eval: name a file of answers, such as `verl eval answers.parquet` (see verl eval --help)")
-    return files, options, load(settings, complete=False)[0].config
+    return files, options, load_answers(settings).config
 
 
 def _sizes(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.load import load, names_and_settings
+from verl.config.load import Loaded, load_answers, names_and_settings
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ FROM_DISK = -1
 """The version of weights that an engine has read itself."""
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Config]:
+def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Loaded[Config]]:
     """The output, the size of a part, and the settings, with the files as data.train_files."""
     import argparse
 
@@ -50,7 +50,8 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Config]:
     files, settings = names_and_settings(rest)
     if files:
         settings.append(f"data.train_files={json.dumps(files)}")
-    config = load(settings, complete=False)[0].config
+    loaded = load_answers(settings)
+    config = loaded.config
     wrong = []
     if config.data.train_files == MISSING:
         wrong.append("files: there is nothing to answer; name one, such as `verl generate test.parquet ...`")
@@ -60,15 +61,18 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Config]:
         wrong.append(f"--part: {options.part} must be 1 or more")
     if wrong:
         raise ConfigError(wrong)
-    return Path(options.output), options.part, config
+    return Path(options.output), options.part, loaded
 
 
 def main(argv: Sequence[str]) -> int:
     """Generate what is not there yet; the exit code."""
-    output, part, config = read_arguments(argv)
+    output, part, loaded = read_arguments(argv)
     if output.exists():
         raise ConfigError([f"--output: {output} is there already; take it away, or name another"])
-    asyncio.run(generate(config, output, part, Console()))
+    console = Console()
+    for hint in loaded.hints:
+        console.note(f"hint: {hint}")
+    asyncio.run(generate(loaded.config, output, part, console))
     return 0
 
 
