@@ -1,7 +1,9 @@
 """`verl generate` and `verl eval` in one process, with transformers as the engine: resumed runs, scores, figures."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,10 +22,18 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Assets:
     return make_assets(tmp_path_factory.mktemp("assets"))
 
 
-def generate(assets: Assets, output: Path, *more: str) -> int:
+def generate(assets: Assets, output: Path, *more: str, files: Sequence[str] | None = None) -> int:
     return main(
         [
-            *("generate", str(assets.test), "--output", str(output), "--part", "2", f"model.path={assets.model}"),
+            *(
+                "generate",
+                *([str(assets.test)] if files is None else files),
+                "--output",
+                str(output),
+                "--part",
+                "2",
+                f"model.path={assets.model}",
+            ),
             *("rollout.name=hf", "rollout.n=2", "data.max_prompt_length=8", "data.max_response_length=4"),
             *("data.train_max_samples=5", "trainer.local=True", *more),
         ]
@@ -42,7 +52,7 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
 
     write, written = main_generation._Parts.write, []
 
-    def dies_in_the_third(self: main_generation._Parts, start: int, rows: list[dict]) -> None:
+    def dies_in_the_third(self: main_generation._Parts, start: int, rows: pa.Table) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(start)
@@ -62,6 +72,32 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert not broken.with_name("broken.parquet.parts").exists()
     assert generate(assets, broken) == 2
     assert "is there already" in capsys.readouterr().err
+
+
+def test_rows_keep_all_columns_that_any_of_them_has(
+    assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "1+1=", "extra_info": {}, "mixed": 1},
+        {"prompt": "1+2=", "extra_info": {}, "mixed": "one", "late": [1]},
+        {"prompt": "1+3=", "mixed": None, "number": 1, "nested": {"inner": {}}},
+        {"prompt": "1+4=", "number": 2.5, "nested": {"inner": {}, "more": "x"}},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert generate(assets, tmp_path / "a.parquet", f"data.train_files={data}", files=[]) == 0
+    found = pq.read_table(tmp_path / "a.parquet").to_pylist()
+    assert [row.pop("prompt") for row in found] == [row["prompt"] for row in rows]
+    assert all(len(row.pop("responses")) == len(row.pop("finish_reasons")) == 2 for row in found)
+    assert all(len(row.pop("response_lengths")) == 2 for row in found)
+    none = dict.fromkeys(["extra_info", "mixed", "late", "number", "nested"])
+    assert found == [
+        none | {"mixed": "1"},
+        none | {"mixed": '"one"', "late": [1]},
+        none | {"number": 1.0, "nested": {"inner": None, "more": None}},
+        none | {"number": 2.5, "nested": {"inner": None, "more": "x"}},
+    ]
+    assert "column 'mixed' holds values of several kinds, and is written as JSON text" in capsys.readouterr().out
 
 
 def test_greedy_answers_may_be_asked_for_and_hints_are_said(

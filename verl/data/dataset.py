@@ -17,7 +17,7 @@ import numpy.typing as npt
 from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
 from verl.data.check import PathLike, entries_of, missing_column
 from verl.data.columns import source_of, told_to_rewards
-from verl.data.files import BlockCache, Rows, find_files, open_rows
+from verl.data.files import BlockCache, JsonlRows, Rows, find_files, open_rows
 from verl.data.measure import Ruler, measure
 from verl.errors import DataError
 from verl.types import Prompt
@@ -157,11 +157,20 @@ class PromptDataset:
         ends = np.concatenate([first + file.block_ends for first, file in zip(firsts, self.files, strict=True)])
         return np.unique(np.minimum(ends, len(self.kept)))
 
+    def names(self) -> list[str]:
+        """The columns that any row has; of JSONL files, all lines are looked at."""
+        found: dict[str, None] = {}
+        for file in self.files:
+            lines = map(file.row, range(len(file))) if isinstance(file, JsonlRows) else [file.columns]
+            for columns in lines:
+                found |= dict.fromkeys(columns)
+        return list(found)
+
     def column(self, name: str) -> list[Any]:
         """The value of a column for every prompt, in their order; None where a file has no such column."""
         found: list[Any] = []
         for file in self.files:
-            has = name in file.columns
+            has = name in file.columns or isinstance(file, JsonlRows)
             found += [value for part in file.values(name) for value in part] if has else [None] * len(file)
         return [found[row] for row in self.kept]
 

@@ -27,6 +27,8 @@ from verl.redaction import redact
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
+    import pyarrow as pa
+
     from verl.data.dataset import PromptDataset
     from verl.rollout.pool import EnginePool
     from verl.types import Completion, SamplingParams
@@ -85,12 +87,15 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
     from verl.trainer.build import place_engines
     from verl.trainer.data import check_files
     from verl.trainer.faults import Faults
+    from verl.trainer.sheet import Sheet
     from verl.trainer.start import changed, full_path, open_site
     from verl.trainer.translate import deadlines
 
     check_files(config)
     dataset, sampling, text = _prompts(config)
-    console.note(str(dataset.report))
+    sheet = Sheet(dataset)
+    for note in (str(dataset.report), *sheet.notes):
+        console.note(note)
     model = {"path": full_path(config.actor_rollout_ref.model.path)}
     config = changed(config, {"actor_rollout_ref": {"model": model}})
     parts = _Parts(output, _made_with(config) | {"part": part, "prompts": len(dataset)})
@@ -127,7 +132,7 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
             rows = range(start, min(start + part, len(dataset)))
             answering = asyncio.gather(*(_answers(config, dataset, row, pool, sampling) for row in rows))
             answered = zip(rows, await keeper.guard(answering), strict=True)
-            parts.write(start, [dataset.row(row) | _columns(answers, text) for row, answers in answered])
+            parts.write(start, sheet.table([dataset.row(row) | _columns(answers, text) for row, answers in answered]))
             console.note(f"{rows.stop:,} of {len(dataset):,} prompts are answered")
     parts.finish()
     console.note(f"wrote {output}: {len(dataset):,} prompts, {config.actor_rollout_ref.rollout.n} answers each")
@@ -221,12 +226,11 @@ class _Parts:
     def has(self, start: int) -> bool:
         return self._path(start).exists()
 
-    def write(self, start: int, rows: Sequence[dict[str, Any]]) -> None:
-        import pyarrow as pa
+    def write(self, start: int, rows: pa.Table) -> None:
         import pyarrow.parquet as pq
 
         temporary = self._path(start).with_suffix(".tmp")
-        pq.write_table(pa.Table.from_pylist(list(rows)), temporary)
+        pq.write_table(rows, temporary)
         os.replace(temporary, self._path(start))
 
     def finish(self) -> None:
