@@ -63,6 +63,7 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
         "trainer.n_gpus_per_node=1",  # one train rank and one engine: the quickest start where cores are few
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=10",
+        "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
         f"trainer.default_local_dir={assets.folder / 'run'}",
     ]

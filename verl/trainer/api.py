@@ -32,9 +32,6 @@ __all__ = ["GRPOTrainer", "PPOTrainer", "Training", "TrainingConfig"]
 T = TypeVar("T")
 Reward = Callable[..., Any]
 
-AT_THE_END = 1_000_000_000
-"""As `trainer.save_freq`: no run has so many steps, and the last one is saved."""
-
 
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
@@ -122,7 +119,7 @@ class _Trainer:
             graft(tree, tuple(key.split(".")), value)
         loaded = load_dict(tree)
         trainer = loaded.config.trainer
-        if trainer.save_freq < 1 or not trainer.save_hf:
+        if trainer.save_freq == -1 or not trainer.save_hf:
             raise ConfigError(
                 ["settings: the trained model is taken from the last checkpoint; leave out trainer.save_freq, save_hf"]
             )
@@ -151,7 +148,7 @@ class _Trainer:
             "trainer.n_gpus_per_node": _devices() if config.devices is None else config.devices,
             "trainer.local": self.local,
             "trainer.seed": config.seed,
-            "trainer.save_freq": AT_THE_END,
+            "trainer.save_freq": None,  # after the last step
             "trainer.save_hf": True,
             "trainer.resume_mode": "disable",
             "trainer.default_local_dir": str(folder),

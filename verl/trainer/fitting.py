@@ -21,17 +21,19 @@ __all__ = ["Fitting", "Timetable"]
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """When the loop does what; -1 is never."""
+    """When the loop does what; -1 is never, None after the last step alone."""
 
     batch: int
     total_steps: int
-    save_every: int = -1
+    save_every: int | None = -1
     validate_every: int = -1
     validate_first: bool = True
     validate_last: bool = False
 
     def saves_at(self, version: int) -> bool:
-        return self.save_every > 0 and (version % self.save_every == 0 or version == self.total_steps)
+        if version == self.total_steps:
+            return self.save_every != -1
+        return self.save_every is not None and self.save_every > 0 and version % self.save_every == 0
 
     def validates_at(self, version: int) -> bool:
         if version == self.total_steps:

@@ -132,6 +132,11 @@ def shown_by_device(config: C, device: str, hints: Callable[[C], Iterable[Findin
 
 def open_tracker(config: Config | SftConfig, console: Console, timetable: Timetable, version: int) -> Sink:
     console.total_steps = timetable.total_steps
+    if timetable.save_every == -1 and "save_freq" not in config.trainer.model_fields_set:
+        console.note(
+            "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is gone when the run ends; set "
+            "trainer.save_freq=null for a checkpoint after the last step, or trainer.save_freq=20 for one every 20"
+        )
     run = Run(
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,

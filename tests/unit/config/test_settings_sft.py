@@ -96,11 +96,15 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ("model.lora_alpha=32", ["model.lora_rank=8"]),
         ("optim.min_lr_ratio=0.1", ["optim.lr_scheduler=cosine"]),
         ("data.val_max_samples=8", ["data.val_files=val.parquet"]),
-        ("trainer.save_hf=True", ["trainer.save_freq=10"]),
+        ("trainer.save_hf=True", None),
     ],
 )
 def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wakes: list[str] | None) -> None:
-    switches = {"data.seed=3": ["data.shuffle=False"], "data.response_key=answer": ["data.messages_key=messages"]}
+    switches = {
+        "data.seed=3": ["data.shuffle=False"],
+        "data.response_key=answer": ["data.messages_key=messages"],
+        "trainer.save_hf=True": ["trainer.save_freq=-1"],
+    }
     asleep = hints(mute, *switches.get(mute, []))
     key = mute.partition("=")[0].replace("model.lora", "model.peft.lora")
     assert any(text.startswith(key) and "has no effect" in text for text in asleep)
@@ -130,7 +134,7 @@ def test_the_sizes_of_a_step_follow_from_the_settings() -> None:
 
 def test_what_both_commands_have_is_declared_alike() -> None:
     train, sft = settings_of(Config), settings_of(SftConfig)
-    own = {"data.train_batch_size"}  # prompts there, examples here
+    own = {"data.train_batch_size", "trainer.save_freq"}  # prompts there, examples here; the last step is saved here
     both = [key for key in sft if key in train and key.startswith(("trainer.", "ray_kwargs.")) and key not in own]
     assert len(both) > 30
     assert all(train[key].default == sft[key].default and train[key].doc == sft[key].doc for key in both)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.config.schema.actor import ActorCheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
-from verl.config.schema.base import Section, section, setting
+from verl.config.schema.base import Every, Section, section, setting
 from verl.config.schema.trainer import RayConfig, RunConfig
 
 __all__ = ["SftConfig", "SftDataConfig"]
@@ -57,6 +57,14 @@ class SftOptimConfig(OptimConfig):
     grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
 
 
+class SftRunConfig(RunConfig):
+    save_freq: Every | None = setting(
+        None,
+        "A checkpoint every so many steps, and after the last; null: after the last alone; -1: never.",
+        unit="steps",
+    )
+
+
 class SftConfig(Section):
     """All settings of a supervised run, frozen. Made by `verl.config.load`, which checks them against each other."""
 
@@ -64,5 +72,5 @@ class SftConfig(Section):
     model: SftModelConfig = section(SftModelConfig, "The model that is trained.")
     optim: SftOptimConfig = section(SftOptimConfig, "Optimiser and its schedule.")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
-    trainer: RunConfig = section(RunConfig, "How long, on how much, what is kept and who is told.")
+    trainer: SftRunConfig = section(SftRunConfig, "How long, on how much, what is kept and who is told.")
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

@@ -70,7 +70,9 @@ class RunConfig(Section):
     total_training_steps: int | None = setting(
         None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
     )
-    save_freq: Every = setting(-1, "A checkpoint every so many steps; -1: never.", unit="steps")
+    save_freq: Every | None = setting(
+        -1, "A checkpoint every so many steps, and after the last; null: after the last alone; -1: never.", unit="steps"
+    )
     test_freq: Every = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
     val_before_train: bool = setting(True, "Validate before the first step, if there are val_files.")
     save_hf: bool = setting(
