@@ -30,7 +30,7 @@ from verl.trainer.evaluate import Evaluator
 from verl.trainer.faults import Faults
 from verl.trainer.loop import Timetable, Trainer
 from verl.trainer.saving import Saver
-from verl.trainer.start import changed, full_path, open_site, open_tracker, resume, shown_by_device
+from verl.trainer.start import Signed, changed, full_path, open_site, open_tracker, resume, shown_by_device
 from verl.trainer.translate import (
     compute_dtype,
     deadlines,
@@ -169,7 +169,7 @@ async def assemble(
             weights=weights,
             evaluator=_evaluator(config, data, answer, exhibit),
             saver=Saver(
-                policy,
+                Signed(policy, config),
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,

@@ -21,7 +21,7 @@ from verl.trainer.fitting import Timetable
 from verl.trainer.saving import Saver
 from verl.trainer.sft import SftTrainer
 from verl.trainer.sft_data import Feed, HeldOut, SftData, check_sft_files, read_sft_data
-from verl.trainer.start import changed, full_path, open_site, open_tracker, resume, shown_by_device
+from verl.trainer.start import Signed, changed, full_path, open_site, open_tracker, resume, shown_by_device
 from verl.trainer.translate import deadlines, lora, optimiser, sharding
 from verl.training.settings import FsdpSettings
 from verl.workers.rank import RankSettings
@@ -66,7 +66,10 @@ async def assemble_sft(
             model=model,
             held_out=None if data.val is None else HeldOut(data.val, timetable.batch, cut),
             saver=Saver(
-                model, CheckpointDir(config.trainer.checkpoint_dir), console, keep=config.trainer.max_ckpts_to_keep
+                Signed(model, config),
+                CheckpointDir(config.trainer.checkpoint_dir),
+                console,
+                keep=config.trainer.max_ckpts_to_keep,
             ),
             timetable=timetable,
             tracker=tracker,

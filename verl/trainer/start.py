@@ -27,11 +27,11 @@ from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
 from verl.trainer.faults import Faults
 from verl.trainer.fitting import Timetable
-from verl.trainer.saving import find_checkpoint
+from verl.trainer.saving import SavedPolicy, find_checkpoint
 from verl.trainer.translate import deadlines
 from verl.workers.rank import RankGroup
 
-__all__ = ["Site", "changed", "full_path", "open_site", "open_tracker", "resume", "shown_by_device"]
+__all__ = ["Signed", "Site", "changed", "full_path", "open_site", "open_tracker", "resume", "shown_by_device"]
 
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)
@@ -149,6 +149,54 @@ def open_tracker(config: Config | SftConfig, console: Console, timetable: Timeta
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 
 
+@dataclass(frozen=True, slots=True)
+class Signed:
+    """A model whose checkpoints say by which command, and from which model, they were trained: two runs may have been
+    given one folder, and nothing else tells them apart."""
+
+    policy: SavedPolicy
+    config: Config | SftConfig
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        await self.policy.save(directory, {"run": _signature(self.config), **trainer})
+
+    async def saved(self, *, wait: bool) -> Any:
+        return await self.policy.saved(wait=wait)
+
+
+def _signature(config: Config | SftConfig) -> dict[str, str]:
+    if isinstance(config, SftConfig):
+        return {"command": "sft", "model": full_path(config.model.path)}
+    return {"command": "train", "model": full_path(config.actor_rollout_ref.model.path)}
+
+
+def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, str] | None) -> None:
+    """Refuse the checkpoint of another command, and unless it was named, of another model. Older ones have none."""
+    if saved is None:
+        return
+    own, place = _signature(config), f"checkpoint {checkpoint}"
+    anew = "give this run a folder of its own (trainer.experiment_name), or begin anew with trainer.resume_mode=disable"
+    if saved["command"] != own["command"]:
+        raise CheckpointError(
+            f"{place}: is one of verl {saved['command']}, and verl {own['command']} cannot go on from it; {anew}. To "
+            f"begin from its model: verl merge --local_dir {checkpoint}/actor --target_dir merged, and name merged as "
+            "the model"
+        )
+    if config.trainer.resume_mode == "auto" and not _are_one(saved["model"], own["model"]):
+        raise CheckpointError(
+            f"{place}: was trained from the model {saved['model']}, and the settings name {own['model']}, which would "
+            f"not be used; {anew}. If they are the same: trainer.resume_mode=path "
+            f"trainer.resume_from_path={checkpoint}"
+        )
+
+
+def _are_one(before: str, now: str) -> bool:
+    """Whether two paths or names may be of one model. A folder that is gone was probably moved."""
+    return before == now or (
+        Path(before).is_absolute() and (not Path(before).is_dir() or Path(before).resolve() == Path(now).resolve())
+    )
+
+
 async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptStream, console: Console) -> int:
     """Load what there is to resume; the version to go on from, 0 for a fresh start."""
     mode = config.trainer.resume_mode
@@ -169,6 +217,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
     if step is None:
         return 0
     saved = source.trainer(step)
+    _check_signature(config, source.step_dir(step), saved.get("run"))
     stream.load(saved["data"])
     await policy.load(str(source.step_dir(step)))
     console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")

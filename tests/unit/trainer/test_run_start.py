@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from verl.checkpoint.files import write
+from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import load, load_sft
 from verl.config.schema import Config, SftConfig
+from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.fitting import Timetable
 from verl.trainer.sft_build import _timetable as sft_timetable
-from verl.trainer.start import open_tracker
+from verl.trainer.start import Signed, open_tracker, resume
 
 pytestmark = pytest.mark.unit
 
 
-def run_of(folder: Path, *settings: str) -> Config:
-    needed = ["data.train_files=a.parquet", "actor_rollout_ref.model.path=some/model"]
+def run_of(folder: Path, *settings: str, model: object = "some/model") -> Config:
+    needed = ["data.train_files=a.parquet", f"actor_rollout_ref.model.path={model}"]
     return load([*needed, f"trainer.default_local_dir={folder}", *settings])[0].config
 
 
-def sft_of(folder: Path, *settings: str) -> SftConfig:
-    needed = ["data.train_files=a.parquet", "model.path=some/model"]
+def sft_of(folder: Path, *settings: str, model: object = "some/model") -> SftConfig:
+    needed = ["data.train_files=a.parquet", f"model.path={model}"]
     return load_sft([*needed, f"trainer.default_local_dir={folder}", *settings])[0].config
 
 
@@ -48,3 +53,79 @@ def test_that_nothing_will_be_saved_is_said_unless_it_was_asked_for(
     config = run_of(tmp_path, *settings)
     open_tracker(config, Console(), Timetable(1, 3, save_every=config.trainer.save_freq), 0).close()
     assert ("nothing will be saved (trainer.save_freq=-1)" in capsys.readouterr().out) == warned
+
+
+class Ranks:
+    """Writes one file, and loads nothing: who is asked to load is what is tested."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        folder = Path(directory)
+        files = {"shard": write(folder / "shard", b"weights")}
+        CheckpointDir(folder.parent).commit(int(folder.name.rpartition("_")[2]), files, trainer)
+
+    async def saved(self, *, wait: bool) -> bool:
+        return True
+
+    async def verify(self, directory: str) -> list[str]:
+        return []
+
+    async def load(self, directory: str) -> None:
+        self.loaded.append(directory)
+
+
+class Stream:
+    def load(self, state: Mapping[str, Any]) -> None:
+        assert state == {"position": 3}
+
+
+async def save_as(config: Config | SftConfig) -> None:
+    directory = CheckpointDir(config.trainer.checkpoint_dir).begin(3)
+    await Signed(Ranks(), config).save(str(directory), {"data": {"position": 3}})  # type: ignore[arg-type]
+
+
+async def resumed(config: Config | SftConfig) -> int:
+    ranks = Ranks()
+    step = await resume(config, ranks, Stream(), Console())  # type: ignore[arg-type]
+    assert len(ranks.loaded) == (step > 0)
+    return step
+
+
+async def test_a_run_goes_on_from_its_own_checkpoint_and_from_older_ones_that_name_no_model(tmp_path: Path) -> None:
+    await save_as(run_of(tmp_path))
+    assert await resumed(run_of(tmp_path)) == 3
+    directory = CheckpointDir(tmp_path).begin(4)
+    await Ranks().save(str(directory), {"data": {"position": 3}})
+    assert await resumed(sft_of(tmp_path)) == 4
+
+
+async def test_checkpoints_of_the_other_command_are_refused(tmp_path: Path) -> None:
+    await save_as(sft_of(tmp_path))
+    with pytest.raises(
+        CheckpointError, match=r"is one of verl sft, and verl train cannot.*experiment_name.*verl merge"
+    ):
+        await resumed(run_of(tmp_path))
+    assert await resumed(run_of(tmp_path, "trainer.resume_mode=disable")) == 0
+
+
+async def test_another_model_is_not_silently_replaced_by_the_one_in_the_checkpoint(tmp_path: Path) -> None:
+    run, first, second = tmp_path / "run", tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    await save_as(sft_of(run, model=first))
+    with pytest.raises(CheckpointError, match=rf"from the model {first}, and the settings name {second}, which would"):
+        await resumed(sft_of(run, model=second))
+    named = ("trainer.resume_mode=path", f"trainer.resume_from_path={run}/global_step_3")
+    assert await resumed(sft_of(run, *named, model=second)) == 3
+    (tmp_path / "link").symlink_to(first)
+    assert await resumed(sft_of(run, model=tmp_path / "link")) == 3
+    first.rename(tmp_path / "moved")
+    assert await resumed(sft_of(run, model=tmp_path / "moved")) == 3
+
+
+async def test_names_on_the_hub_are_compared_too(tmp_path: Path) -> None:
+    await save_as(run_of(tmp_path, model="org/small"))
+    with pytest.raises(CheckpointError, match="from the model org/small, and the settings name org/large"):
+        await resumed(run_of(tmp_path, model="org/large"))
