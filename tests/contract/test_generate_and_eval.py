@@ -155,6 +155,28 @@ def test_a_reward_of_ones_own_scores_and_its_failures_are_not_zeros(
     assert "mean@4     1.0000" in capsys.readouterr().out
 
 
+def test_answers_that_are_missing_or_no_text_are_failures_and_none_at_all_an_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def evaluated(*responses: Any) -> int:
+        path = tmp_path / "answers.jsonl"
+        rows = ({"data_source": "addition", "ground_truth": "4", "responses": each} for each in responses)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return main(["eval", str(path), "reward.max_failure_rate=0.5"])
+
+    assert evaluated(["4", None], [], ["4", 7], "4") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "3 of 6 answers could not be scored" in said
+    assert "line 1, column 'responses': there is no answer" in said
+    assert evaluated(["4", None], None) == 2
+    assert "2 of 3 answers could not be scored" in capsys.readouterr().err
+    for nothing in ([[], []], [None], []):
+        assert evaluated(*nothing) == 2
+        assert "there is not one answer in column 'responses'" in capsys.readouterr().err
+    assert evaluated(7) == 2
+    assert "line 1, column 'responses': holds a int" in capsys.readouterr().err
+
+
 def test_settings_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, **_): return 0.25\n")
     (tmp_path / "mine.yaml").write_text(f"reward:\n  custom_reward_function:\n    path: {tmp_path / 'mine.py'}\n")

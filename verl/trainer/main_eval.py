@@ -22,6 +22,7 @@ from verl.tracking.console import Console
 
 if TYPE_CHECKING:
     from verl.rewards.outcome import Outcome
+    from verl.rewards.pool import Scores
     from verl.trainer.statistics import Estimate
 
 __all__ = ["main", "read_arguments"]
@@ -63,6 +64,11 @@ def main(argv: Sequence[str]) -> int:
             ]
         )
     rows = list(_rows(files, options.responses, config.data.prompt_key))
+    if not any(isinstance(text, str) for row in rows for text in row["texts"]):
+        raise DataError(
+            f"{', '.join(files)}: there is not one answer in column {options.responses!r} of {len(rows):,} rows; write "
+            "them with verl generate, or name another column: --responses NAME"
+        )
     outcomes = asyncio.run(_scored(config, rows))
     by_source, failed = _sorted(rows, outcomes)
     _check(config, failed, sum(len(row["texts"]) for row in rows), console)
@@ -97,7 +103,16 @@ def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, 
                 )
             texts = fields.pop(column)
             fields["raw_prompt"] = fields.pop(prompt, None)
-            yield told_to_rewards(fields) | {"texts": [texts] if isinstance(texts, str) else list(texts or ())}
+            listed = [texts] if isinstance(texts, str) else texts
+            if listed is not None and not isinstance(listed, list):
+                raise DataError(
+                    f"{file.place(number)}, column {column!r}: holds a {type(listed).__name__}; answers are a text, or "
+                    "a list of texts: --responses NAME"
+                )
+            yield told_to_rewards(fields) | {
+                "texts": listed or [None],
+                "place": f"{file.place(number)}, column {column!r}",
+            }
 
 
 async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
@@ -112,16 +127,18 @@ async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[O
     with scores(**scoring(config, 1, prompts=True)) as pool:
         await pool.start()
         return await asyncio.gather(
-            *(
-                asyncio.gather(
-                    *(
-                        pool.score(row["data_source"], text, row["ground_truth"], row["extra_info"])
-                        for text in row["texts"]
-                    )
-                )
-                for row in rows
-            )
+            *(asyncio.gather(*(_score(pool, row, text) for text in row["texts"])) for row in rows)
         )
+
+
+async def _score(pool: Scores, row: dict[str, Any], text: Any) -> Outcome:
+    """What is no text is an answer that could not be scored, like one that a reward fails on."""
+    from verl.types import Failed
+
+    if not isinstance(text, str):
+        held = "there is no answer" if text is None else f"an answer is a {type(text).__name__}, and no text"
+        return Failed("invalid", f"{row['place']}: {held}")
+    return await pool.score(row["data_source"], text, row["ground_truth"], row["extra_info"])
 
 
 def _sorted(rows: Sequence[dict[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> tuple[dict[str, Any], list[str]]:
