@@ -28,13 +28,14 @@ _COLUMNS = {"prompt", "response", "curriculum", "question", "answer", "image", "
 _COLUMNS |= {"data", "messages", "reward", "fn", "group", "sort", "source", "tools", "system", "label"}
 _MARKS = {"pad", "eos", "bos", "unk", "stop", "end", "start", "sep", "cls", "mask", "think"}
 
-_NAME = r"[\w.-]*(?:auth|bearer|credential|key|pass|pwd|secret|token)[\w-]*"
+# Both begin where a word does, and a name ends soon after what tells it: else a long word costs its length squared.
+_NAME = r"(?<![\w.-])[\w.-]*(?:auth|bearer|credential|key|pass|pwd|secret|token)[\w-]{0,200}"
 _ASSIGNED = re.compile(
     rf"(?P<name>{_NAME})(?P<is>['\"]?\s*[=:]\s*)"
     r"(?:(?P<quote>['\"])(?P<quoted>(?:(?!(?P=quote)).)+)|(?P<value>[^\s'\",;&}\])]+))",
     re.I,
 )
-_LOGIN = re.compile(r"(?P<scheme>[A-Za-z][\w+.-]*://)(?P<user>[^\s/?#@:]*)(?P<password>:[^\s/?#@]*)?@")
+_LOGIN = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+://)(?P<user>[^\s/?#@:]*)(?P<password>:[^\s/?#@]*)?@")
 _BEARER = re.compile(r"\b(?P<kind>Bearer|Basic|Token)\s+(?P<value>[\w.~+/=-]{8,})")
 _SHAPES = re.compile(
     r"\b(?:(?:sk|rk|pk)-[\w-]{16,}|hf_\w{16,}|gh[oprsu]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[a-z]-[\w-]{10,}"

@@ -89,3 +89,15 @@ def test_a_secret_that_is_remembered_is_in_no_redacted_text(secret: str) -> None
 def test_a_word_is_hidden_under_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "disabled")
     assert redact("validation is disabled; SOME_API_KEY=disabled") == "validation is disabled; SOME_API_KEY=***"
+
+
+@pytest.mark.parametrize("part", ["a", "a.b-c_", "key", "1a_", "a+b"])
+@pytest.mark.timeout(60)  # minutes, if it grew with the square of the length
+def test_a_long_word_takes_no_long_time(part: str) -> None:
+    word = part * (100_000 // len(part))
+    assert redact(f"{word} api_key=hunter2hunter2") == f"{word} api_key={HIDDEN}"
+
+
+@pytest.mark.parametrize("before", ["1", "_", "é", ".", "-"])
+def test_what_stands_right_before_a_login_does_not_save_it(before: str) -> None:
+    assert redact(f"{before}https://user:hunter2hunter2@host") == f"{before}https://user:{HIDDEN}@host"
