@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -189,3 +191,46 @@ def test_what_a_cluster_that_has_gone_left_behind_does_not_disturb(
     (tmp_path / "ray" / "ray_current_cluster").write_text(left)
     assert connect({}) == ""
     assert starts[0]["address"] == "local"
+
+
+@pytest.fixture
+def _sigterm_as_it_was() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def takes_sigterm(**_: Any) -> None:
+    signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init does
+
+
+@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
+def test_who_heard_sigterm_before_ray_hears_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    monkeypatch.setattr(ray, "init", takes_sigterm)
+    connect({})
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
+def test_sigterm_that_nobody_hears_ends_with_the_code_that_shells_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    monkeypatch.setattr(ray, "init", takes_sigterm)
+    connect({})
+    with pytest.raises(SystemExit) as ended:
+        signal.raise_signal(signal.SIGTERM)
+    assert ended.value.code == 143
+
+
+@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
+def test_sigterm_while_ray_starts_ends_with_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def is_ended(**_: Any) -> None:
+        takes_sigterm()
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(ray, "init", is_ended)
+    with pytest.raises(SystemExit) as ended:
+        connect({})
+    assert ended.value.code == 143

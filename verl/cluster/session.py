@@ -5,10 +5,14 @@ from __future__ import annotations
 import logging
 import os
 import secrets
+import signal
 import socket
 import stat
+import sys
 import tempfile
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from verl.errors import EngineError
 __all__ = ["connect", "detect_device", "disconnect", "require", "write_timeline"]
 
 STARTS = 2
+TERMINATED = 128 + signal.SIGTERM
 _ANSWER_S = 5.0
 _OF_THE_PROGRAM = "this program had started Ray itself: the run takes place there (ray_kwargs has no effect)"
 _OF_A_START = ("num_cpus", "num_gpus", "resources", "object_store_memory")
@@ -165,13 +170,35 @@ def _init(arguments: Mapping[str, Any], mend: str, tries: int) -> None:
     quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
     while True:
         try:
-            ray.init(**quiet | dict(arguments))
+            with _own_sigterm():
+                ray.init(**quiet | dict(arguments))
             return
         except Exception as error:  # Ray raises bare exceptions here
             tries -= 1
             ray.shutdown()
             if not tries:
                 raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+
+
+@contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """`ray.init` puts a handler in the place of whatever heard SIGTERM, which exits with 15, a code that nobody knows.
+    What was there comes back; where nothing was, the process still ends in good order, with the code that shells give.
+    """
+    if threading.current_thread() is not threading.main_thread():  # nor does Ray touch it there
+        yield
+        return
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    except SystemExit as end:  # by Ray's handler, while it started
+        raise SystemExit(TERMINATED if end.code == signal.SIGTERM else end.code) from end
+    finally:
+        signal.signal(signal.SIGTERM, _end if before in (None, signal.SIG_DFL) else before)
+
+
+def _end(*_: Any) -> None:
+    sys.exit(TERMINATED)
 
 
 def disconnect() -> None:

@@ -37,22 +37,28 @@ async def _run(
     if outlook := stopping.outlook():
         console.note(outlook)
     faults = Faults(console, config.trainer.faults)
-    while True:
-        trainer = None
-        try:
-            async with assemble(config, faults) as trainer:
-                with stopping.on_sigterm():
+    with stopping.on_sigterm():
+        while True:
+            trainer = None
+            try:
+                stopping.is_starting = True
+                async with assemble(config, faults) as trainer:
+                    stopping.is_starting = False
                     await trainer.fit(stopping)
-            return stopping.exit_code
-        except ProcessLostError as error:
-            if trainer is not None and await asyncio.to_thread(trainer.saver.has_saved):
-                config = goes_on(config)
-            faults.restart(error, None if trainer is None else trainer.version)
-        except asyncio.CancelledError:
-            if not stopping.exit_code:
-                raise
-            console.note("asked to end at once (SIGTERM twice)")
-            return stopping.exit_code
+                return stopping.exit_code
+            except ProcessLostError as error:
+                if trainer is not None and await asyncio.to_thread(trainer.saver.has_saved):
+                    config = goes_on(config)
+                if reason := stopping.reason():
+                    console.advice(f"{error}\n    {reason}: ended; start again to go on from the last checkpoint")
+                    return stopping.exit_code
+                faults.restart(error, None if trainer is None else trainer.version)
+            except asyncio.CancelledError:
+                if not stopping.exit_code:
+                    raise
+                when = "while it started" if stopping.is_starting else "twice"
+                console.note(f"asked to end at once (SIGTERM {when})")
+                return stopping.exit_code
 
 
 def run_all(points: Sequence[Loaded[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:

@@ -36,6 +36,7 @@ class Stopping:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
         self._asked = 0
         self._is_asked = asyncio.Event()
+        self.is_starting = False  # there is nothing to save yet
         self._last = clock()
         self._longest_s = self._longest_save_s = 0.0
         self.exit_code = 0
@@ -114,7 +115,7 @@ class Stopping:
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """SIGTERM ends the run after the step in progress; a second one cancels what is going on.
+        """SIGTERM ends the run after the step in progress; a second one, or one in its start, cancels what is going on.
 
         Only the main thread hears signals: a run beside a notebook's event loop is left to the notebook.
         """
@@ -126,7 +127,7 @@ class Stopping:
 
         def asked() -> None:
             self.ask()
-            if self._asked > 1:
+            if self._asked > 1 or self.is_starting:
                 self.exit_code = TERMINATED
                 task.cancel()
 

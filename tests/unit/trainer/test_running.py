@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import os
+import signal
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -10,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import rich.console
 
 from verl.checkpoint import lock
 from verl.checkpoint.files import write
@@ -94,6 +98,46 @@ async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_star
         with pytest.raises(CheckpointError, match="the folder of another run"):
             await modes_of_two_starts(settings(tmp_path), Ranks(commits=True))
     assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
+
+
+async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigterm(tmp_path: Path) -> None:
+    closed: list[str] = []
+
+    @asynccontextmanager
+    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            closed.append("engines")
+        yield  # type: ignore[misc]
+
+    out = io.StringIO()
+    assert await run(settings(tmp_path), Console(out=rich.console.Console(file=out, width=200)), assemble) == 143
+    assert closed == ["engines"]
+    assert "asked to end at once (SIGTERM while it started)" in out.getvalue()
+
+
+async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_again(tmp_path: Path) -> None:
+    starts: list[int] = []
+    out = io.StringIO()
+    console, tracker = Console(out=rich.console.Console(file=out, width=200)), SimpleNamespace(log=lambda *_: None)
+
+    class Asked(Dying):
+        async def step(self, version: int) -> Any:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)
+            raise ProcessLostError("train worker 1: update: its process has died")
+
+    @asynccontextmanager
+    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+        starts.append(1)
+        saver = Saver(Ranks(commits=False), CheckpointDir(tmp_path), console)
+        yield Asked(saver, Timetable(1, 10), tracker, console, faults)  # type: ignore[arg-type]
+
+    assert await run(settings(tmp_path), console, assemble) == 143
+    assert starts == [1]
+    assert "asked to end (SIGTERM): ended; start again" in out.getvalue()
 
 
 async def test_what_was_not_written_to_its_end_is_nothing_to_go_on_from(tmp_path: Path) -> None:
