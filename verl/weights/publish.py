@@ -43,6 +43,9 @@ class Receiver(Protocol):
 class Transport(Protocol):
     """One way to carry weights from a source to receivers."""
 
+    reaches_joiners: bool
+    """Whether one receiver whose process is a new one can be reached, alone."""
+
     async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         """For each receiver how it was lost on the way, or None: it has the weights."""
         ...
@@ -50,6 +53,8 @@ class Transport(Protocol):
 
 class HostTransport:
     """Through host memory: the source packs once, every receiver loads. Works everywhere, also for late joiners."""
+
+    reaches_joiners = True
 
     async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         parcels = await source.pack_weights()
@@ -60,13 +65,24 @@ class HostTransport:
 class DeviceTransport:
     """From device to device by vLLM's own trainer-side engine: "nccl" (other devices) or "ipc" (the same ones).
 
-    All receivers take part in one transfer: with one of them lost it fails for all, and for the run.
+    All receivers take part in one transfer, whose group is made by the first: with one of them lost it fails for all,
+    and for the run. Nothing is sent to a part of them: those left out, or there anew, would keep the others waiting.
     """
+
+    reaches_joiners = False
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
+        self._first: list[Receiver] | None = None
 
     async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+        self._first = list(receivers) if self._first is None else self._first
+        if list(receivers) != self._first:
+            raise SourceLostError(
+                f"{len(receivers)} of {len(self._first)} rollout engines are there to take the weights of version "
+                f"{version}: weight_transport={self.backend} serves all of the first transfer or none; with "
+                "actor_rollout_ref.rollout.weight_transport=host a run goes on without one that is lost"
+            )
         await source.send_weights(self.backend, receivers, version)
         return [None] * len(receivers)
 
@@ -168,6 +184,11 @@ class Publisher:
                     return await self._join(number)
 
     async def _join(self, number: int) -> None:
+        if not self._transport.reaches_joiners:
+            raise SourceLostError(
+                f"rollout engine {number} was lost and is back, and device transfers cannot reach a new process; with "
+                "actor_rollout_ref.rollout.weight_transport=host it would go on where the others are"
+            )
         try:
             [loss] = await self._transport.carry(self._source, [self._receivers[number]], self._version)
         except ProcessLostError as error:  # what the receiver has lost is returned

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl.errors import ProcessLostError, WeightSyncError
+from verl.errors import ProcessLostError, SourceLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
-from verl.weights.publish import Everybody, HostTransport, Publisher
+from verl.weights.publish import DeviceTransport, Everybody, HostTransport, Publisher
 
 pytestmark = pytest.mark.unit
 
@@ -114,3 +114,55 @@ async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines
 
     with pytest.raises(WeightSyncError, match="do not fit"):
         await Publisher(Model(), [Refusing()], HostTransport(), PROBE).publish(0)
+
+
+class Sending(Model):
+    """A trainer that sends from device to device, and remembers to whom."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[tuple[int, int]] = []
+
+    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
+        for receiver in receivers:
+            await receiver.load_weights([self.weight], version)  # type: ignore[attr-defined]
+        self.sent.append((len(receivers), version))
+
+
+class Present(Everybody):
+    def __init__(self, *numbers: int) -> None:
+        super().__init__(len(numbers))
+        self.numbers: Sequence[int] = numbers
+
+    def present(self) -> Sequence[int]:
+        return self.numbers
+
+
+async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
+    model, crew = Sending(), Present(0, 1)
+    publisher = Publisher(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, crew)
+    await publisher.publish(0)
+    await publisher.publish(1)
+    crew.numbers = [0]
+    with pytest.raises(SourceLostError, match=r"1 of 2 rollout engines .* version 2: weight_transport=nccl .*=host"):
+        await publisher.publish(2)
+    assert model.sent == [(2, 0), (2, 1)]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
+    model = Sending()
+    publisher = Publisher(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
+    await publisher.publish(0)
+    with pytest.raises(SourceLostError, match=r"rollout engine 0 was lost and is back.*weight_transport=host"):
+        await publisher.join(0)
+    assert model.sent == [(count, 0)]
+
+
+async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
+    model, engines = Model(), [Engine(), Engine()]
+    publisher = Publisher(model, engines, HostTransport(), PROBE)
+    await publisher.publish(0)
+    model.weight, engines[1].weight = 0.0, 7.0
+    await publisher.join(1)
+    assert engines[1].weight == 0.0
