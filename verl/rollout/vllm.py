@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
-import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.adapter import adapter_config, adapter_files
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
+from verl.rollout.shared import shared_folder, sweep
 from verl.types import Completion, SamplingParams
 from verl.weights.parcel import Parcel, unpack
 
@@ -72,6 +72,7 @@ class VllmEngine:
         self._adapter: LoRARequest | None = None
 
     async def start(self) -> None:
+        sweep()
         os.environ.update(environment(self.settings))
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -122,11 +123,11 @@ class VllmEngine:
         await self._llm.start_weight_update()
         for parcel in parcels:
             # vLLM's worker, a child process, cannot see the object store: what crosses is a name in shared memory.
-            with tempfile.NamedTemporaryFile(dir=_shared_memory(), prefix="verl-weights-") as file:
+            with shared_folder() as folder:
+                file = folder / "parcel"
                 parcel.data.tofile(file)
-                file.flush()
                 slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in parcel.slots]
-                info = {"path": file.name, "size": parcel.data.nbytes, "slots": slots}
+                info = {"path": str(file), "size": parcel.data.nbytes, "slots": slots}
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
         await self._llm.resume_generation()
@@ -144,10 +145,10 @@ class VllmEngine:
             raise WeightSyncError(f"an engine that takes adapters alone was sent {wrong[0]} and {len(wrong) - 1} more")
         config = adapter_config(base=self.settings.model_path, rank=room.rank, alpha=room.alpha, targets=room.targets)
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        with tempfile.TemporaryDirectory(dir=_shared_memory(), prefix="verl-adapter-") as folder:
-            adapter_files(Path(folder), config, tensors)
+        with shared_folder() as folder:
+            adapter_files(folder, config, tensors)
             try:
-                await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER, folder, load_inplace=True))
+                await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER, str(folder), load_inplace=True))
             except VLLMServerError:  # its process has died
                 raise
             except Exception as error:  # whatever went wrong in its process
@@ -156,7 +157,7 @@ class VllmEngine:
                     "send it all weights instead"
                 ) from error
             # Of the same number: it is there, and is not looked for in the folder any more.
-            self._adapter = LoRARequest(f"version {version}", ADAPTER, folder)
+            self._adapter = LoRARequest(f"version {version}", ADAPTER, str(folder))
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 
@@ -307,10 +308,6 @@ def said_last(lines: int = 30) -> str:
         return "see the messages above"
     tail = file.read_text(errors="replace").splitlines()[-lines:]
     return "\n".join([f"the end of {file}:", *(f"  | {line}" for line in tail)])
-
-
-def _shared_memory() -> str | None:
-    return "/dev/shm" if Path("/dev/shm").is_dir() else None
 
 
 def _number(version: str) -> int:
