@@ -222,7 +222,7 @@ class Reporter:
         ]
         for owner in late.owners:
             place = places.get(owner)
-            head = f"{owner}: {place}" if place else f"{owner}: its process has not come up yet"
+            head = f"{owner}: {place}" if place else f"{owner}: {_unseen(owner)}"
             parts.append("\n".join([head, *(one.page() for one in seen.get(owner, ()))]))
         parts.append(f"this process, which runs the watchdog\n{_own_stacks()}")
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -247,7 +247,7 @@ def verdict(late: Late, places: Mapping[Owner, Place], seen: Mapping[Owner, Sequ
         if one.is_frozen or (one.is_gone and one.pid == places[owner].pid)
     ]
     absent = [
-        f"{named(owner)}: " + ("its node does not answer" if owner in places else "its process has not come up")
+        f"{named(owner)}: " + ("its node does not answer" if owner in places else _unseen(owner))
         for owner in late.owners
         if not seen.get(owner)
     ]
@@ -266,6 +266,10 @@ def verdict(late: Late, places: Mapping[Owner, Place], seen: Mapping[Owner, Sequ
     else:
         lines += [f"{named(owner)} {whole[owner][0].words()}" for owner in outside[:_FEW]]
     return lines
+
+
+def _unseen(owner: Owner) -> str:
+    return "it does not answer" if owner.number is None else "its process has not come up"  # a file system has none
 
 
 def _own_stacks() -> str:

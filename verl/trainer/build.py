@@ -173,6 +173,7 @@ async def assemble(
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
+                deadline=limits.checkpoint,
             ),
             timetable=timetable,
             tracker=tracker,

@@ -47,7 +47,7 @@ async def _run(
                     await trainer.fit(stopping)
                 return stopping.exit_code
             except ProcessLostError as error:
-                if trainer is not None and await asyncio.to_thread(trainer.saver.has_saved):
+                if trainer is not None and await trainer.saver.has_saved():
                     config = goes_on(config)
                 if reason := stopping.reason():
                     console.advice(f"{error}\n    {reason}: ended; start again to go on from the last checkpoint")

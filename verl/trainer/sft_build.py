@@ -70,6 +70,7 @@ async def assemble_sft(
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
+                deadline=deadlines(config).checkpoint,
             ),
             timetable=timetable,
             tracker=tracker,

@@ -213,7 +213,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
             raise CheckpointError(f"trainer.resume_from_path={path}: is not whole: {'; '.join(damage)}")
     else:
         source = CheckpointDir(config.trainer.checkpoint_dir)
-        step = await find_checkpoint(source, policy.verify, console)
+        step = await find_checkpoint(source, policy.verify, console, deadlines(config).checkpoint)
     if step is None:
         return 0
     saved = source.trainer(step)

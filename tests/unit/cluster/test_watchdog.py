@@ -70,6 +70,7 @@ def test_a_child_that_has_ended_is_no_trouble_of_its_own_and_an_owner_that_has_i
 
 def test_a_process_that_was_never_there_and_a_node_that_does_not_answer_are_said() -> None:
     assert verdict(late(RANKS[0]), {}, {}) == ["train worker 0: its process has not come up"]
+    assert verdict(late(Owner("file system")), {}, {}) == ["file system: it does not answer"]
     assert verdict(late(RANKS[0]), PLACES, {}) == ["train worker 0 (pid 100 on 10.0.0.1): its node does not answer"]
 
 

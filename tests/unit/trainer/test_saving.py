@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.cluster.waits import WAITS, Deadline
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.saving import Saver, find_checkpoint
@@ -89,6 +92,54 @@ async def test_an_error_is_raised_at_the_next_opportunity_and_only_there(tmp_pat
         await saver.save(2, {})
     await saver.finish()
     assert policy.begun == [1]
+
+
+class Hanging(CheckpointDir):
+    """On a file system that does not answer one of its calls, until it is let go."""
+
+    def __init__(self, root: Path, call: str) -> None:
+        super().__init__(root)
+        self.let_go, real = threading.Event(), getattr(self, call)
+        setattr(self, call, lambda *args: self.let_go.wait() and real(*args))
+
+
+A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
+
+
+async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_path: Path) -> None:
+    hanging = Hanging(tmp_path, "begin")
+    saver = Saver(Writing(), hanging, Screen(), deadline=A_MOMENT)
+    with pytest.raises(CheckpointError, match=rf"{tmp_path}: waited .* to begin a checkpoint .*checkpoint=0.05"):
+        await saver.save(1, {})
+    hanging.let_go.set()
+
+
+async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> None:
+    hanging = Hanging(tmp_path, "begin")
+    saving = asyncio.ensure_future(Saver(Writing(), hanging, Screen()).save(1, {}))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    found = [(wait.what, str(wait.of)) for wait in WAITS.open()]
+    hanging.let_go.set()
+    await saving
+    assert found == [("begin a checkpoint", "file system")]
+
+
+async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_path: Path) -> None:
+    hanging, screen = Hanging(tmp_path, "prune"), Screen()
+    saver = Saver(Writing(), hanging, screen)
+    await saver.save(1, {})
+    saver._deadline = A_MOMENT
+    await saver.finish()
+    assert "for the file system to delete old checkpoints" in screen.said[-1]
+    hanging.let_go.set()
+
+
+async def test_a_file_system_that_does_not_answer_ends_the_search_for_a_checkpoint(tmp_path: Path) -> None:
+    hanging = Hanging(tmp_path, "candidates")
+    with pytest.raises(CheckpointError, match="to list the checkpoints"):
+        await find_checkpoint(hanging, verify, Screen(), A_MOMENT)
+    hanging.let_go.set()
 
 
 async def test_the_longest_save_is_known_however_late_it_is_looked_at(tmp_path: Path) -> None:
