@@ -103,9 +103,9 @@ class EngineKeeper:
     """One for all engines, in the controller. It is the publisher's `Crew`, and owns who is ready.
 
     It asks every engine each `beat_s` whether it is ready, and takes for lost what has not answered after `answer_s`;
-    the publisher tells it of losses, too. What is lost is ended, started again, joined to the current weights by the
-    publisher, and opened. If that fails `max_restarts` times in a row it is given up, and the run goes on with the
-    others; with none left, `guard` and `present` raise. Every move is reported.
+    the publisher tells it of losses, too. What is lost is ended and started again, within `start_s` each, joined to the
+    current weights by the publisher, and opened. If that fails `max_restarts` times in a row it is given up, and the
+    run goes on with the others; with none left, `guard` and `present` raise. Every move is reported.
     """
 
     def __init__(
@@ -115,14 +115,13 @@ class EngineKeeper:
         *,
         beat_s: float = 10.0,
         answer_s: float = 60.0,
-        end_s: float = 120.0,
         start_s: float = 1200.0,
         max_restarts: int = 5,
         backoff_s: float = 1.0,
     ) -> None:
         self._seats = [_Seat(number, engine) for number, engine in enumerate(engines)]
         self._report = report
-        self._beat_s, self._answer_s, self._end_s, self._start_s = beat_s, answer_s, end_s, start_s
+        self._beat_s, self._answer_s, self._start_s = beat_s, answer_s, start_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self._keeping: list[asyncio.Task[None]] = []
         self._none_left = asyncio.Event()
@@ -213,7 +212,7 @@ class EngineKeeper:
     async def _restart(self, seat: _Seat) -> None:
         self._move(seat, EngineState.RESTARTING, seat.why)
         seat.told.clear()
-        await within(seat.engine.end(), self._end_s)
+        await within(seat.engine.end(), self._start_s)  # the process that replaces it must come up, too
         seat.silent.set()
         await within(seat.engine.start(), self._start_s)
 

@@ -38,12 +38,12 @@ class Model:
 
 
 class Engine:
-    """Ten seconds to start and two to load; dies and hangs as it is told."""
+    """A second to end, ten to start and two to load; dies and hangs as it is told."""
 
     def __init__(self) -> None:
         self.failing_starts = 0
         self.loads_nothing = self.dies_in_load = False
-        self.starts = 0
+        self.starts, self.end_s = 0, 1.0
         self._begin()
 
     def _begin(self) -> None:
@@ -61,7 +61,7 @@ class Engine:
         self.is_open = True
 
     async def end(self) -> None:
-        await asyncio.sleep(1)
+        await asyncio.sleep(self.end_s)
         self.is_up = self.is_open = self.hangs = False
 
     async def start(self) -> None:
@@ -216,6 +216,20 @@ async def test_nobody_joins_while_the_trained_weights_are_not_those_of_the_last_
     await crew.publisher.publish(1)
     await asyncio.sleep(10)
     assert (crew.states(), crew.engines[0].held, crew.engines[0].weight) == (["ready"], 1, 7.0)
+
+
+@scene(2, start_s=900.0)
+async def test_an_end_may_take_as_long_as_a_start_and_no_longer(crew: Crew) -> None:
+    engine = crew.engines[0]
+    engine.is_up, engine.end_s = False, 890.0
+    await asyncio.sleep(1000)
+    assert crew.moves_of(0) == NAMES
+    crew.events.clear()
+    engine.is_up, engine.end_s = False, 910.0
+    await asyncio.sleep(1000)
+    engine.end_s = 1.0
+    assert crew.moves_of(0)[:3] == ["lost", "restarting", "lost"]
+    assert "no answer within 900 s" in crew.events[2].why
 
 
 @scene(2)
