@@ -57,7 +57,7 @@ def inspect_files(
     if not problems and not any(map(len, opened)):
         problems.append(f"{', '.join(str(file.path) for file in opened)}: no rows. Fill the file, or name another")
     for setting, column in keys.items():
-        problems += _shortened([wrong for file in opened if (wrong := missing_column(file, column, setting))])
+        problems += _shortened([wrong for file in opened if (wrong := missing_column(file, column, setting, keys))])
     return problems
 
 
@@ -66,14 +66,27 @@ def oddities(files: Sequence[Rows]) -> list[str]:
     return [*_shortened([f"{file.path} has no rows" for file in files if not len(file)]), *_unlike(files)]
 
 
-def missing_column(file: Rows, name: str, setting: str) -> str | None:
-    """What is said of a file without a column that it must have."""
+def missing_column(file: Rows, name: str, setting: str, keys: Mapping[str, str] | None = None) -> str | None:
+    """What is said of a file without a column that it must have, one of `keys`."""
     if name in file.columns or not len(file):
         return None
+    if keys is not None and "response_key" in keys and (talk := _conversations(file, keys["response_key"])):
+        if setting == "response_key" and keys["prompt_key"] not in file.columns:
+            return None  # said already, of the prompt
+        return (
+            f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {talk} looks like whole "
+            f"conversations: set data.messages_key={talk}"
+        )
     likely = [column for column in LIKELY[setting] if column in file.columns]
     likely += difflib.get_close_matches(name, file.columns, n=1, cutoff=0.5)
     mend = f"Set data.{setting}={likely[0]}" if likely else f"Set data.{setting} to the one that holds {HOLDS[setting]}"
     return f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {mend}"
+
+
+def _conversations(file: Rows, response: str) -> str | None:
+    """The column of whole conversations in a file that has no answers to prompts."""
+    answers = {response, *LIKELY["response_key"]}.intersection(file.columns)
+    return next((column for column in LIKELY["messages_key"] if column in file.columns and not answers), None)
 
 
 def _unlike(files: Sequence[Rows]) -> list[str]:

@@ -50,7 +50,7 @@ class ExampleDataset:
         self.files = [open_rows(path, cache) for path in paths]
         for file in self.files:
             for setting, column in reader.keys.items():
-                if wrong := missing_column(file, column, setting):
+                if wrong := missing_column(file, column, setting, reader.keys):
                     raise DataError(wrong)
         self._ends = np.cumsum([len(file) for file in self.files])
         name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"

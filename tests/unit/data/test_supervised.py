@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
+from verl.data.check import inspect_files
 from verl.data.examples import Example, ExampleReader
 from verl.data.plan import Limit
 from verl.data.supervised import ExampleDataset, Share, shares
@@ -83,6 +84,20 @@ def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path) -> Non
     file = write(tmp_path / "a.parquet", [{"prompt": "p", "answer": "r"}])
     with pytest.raises(DataError, match=r"column 'response' not found in .* Set data.response_key=answer"):
         ExampleDataset(file, READER, max_length=10)
+
+
+@pytest.mark.parametrize("others", [{}, {"prompt": "p", "prompt_id": 3}])
+def test_a_file_of_conversations_is_answered_with_the_setting_for_them(tmp_path: Path, others: dict[str, Any]) -> None:
+    file = write(tmp_path / "a.parquet", [{**others, "messages": [{"role": "user", "content": "a"}]}])
+    [said] = inspect_files(file, READER.keys)
+    assert said.endswith("messages looks like whole conversations: set data.messages_key=messages")
+    with pytest.raises(DataError, match=r"set data\.messages_key=messages$"):
+        ExampleDataset(file, READER, max_length=10)
+    both = write(tmp_path / "b.parquet", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}])
+    assert [said.partition(". ")[2] for said in inspect_files(both, READER.keys)] == [
+        "Set data.prompt_key=messages",
+        "Set data.response_key=answer",
+    ]
 
 
 limits = st.one_of(
