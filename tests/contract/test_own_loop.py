@@ -11,7 +11,7 @@ import torch
 import transformers
 from tiny import chat_tokenizer, tiny_family
 
-from verl.errors import ConfigError, DataError, RewardError
+from verl.errors import ConfigError, DataError, EngineError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
 
 pytestmark = pytest.mark.contract
@@ -97,3 +97,40 @@ def test_answers_of_another_temperature_are_refused(rollouts: RolloutWorker) -> 
 def test_a_reward_that_cannot_be_called_is_told_before_an_engine_is_started() -> None:
     with pytest.raises(RewardError, match="answer"):
         rollouts_of(model_of("Qwen2"), reward=lambda answer: 1.0)
+
+
+def test_a_wrong_argument_leaves_nothing_behind_and_a_second_trainer_is_told_of_the_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = model_of("Qwen2")
+    with pytest.raises(ConfigError, match=r"optimizer: SGD must be an AdamW"):
+        TrainerWorker(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    with pytest.raises(ConfigError, match=r"estimator: 'grop' is not one of"):
+        TrainerWorker(model, estimator="grop")
+    with monkeypatch.context() as patched:
+        patched.setattr(model, "save_pretrained", raising(OSError("disk is full")))
+        with pytest.raises(OSError, match="disk"):
+            TrainerWorker(model)
+    first = TrainerWorker(model)
+    with pytest.raises(EngineError, match=r"close\(\) the other TrainerWorker"):
+        TrainerWorker(model)
+    first.close()
+    with closing(TrainerWorker(model)):
+        first.close()  # once more: the group is another's by now
+        assert torch.distributed.is_initialized()
+    with pytest.raises(EngineError, match="this TrainerWorker is closed"):
+        first.train_step([])
+
+
+def raising(error: Exception) -> Any:
+    def raises(*_: Any, **__: Any) -> None:
+        raise error
+
+    return raises
+
+
+def test_a_closed_worker_says_so() -> None:
+    rollouts = rollouts_of(model_of("Qwen2"))
+    rollouts.close()
+    with pytest.raises(EngineError, match="this RolloutWorker is closed"):
+        rollouts.generate(PROMPTS)

@@ -110,6 +110,8 @@ class RolloutWorker:
     def generate(self, prompts: Iterable[Any]) -> list[Rollout]:
         """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
         is told of it; or batches of these. An answer that could not be scored raises what went wrong."""
+        if not self._is_open:
+            raise EngineError("generate: this RolloutWorker is closed; make another")
         return self._loop.finish(self._generate(list(rows_of(prompts))))
 
     def close(self) -> None:
@@ -198,27 +200,41 @@ class TrainerWorker:
         weights."""
         import torch
 
+        from verl.algorithms.advantages import ESTIMATORS
         from verl.algorithms.settings import LossOptions, Method
+        from verl.functions import load_function
         from verl.training.fsdp import FsdpEngine
-        from verl.training.group import init_process_group
+        from verl.training.group import close_process_group, init_process_group
         from verl.training.policy import Policy
         from verl.training.settings import FsdpSettings
 
         if estimator in ("gae", "remax"):
             needs = {"gae": "a critic", "remax": "greedy answers beside the others"}[estimator]
             raise ConfigError([f"estimator={estimator}: needs {needs}, which only whole runs have; use a trainer"])
-        place = usable(device)
+        method = Method(estimator=estimator, loss_options=LossOptions(clip_low=clip_range, clip_high=clip_range))
+        try:
+            load_function(estimator, ESTIMATORS, "estimator")
+        except ValueError as error:
+            raise ConfigError([str(error)]) from error
+        told, place = _told(optimizer), usable(device)
+        if torch.distributed.is_initialized():
+            raise EngineError(
+                "TrainerWorker: this process has joined a group of ranks already; close() the other TrainerWorker "
+                "first (a group of your own: torch.distributed.destroy_process_group())"
+            )
         if ":" in place:
             torch.cuda.set_device(place)
         init_process_group(0, 1, "127.0.0.1", free_port(), place)
-        with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
-            model.save_pretrained(folder)
-            settings = FsdpSettings(folder, device=place, temperature=temperature, **_told(optimizer))
-            self._engine = FsdpEngine(settings)
-        options = LossOptions(clip_low=clip_range, clip_high=clip_range)
-        self._policy = Policy(self._engine, Method(estimator=estimator, loss_options=options))
+        try:
+            with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
+                model.save_pretrained(folder)
+                self._engine = FsdpEngine(FsdpSettings(folder, device=place, temperature=temperature, **told))
+            self._policy = Policy(self._engine, method)
+        except BaseException:
+            close_process_group()
+            raise
         self.model, self._mini_batch, self._budget = model, mini_batch_size, micro_batch_tokens
-        self._optimizer, self._temperature = optimizer, temperature
+        self._optimizer, self._temperature, self._is_open = optimizer, temperature, True
         atexit.register(self.close)
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
@@ -227,6 +243,8 @@ class TrainerWorker:
         from verl.training.schedule import Schedule
         from verl.weights.names import write_saved
 
+        if not self._is_open:
+            raise EngineError("train_step: this TrainerWorker is closed; make another")
         if not rollouts:
             raise EngineError("train_step: there is nothing to train on")
         if other := {rollout.temperature for rollout in rollouts} - {self._temperature}:
@@ -252,6 +270,9 @@ class TrainerWorker:
         """Leave the group of ranks that it made: this process may then make another. Done at the end, if not before."""
         from verl.training.group import close_process_group
 
+        if not self._is_open:  # the group that is there by now may be another's
+            return
+        self._is_open = False
         atexit.unregister(self.close)
         close_process_group()
 
