@@ -68,7 +68,7 @@ def oddities(files: Sequence[Rows]) -> list[str]:
 
 def missing_column(file: Rows, name: str, setting: str, keys: Mapping[str, str] | None = None) -> str | None:
     """What is said of a file without a column that it must have, one of `keys`."""
-    if name in file.columns or not len(file):
+    if not len(file) or file.has(name):
         return None
     if keys is not None and "response_key" in keys and (talk := _conversations(file, keys["response_key"])):
         if setting == "response_key" and keys["prompt_key"] not in file.columns:

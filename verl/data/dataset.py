@@ -205,12 +205,12 @@ class PromptDataset:
         """The `data_source` of every prompt; "" where a row has none."""
         found: list[str] = []
         for file in self.files:
-            if "data_source" in file.columns:
-                found += [source_of(value, None) for chunk in file.values("data_source") for value in chunk]
-            elif "reward_model" in file.columns:
-                found += [source_of(None, value) for chunk in file.values("reward_model") for value in chunk]
-            else:
+            names = tuple(name for name in _SOURCES if name in file.columns or isinstance(file, JsonlRows))
+            if not names:
                 found += [""] * len(file)
+                continue
+            rows = (row for chunk in file.values(names) for row in chunk)
+            found += [source_of(*(row.get(name) for name in _SOURCES)) for row in rows]
         return [found[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt | None:
@@ -271,6 +271,10 @@ class PromptDataset:
             + (f", and so have {count - 1} others" if count > 1 else "")
             + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
         )
+
+
+_SOURCES = ("data_source", "reward_model")
+"""The columns that a row's data source may stand in."""
 
 
 def _are_large(files: Sequence[Rows]) -> bool:

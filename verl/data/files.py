@@ -13,6 +13,7 @@ import os
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
@@ -65,6 +66,10 @@ class Rows(Protocol):
     block_ends: npt.NDArray[np.int64]
 
     def __len__(self) -> int: ...
+
+    def has(self, column: str) -> bool:
+        """Whether any row has it; `columns` are those that are known without reading all rows."""
+        ...
 
     def row(self, index: int) -> dict[str, Any]:
         """One row, all columns."""
@@ -186,6 +191,9 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._group_ends[-1]) if len(self._group_ends) else 0
 
+    def has(self, column: str) -> bool:
+        return column in self.columns
+
     def row(self, index: int) -> dict[str, Any]:
         block = int(np.searchsorted(self.block_ends, index, side="right"))
         start = int(self.block_ends[block - 1]) if block else 0
@@ -237,10 +245,21 @@ class JsonlRows:
         self._lines = np.array(numbers, np.int64)
         self._file = path.open("rb")
         self.block_ends = np.append(np.arange(BLOCK_ROWS, len(self), BLOCK_ROWS), [len(self)] if len(self) else [])
-        self.columns = list(self.row(0)) if len(self) else []
+        self.columns = self._names()
 
     def __len__(self) -> int:
         return len(self._spans)
+
+    def _names(self) -> list[str]:
+        """The columns of the first rows. A later one may have more: who misses one asks `has`."""
+        found = dict.fromkeys(self.row(0)) if len(self) else {}
+        for index in range(1, min(len(self), READ_AT_ONCE)):
+            with suppress(DataError):  # whoever asks for that row is told
+                found |= dict.fromkeys(self.row(index))
+        return list(found)
+
+    def has(self, column: str) -> bool:
+        return column in self.columns or any(column in self.row(index) for index in range(READ_AT_ONCE, len(self)))
 
     def row(self, index: int) -> dict[str, Any]:
         start, stop = self._spans[index].tolist()

@@ -303,6 +303,40 @@ def test_the_data_source_may_be_a_column_or_a_field_of_reward_model(tmp_path: Pa
     assert dataset.sources() == [prompt.data_source for prompt in dataset] == ["sums", "gsm8k", ""]
 
 
+@pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
+def test_every_row_is_asked_for_its_data_source(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
+    rows = [
+        {"prompt": "1"},
+        {"prompt": "1", "data_source": "sums"},
+        {"prompt": "1", "reward_model": {"data_source": "gsm8k"}},
+    ]
+    schema = {"schema": pa.schema({"prompt": pa.string(), "data_source": pa.string(), "reward_model": STRUCT})}
+    path = tmp_path / f"a{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows, **schema), path)
+    else:
+        write(path, rows)
+    dataset = PromptDataset(path, tokenizer, max_prompt_length=9)
+    assert dataset.sources() == [prompt.data_source for prompt in dataset] == ["", "sums", "gsm8k"]
+
+
+STRUCT = pa.struct({"data_source": pa.string()})
+
+
+def test_lines_of_json_may_have_columns_that_the_first_has_not(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "READ_AT_ONCE", 2)
+    path = write(tmp_path / "a.jsonl", [{"other": 1}, {"prompt": "1"}, {"prompt": "2", "late": 3}])
+    rows = files.open_rows(path)
+    assert rows.columns == ["other", "prompt"]
+    assert [rows.has(name) for name in ("other", "prompt", "late", "never")] == [True, True, True, False]
+    assert "line 1, column 'prompt': the prompt is missing" in refusal(path, tokenizer), "and not the column"
+    whole = write(tmp_path / "b.jsonl", [{"prompt": "1"}, {"prompt": "2", "level": 3}])
+    assert PromptDataset(whole, tokenizer, max_prompt_length=9).column("level") == [None, 3]
+    assert "column 'question' not found" in refusal(path, tokenizer, prompt_key="question")
+
+
 def test_a_reward_model_column_written_as_text_is_refused_with_its_place(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "1", "reward_model": '{"ground_truth": "4"}'}])
     with pytest.raises(DataError, match=r"row 0: column 'reward_model' holds text.*without json.dumps"):

@@ -100,6 +100,15 @@ def test_a_file_of_conversations_is_answered_with_the_setting_for_them(tmp_path:
     ]
 
 
+def test_tools_may_come_with_a_later_line(tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    reader = ExampleReader(chat_tokenizer(), (1,), messages_key="messages", tools_key="tools")
+    file = write(tmp_path / "a.jsonl", [{"messages": talk}, {"messages": talk, "tools": []}])
+    assert len(ExampleDataset(file, reader, max_length=99)) == 2
+    with pytest.raises(DataError, match="column 'tools' not found"):
+        ExampleDataset(write(tmp_path / "b.jsonl", [{"messages": talk}]), reader, max_length=99)
+
+
 limits = st.one_of(
     st.builds(lambda n: Limit(samples=n, tokens=None), st.integers(1, 5)),
     st.builds(lambda n: Limit(samples=None, tokens=n), st.integers(8, 40)),
