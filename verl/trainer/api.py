@@ -33,6 +33,10 @@ T = TypeVar("T")
 Reward = Callable[..., Any]
 
 
+AT_THE_END = 1_000_000_000
+"""As `trainer.test_freq`: no run has so many steps, and after the last one the trained model is looked at."""
+
+
 @dataclass(frozen=True, slots=True)
 class TrainingConfig:
     """The settings that most runs change. All others (`verl config` lists them) go into `settings`, by their names.
@@ -131,6 +135,7 @@ class _Trainer:
         return {
             "data.train_files": write_rows(prompts, folder / "prompts.jsonl"),
             "data.val_files": validation,
+            **({} if validation is None else {"trainer.test_freq": AT_THE_END}),
             "data.train_batch_size": config.batch_size,
             "data.max_prompt_length": config.max_prompt_length,
             "data.max_response_length": config.max_response_length,

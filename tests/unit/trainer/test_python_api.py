@@ -17,6 +17,7 @@ from verl.config.load import Loaded
 from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
+from verl.trainer.fitting import Timetable
 
 pytestmark = pytest.mark.unit
 
@@ -67,6 +68,17 @@ def test_any_setting_has_the_last_word_and_a_wrong_one_is_named(tmp_path: Path) 
         ConfigError, match=r"(?s)trainer\.sede: is not a setting.*algorithm\.adv_estimator: rlo must be"
     ):
         loaded(made(algorithm__adv_estimator="rlo", trainer__sede=3))
+
+
+def test_validation_looks_at_the_model_before_and_after_training(tmp_path: Path) -> None:
+    def validated(**more: Any) -> list[int]:
+        trainer = loaded(GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run", **more)).config.trainer
+        table = Timetable(1, 30, validate_every=trainer.test_freq)
+        return [step for step in range(1, 31) if table.validates_at(step)]
+
+    assert validated(validation=["b"]) == [30]
+    assert validated(validation=["b"], config=TrainingConfig(settings={"trainer.test_freq": 20})) == [20, 30]
+    assert validated() == []
 
 
 def test_a_run_in_one_process_takes_transformers(tmp_path: Path) -> None:
