@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,15 +18,41 @@ Prompts = str | Path | Iterable[Any]
 these, as a DataLoader gives them; or a table, or a dict, of columns."""
 
 
-def write_rows(prompts: Prompts, path: Path) -> str:
-    """The path of a file that holds the prompts: `path`, unless they are in a file already."""
+MANY = 1_000_000
+"""So many rows of what has no length, and it is probably endless."""
+
+
+def write_rows(prompts: Prompts, path: Path, most: int | None = None) -> str:
+    """The path of a file that holds the prompts: `path`, unless they are in a file already.
+
+    `most` are enough of what does not know its length, and may have no end; what does is written whole.
+    """
     if isinstance(prompts, str | Path):
         return str(prompts)
-    lines = [json.dumps(row, default=_plain) for row in rows_of(prompts)]
-    if not lines:
+    sized, count, draft = _knows_its_length(prompts), 0, path.with_name(f".{path.name}.draft")
+    with draft.open("w", encoding="utf-8") as file:
+        for row in itertools.islice(rows_of(prompts), None if sized else most):
+            file.write(json.dumps(row, default=_plain) + "\n")
+            count += 1
+            if count == MANY and not sized:
+                warnings.warn(
+                    f"prompts: {count:,} rows are written to {draft}, and there are more; if they have no end, say how "
+                    "many are enough: TrainingConfig(total_steps=...)",
+                    stacklevel=2,
+                )
+    if not count:
+        draft.unlink()
         raise DataError("prompts: there are none; the iterable is empty, or was read to its end before")
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    draft.replace(path)
     return str(path)
+
+
+def _knows_its_length(prompts: Iterable[Any]) -> bool:
+    try:
+        len(prompts)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+    return True
 
 
 def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:

@@ -133,7 +133,9 @@ class _Trainer:
         config, folder = self.config, self.folder
         validation = None if self.validation is None else write_rows(self.validation, folder / "validation.jsonl")
         return {
-            "data.train_files": write_rows(prompts, folder / "prompts.jsonl"),
+            "data.train_files": write_rows(
+                prompts, folder / "prompts.jsonl", config.total_steps and config.total_steps * config.batch_size
+            ),
             "data.val_files": validation,
             **({} if validation is None else {"trainer.test_freq": AT_THE_END}),
             "data.train_batch_size": config.batch_size,

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 import verl
 from verl.config.load import Loaded
+from verl.data import prompts as module
 from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
@@ -210,6 +211,27 @@ def test_the_model_of_a_former_run_in_the_folder_is_not_taken_for_this_ones(tmp_
     unsaved = GRPOTrainer("some/model", prompts=["a"], config=config, folder=tmp_path / "run")
     with pytest.raises(ConfigError, match="the trained model is taken from the last checkpoint"):
         loaded(unsaved)
+
+
+def endless() -> Iterator[str]:
+    while True:
+        yield "a"
+
+
+def test_of_what_has_no_end_so_many_are_taken_as_the_steps_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = TrainingConfig(total_steps=3, batch_size=2)
+    written = loaded(GRPOTrainer("some/model", prompts=endless(), config=config, folder=tmp_path / "run")).config
+    assert Path(str(written.data.train_files)).read_text() == '{"prompt": "a"}\n' * 6
+    whole = loaded(GRPOTrainer("some/model", prompts=["a"] * 9, config=config, folder=tmp_path / "run")).config
+    assert Path(str(whole.data.train_files)).read_text() == '{"prompt": "a"}\n' * 9, "a list is drawn from as a whole"
+    monkeypatch.setattr(module, "MANY", 3)
+    with pytest.warns(UserWarning, match=r"3 rows are written to .*total_steps="):
+        write_rows(iter("abcd"), tmp_path / "rows.jsonl")
+    with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
+        write_rows(iter(["b", 3]), tmp_path / "rows.jsonl")
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 4, "as it was"
 
 
 def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
