@@ -22,7 +22,7 @@ from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
-from verl.workers.given import tokenizer_for
+from verl.workers.given import check_model, tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -131,6 +131,8 @@ class _Trainer:
 
     def _common(self, prompts: Prompts) -> dict[str, Any]:
         config, folder = self.config, self.folder
+        if not isinstance(self.model, str | Path):
+            check_model(self.model)
         validation = None if self.validation is None else write_rows(self.validation, folder / "validation.jsonl")
         return {
             "data.train_files": write_rows(

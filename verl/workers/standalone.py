@@ -30,7 +30,7 @@ from verl.data.prompts import rows_of
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import deposit
-from verl.workers.given import tokenizer_for
+from verl.workers.given import check_model, tokenizer_for
 from verl.workers.rollout import make_engine
 
 if TYPE_CHECKING:
@@ -81,6 +81,7 @@ class RolloutWorker:
         process)."""
         import torch
 
+        check_model(model)
         self.model, self.n = model, n
         self.tokenizer = tokenizer_for(model, tokenizer)
         self._sampling = SamplingParams(
@@ -208,6 +209,7 @@ class TrainerWorker:
         from verl.training.policy import Policy
         from verl.training.settings import FsdpSettings
 
+        check_model(model)
         if estimator in ("gae", "remax"):
             needs = {"gae": "a critic", "remax": "greedy answers beside the others"}[estimator]
             raise ConfigError([f"estimator={estimator}: needs {needs}, which only whole runs have; use a trainer"])

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pytest
 import torch
 import transformers
+from peft import LoraConfig, get_peft_model
 from tiny import chat_tokenizer, tiny_qwen2
 from torch.utils.data import DataLoader
 
@@ -19,6 +20,7 @@ from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
 from verl.trainer.fitting import Timetable
+from verl.workers import RolloutWorker, TrainerWorker
 
 pytestmark = pytest.mark.unit
 
@@ -119,6 +121,25 @@ def test_a_model_object_brings_the_tokenizer_it_was_loaded_with_or_none_and_that
     assert made(model) == written
     assert len(transformers.AutoTokenizer.from_pretrained(written)) >= 127
     assert made("some/model") is None
+
+
+@pytest.mark.parametrize("maker", [GRPOTrainer, RolloutWorker, TrainerWorker])
+def test_what_wraps_a_model_is_refused_with_the_way(tmp_path: Path, maker: Any) -> None:
+    def trainer(model: Any) -> None:
+        loaded(GRPOTrainer(model, chat_tokenizer(), prompts=["a"], folder=tmp_path / "run"))
+
+    make = trainer if maker is GRPOTrainer else maker
+
+    def refused(model: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            make(model)
+        return str(caught.value)
+
+    plain = transformers.AutoModelForCausalLM.from_config(tiny_qwen2(vocab_size=127))
+    assert "must be a PreTrainedModel of transformers" in refused(torch.nn.DataParallel(plain))
+    assert "model: PeftModelForCausalLM holds an adapter" in refused(
+        get_peft_model(plain, LoraConfig(r=2, task_type="CAUSAL_LM"))
+    )
 
 
 def test_no_prompts_are_said(tmp_path: Path) -> None:
