@@ -19,7 +19,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.config.keys import graft
 from verl.config.load import Loaded, load_dict
 from verl.data.prompts import Prompts, write_rows
-from verl.errors import CheckpointError, ConfigError
+from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
 from verl.workers.given import check_model, tokenizer_for
@@ -111,7 +111,8 @@ class _Trainer:
         for hint in loaded.hints:
             console.note(f"hint: {hint}")
         given = self.reward if callable(self.reward) else None
-        _finish(train(loaded.config, console, given))
+        if code := _finish(train(loaded.config, console, given)):
+            raise EngineError(_stopped(code, loaded.config.trainer.checkpoint_dir))
         done = _result(loaded.config.trainer.checkpoint_dir)
         if not isinstance(self.model, str | Path):
             _take_weights(self.model, done.model_path)
@@ -198,6 +199,16 @@ class PPOTrainer(_Trainer):
             "algorithm.use_kl_in_reward": held,
             **({"algorithm.kl_ctrl.kl_coef": self.config.kl_coef} if held else {}),
         }
+
+
+def _stopped(code: int, folder: Path) -> str:
+    """Of a run that was asked to end, or ran out of time, before its last step."""
+    saved = CheckpointDir(folder).latest()
+    kept = f"saved step {saved} in {folder / f'global_step_{saved}'}" if saved is not None else "saved nothing"
+    return (
+        f"the run was ended before its last step (exit code {code}) and {kept}; to go on from there, train again with "
+        'TrainingConfig(settings={"trainer.resume_mode": "auto"}) and the same folder'
+    )
 
 
 def _result(folder: Path) -> Training:

@@ -14,10 +14,11 @@ from tiny import chat_tokenizer, tiny_qwen2
 from torch.utils.data import DataLoader
 
 import verl
+from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import Loaded
 from verl.data import prompts as module
 from verl.data.prompts import rows_of, write_rows
-from verl.errors import CheckpointError, ConfigError, DataError
+from verl.errors import CheckpointError, ConfigError, DataError, EngineError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
 from verl.trainer.fitting import Timetable
 from verl.workers import RolloutWorker, TrainerWorker
@@ -253,6 +254,23 @@ def test_of_what_has_no_end_so_many_are_taken_as_the_steps_need(
     with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
         write_rows(iter(["b", 3]), tmp_path / "rows.jsonl")
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 4, "as it was"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_run_that_was_ended_early_is_not_taken_for_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
+) -> None:
+    async def ended(config: Any, *_: Any) -> int:
+        if saved:
+            checkpoints = CheckpointDir(config.trainer.checkpoint_dir)
+            checkpoints.begin(4)
+            checkpoints.commit(4, {})
+        return 143
+
+    monkeypatch.setattr("verl.trainer.api.train", ended)
+    said = r"saved step 4 in .*global_step_4" if saved else "saved nothing"
+    with pytest.raises(EngineError, match=rf'exit code 143\) and {said}.*"trainer.resume_mode": "auto"'):
+        GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run").train()
 
 
 def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
