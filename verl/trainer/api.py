@@ -37,7 +37,7 @@ AT_THE_END = 1_000_000_000
 """As `trainer.test_freq`: no run has so many steps, and after the last one the trained model is looked at."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots: loops of one's own save `config.__dict__`
 class TrainingConfig:
     """The settings that most runs change. All others (`verl config` lists them) go into `settings`, by their names.
 

@@ -62,6 +62,10 @@ def test_a_config_becomes_settings(tmp_path: Path) -> None:
     assert (ppo.algorithm.use_kl_in_reward, ppo.algorithm.kl_ctrl.kl_coef) == (True, 0.1)
 
 
+def test_a_config_is_saved_as_a_dict() -> None:
+    assert TrainingConfig(**TrainingConfig(batch_size=3).__dict__) == TrainingConfig(batch_size=3)
+
+
 def test_any_setting_has_the_last_word_and_a_wrong_one_is_named(tmp_path: Path) -> None:
     def made(**settings: Any) -> GRPOTrainer:
         config = TrainingConfig(settings={key.replace("__", "."): value for key, value in settings.items()})
