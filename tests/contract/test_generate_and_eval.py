@@ -1,6 +1,7 @@
 """`verl generate` and `verl eval` in one process, with transformers as the engine: resumed runs, scores, figures."""
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from transformers import AutoTokenizer
 
 from verl.cli import main
+from verl.config.load import load_dict
 from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
 from verl.trainer import main_generation
@@ -63,9 +66,9 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
         assert generate(assets, broken) == 130
     assert not broken.exists()
     assert generate(assets, broken, "rollout.temperature=0.5") == 2
-    assert "parts of a run with other settings" in capsys.readouterr().err
+    assert "parts of a run with other settings or files" in capsys.readouterr().err
     assert generate(assets, broken, "--part", "3") == 2  # its parts would overlap with those that are there
-    assert "parts of a run with other settings" in capsys.readouterr().err
+    assert "parts of a run with other settings or files" in capsys.readouterr().err
     assert generate(assets, broken) == 0
     assert "2 parts of 2 prompts were there already" in capsys.readouterr().out
     assert pq.read_table(broken).to_pylist() == table
@@ -98,6 +101,26 @@ def test_rows_keep_all_columns_that_any_of_them_has(
         none | {"number": 2.5, "nested": {"inner": None, "more": "x"}},
     ]
     assert "column 'mixed' holds values of several kinds, and is written as JSON text" in capsys.readouterr().out
+
+
+def test_parts_made_of_other_files_do_not_belong_together(
+    assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data, tokenizer = tmp_path / "data.jsonl", tmp_path / "tokenizer"
+    data.write_text('{"prompt": "1+1="}\n')
+    AutoTokenizer.from_pretrained(assets.model).save_pretrained(tokenizer)
+    told = {"data": {"train_files": str(data)}, "actor_rollout_ref": {"model": {"path": str(assets.model)}}}
+    told["actor_rollout_ref"]["model"]["tokenizer_path"] = str(tokenizer)
+    config = load_dict(told).config
+    made = main_generation._made_with(config)
+    assert main_generation._made_with(config) == made
+    data.write_text('{"prompt": "1+22="}\n')
+    changed = main_generation._made_with(config)
+    assert changed != made
+    os.utime(tokenizer / "tokenizer.json", ns=(1, 1))
+    assert main_generation._made_with(config) != changed
+    assert generate(assets, tmp_path / "answers.jsonl") == 2
+    assert "must end in .parquet or .pq, which is what is written" in capsys.readouterr().err
 
 
 def test_greedy_answers_may_be_asked_for_and_hints_are_said(

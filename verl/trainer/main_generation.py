@@ -61,6 +61,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Loaded[Config]]:
         wrong.append("actor_rollout_ref.model.path: must be given")
     if options.part < 1:
         wrong.append(f"--part: {options.part} must be 1 or more")
+    if Path(options.output).suffix not in (".parquet", ".pq"):
+        mend = Path(options.output).with_suffix(".parquet")
+        wrong.append(
+            f"--output: {options.output} must end in .parquet or .pq, which is what is written: --output {mend}"
+        )
     if wrong:
         raise ConfigError(wrong)
     return Path(options.output), options.part, loaded
@@ -190,13 +195,17 @@ def _seed(config: Config, row: int, number: int) -> int:
 
 
 def _made_with(config: Config) -> dict[str, Any]:
-    """The settings that answers depend on: parts that were made otherwise do not belong together."""
+    """What answers depend on, settings and files: parts that were made otherwise do not belong together."""
+    from verl.data.files import find_files
+
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     return {
         "data": config.data.model_dump(mode="json", exclude={"num_workers", "cache_dir"}),
         "model": model.path,
         "tokenizer": model.tokenizer_path,
         "weights": _files_of(model.path),
+        "tokenizer_files": _files_of(model.tokenizer_path or model.path),
+        "data_files": {str(path): _state_of(path) for path in find_files(config.data.train_files)},
         "rollout": rollout.model_dump(mode="json", include=_ANSWERS_DEPEND_ON),
         "seed": config.trainer.seed,
     }
@@ -205,7 +214,11 @@ def _made_with(config: Config) -> dict[str, Any]:
 def _files_of(model: str) -> dict[str, list[int]]:
     """Size and time of each of a local model's files: one that was written anew is another. Nothing of a hub's."""
     files = sorted(Path(model).expanduser().glob("*.*"))
-    return {file.name: [file.stat().st_size, file.stat().st_mtime_ns] for file in files if file.is_file()}
+    return {file.name: _state_of(file) for file in files if file.is_file()}
+
+
+def _state_of(file: Path) -> list[int]:
+    return [file.stat().st_size, file.stat().st_mtime_ns]
 
 
 class _Parts:
@@ -217,8 +230,8 @@ class _Parts:
         text = redact(json.dumps(made_with, indent=2, sort_keys=True))
         if note.exists() and note.read_text(encoding="utf-8") != text:
             raise DataError(
-                f"{self.folder}: holds parts of a run with other settings (see {note.name} in it); take the folder "
-                "away, or name another --output"
+                f"{self.folder}: holds parts of a run with other settings or files (see {note.name} in it); take the "
+                "folder away, or name another --output"
             )
         self.folder.mkdir(parents=True, exist_ok=True)
         note.write_text(text, encoding="utf-8")
