@@ -13,6 +13,7 @@ from tiny import chat_tokenizer, tiny_family
 
 from verl.errors import ConfigError, DataError, EngineError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
+from verl.workers.standalone import engine_device
 
 pytestmark = pytest.mark.contract
 
@@ -134,3 +135,20 @@ def test_a_closed_worker_says_so() -> None:
     rollouts.close()
     with pytest.raises(EngineError, match="this RolloutWorker is closed"):
         rollouts.generate(PROMPTS)
+
+
+def test_without_a_reward_it_is_said_before_anything_is_generated(monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(rollouts_of(model_of("Qwen2"), reward=None)) as rollouts:
+        assert rollouts.generate([{"prompt": "1+1=", "data_source": "addition", "ground_truth": "2"}])
+        monkeypatch.setattr(rollouts._engine, "generate", raising(AssertionError("it was asked for an answer")))
+        with pytest.raises(RewardError, match=r"prompts\[0\]: nothing would score its answers.*reward=my_function"):
+            rollouts.generate(PROMPTS)
+
+
+def test_an_engine_that_there_is_not_and_a_device_that_it_cannot_take_are_named_by_their_arguments() -> None:
+    with pytest.raises(ConfigError, match=r"inference_engine: 'sglang' is not an engine; use vllm or hf"):
+        RolloutWorker(model_of("Qwen2"), "sglang", tokenizer=chat_tokenizer())
+    with pytest.raises(ConfigError, match=r"device='cuda:1': vLLM takes the first GPU.*CUDA_VISIBLE_DEVICES=1"):
+        engine_device("vllm", "cuda:1")
+    assert [engine_device("vllm", one) for one in ("cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert engine_device("hf", "cuda:1") == "cuda:1"

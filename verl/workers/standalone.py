@@ -42,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
 T = TypeVar("T")
+ENGINES = ("vllm", "hf")
 PARCEL_BYTES = 512 * 1024 * 1024
 _GROUPS = itertools.count()
 """Answers of one prompt share a number that no other prompt has, whichever worker wrote them."""
@@ -82,6 +83,9 @@ class RolloutWorker:
         import torch
 
         check_model(model)
+        if inference_engine not in ENGINES:
+            raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(ENGINES)}"])
+        place = engine_device(inference_engine, usable(device))
         self.model, self.n = model, n
         self.tokenizer = tokenizer_for(model, tokenizer)
         self._sampling = SamplingParams(
@@ -92,9 +96,8 @@ class RolloutWorker:
         self._folder = tempfile.TemporaryDirectory(prefix="verl-rollout-")
         model.save_pretrained(self._folder.name)
         self.tokenizer.save_pretrained(self._folder.name)
-        kind = usable(device).partition(":")[0]
         longest = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
-        settings = _engine_settings(inference_engine, self._folder.name, kind, longest)
+        settings = _engine_settings(inference_engine, self._folder.name, place, longest)
         self._dtype = getattr(torch, settings["dtype"])
         self._engine = make_engine(inference_engine, settings)
         self._seen: list[int] = []
@@ -128,9 +131,9 @@ class RolloutWorker:
     async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         from verl.agents.runner import EpisodeRunner
 
+        rows = [self._prompt(number, row) for number, row in enumerate(prompts)]
         await self._take_weights()
         runner = EpisodeRunner(self._engine.generate, self._score, self._text)
-        rows = [self._prompt(number, row) for number, row in enumerate(prompts)]
         seeds: list[int | None] = [None] * self.n
         answered = await asyncio.gather(*(runner.run(prompt, next(_GROUPS), seeds, self._sampling) for prompt in rows))
         return [
@@ -164,11 +167,18 @@ class RolloutWorker:
     def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
         from verl.data.columns import told_to_rewards
+        from verl.rewards.score import no_scorer, ships
 
         fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
-        return Prompt(number, tokens, raw=raw, **told_to_rewards(fields))
+        told = told_to_rewards(fields)
+        if self._reward is None and not ships(told["data_source"]):
+            raise RewardError(
+                f"prompts[{number}]: nothing would score its answers, and none was generated; give the worker one: "
+                f"RolloutWorker(..., reward=my_function). {no_scorer(told['data_source'])}"
+            )
+        return Prompt(number, tokens, raw=raw, **told)
 
     def _rollout(self, prompt: Prompt, sample: Sample) -> Rollout:
         if sample.failure is not None:
@@ -288,6 +298,19 @@ def usable(device: str | None) -> str:
         warnings.warn(f"device={device!r}: there is no CUDA device here; using the CPU", stacklevel=3)
         return "cpu"
     return device or ("cuda" if there else "cpu")
+
+
+def engine_device(name: str, device: str) -> str:
+    """Where an engine will be. vLLM chooses by what the process sees, and takes no number."""
+    kind, _, number = device.partition(":")
+    if name == "vllm" and number not in ("", "0"):
+        raise ConfigError(
+            [
+                f"device={device!r}: vLLM takes the first GPU that the process sees; start the program with "
+                f"CUDA_VISIBLE_DEVICES={number} and give device='cuda', or use inference_engine='hf'"
+            ]
+        )
+    return kind if name == "vllm" else device
 
 
 def _engine_settings(name: str, folder: str, device: str, max_model_len: int) -> dict[str, Any]:
