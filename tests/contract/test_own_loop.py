@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -152,3 +153,36 @@ def test_an_engine_that_there_is_not_and_a_device_that_it_cannot_take_are_named_
         engine_device("vllm", "cuda:1")
     assert [engine_device("vllm", one) for one in ("cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cpu"]
     assert engine_device("hf", "cuda:1") == "cuda:1"
+
+
+def test_the_users_optimizer_has_the_moments_and_a_resumed_one_goes_on_with_them(rollouts: RolloutWorker) -> None:
+    def stepped(state: dict[str, Any] | None, steps: int) -> tuple[list[torch.Tensor], dict[str, Any]]:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if state is not None:
+            optimizer.load_state_dict(copy.deepcopy(state))
+        with closing(TrainerWorker(model, optimizer)) as trainer:
+            for _ in range(steps):
+                trainer.train_step(answers)
+        return [each.detach().clone() for each in model.parameters()], copy.deepcopy(optimizer.state_dict())
+
+    model = rollouts.model
+    answers, first = rollouts.generate(PROMPTS), copy.deepcopy(model.state_dict())
+    through, _ = stepped(None, 2)
+    model.load_state_dict(first)
+    _, saved = stepped(None, 1)
+    assert {int(each["step"]) for each in saved["state"].values()} == {1}
+    assert any(each["exp_avg"].any() for each in saved["state"].values())
+    resumed, _ = stepped(saved, 1)
+    assert all(torch.equal(a, b) for a, b in zip(through, resumed, strict=True))
+
+
+def test_how_the_model_is_trained_is_as_the_model_says() -> None:
+    model = model_of("Qwen2").to(torch.bfloat16)
+    model.gradient_checkpointing_enable()
+    with closing(TrainerWorker(model)) as trainer:
+        settings = trainer._engine.settings
+    assert (settings.compute_dtype, settings.gradient_checkpointing) == ("bfloat16", True)
+    other = torch.optim.AdamW(list(model.parameters())[:2])
+    with pytest.raises(ConfigError, match=r"optimizer: its 2 parameters must be the \d+ of the model"):
+        TrainerWorker(model, other)
+    assert not torch.distributed.is_initialized()

@@ -206,9 +206,10 @@ class TrainerWorker:
         micro_batch_tokens: int = 16384,
     ) -> None:
         """What `optimizer`, an Adam or AdamW, is told (learning rate, betas, eps, weight decay) holds here, and its
-        learning rate is followed from step to step; it is not used itself, since the engine keeps the weights in shards
-        of its own. `mini_batch_size` is in prompts; None: all of a step. After a step the model holds the new
-        weights."""
+        learning rate is followed from step to step; it does not step itself, since the engine keeps the weights in
+        shards of its own, but its `state_dict()` has the engine's moments, and those that it comes with are gone on
+        with. Activations are checkpointed, and layers compute in bfloat16, as the model says. `mini_batch_size` is in
+        prompts; None: all of a step. After a step the model holds the new weights."""
         import torch
 
         from verl.algorithms.advantages import ESTIMATORS
@@ -218,6 +219,7 @@ class TrainerWorker:
         from verl.training.group import close_process_group, init_process_group
         from verl.training.policy import Policy
         from verl.training.settings import FsdpSettings
+        from verl.workers.moments import take_moments
 
         check_model(model)
         if estimator in ("gae", "remax"):
@@ -240,8 +242,11 @@ class TrainerWorker:
         try:
             with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
                 model.save_pretrained(folder)
-                self._engine = FsdpEngine(FsdpSettings(folder, device=place, temperature=temperature, **told))
+                told |= {"device": place, "temperature": temperature, **_as_is(model)}
+                self._engine = FsdpEngine(FsdpSettings(folder, **told))
             self._policy = Policy(self._engine, method)
+            if optimizer is not None:
+                take_moments(self._engine, optimizer)
         except BaseException:
             close_process_group()
             raise
@@ -254,6 +259,7 @@ class TrainerWorker:
         from verl.data.plan import Planner
         from verl.training.schedule import Schedule
         from verl.weights.names import write_saved
+        from verl.workers.moments import show_moments
 
         if not self._is_open:
             raise EngineError("train_step: this TrainerWorker is closed; make another")
@@ -276,6 +282,8 @@ class TrainerWorker:
         prepared = self._policy.prepare(get_all(mine.refs, timeout=A_MONTH_S), mine)
         updated = self._policy.update(mine)
         write_saved(self.model, self._engine.weights())
+        if self._optimizer is not None:
+            show_moments(self._engine, self._optimizer)
         return plan.metrics | prepared | updated
 
     def close(self) -> None:
@@ -331,6 +339,14 @@ def _told(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
         raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one group of parameters"])
     return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
+
+
+def _as_is(model: PreTrainedModel) -> dict[str, Any]:
+    """What the model says of how it is trained; weights and moments are kept in float32."""
+    import torch
+
+    compute = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
+    return {"compute_dtype": compute, "gradient_checkpointing": model.is_gradient_checkpointing}
 
 
 @contextmanager
