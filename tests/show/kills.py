@@ -39,6 +39,8 @@ STEPS, BATCH = 20, 8
 RECOVERY_S = 900.0
 ENGINES = ("engine process", "rollout actor")
 TOKEN = secrets.token_hex(32)
+MARK = f"VERL_SHOW_{secrets.token_hex(8)}"
+ENDING_S = 60.0
 NODE, NODE_FOR_GOOD = "node", "node for good"
 IGNORED = ("time", "timing_s/", "perf/", "faults/")
 PROOF = "weights/probe_gap"
@@ -99,9 +101,10 @@ def main() -> None:
                     play(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance, engines=engines))
     kills = [kill for run in runs for kill in run.kills]
     recovered = [kill for kill in kills if kill.recovered_s is not None]
+    left = left_behind()
     finish(
         "kills",
-        all(run.has_finished and not run.differences for run in runs) and len(recovered) == len(kills) > 0,
+        all(run.has_finished and not run.differences for run in runs) and len(recovered) == len(kills) > 0 and not left,
         seed=options.seed,
         kills=len(kills),
         recovered=len(recovered),
@@ -110,7 +113,22 @@ def main() -> None:
         runs_as_promised=sum(run.has_finished and not run.differences for run in runs),
         seconds_to_recover=round(sum(kill.recovered_s or 0 for kill in recovered) / max(1, len(recovered)), 1),
         steps_repeated=sum(kill.steps_again for kill in kills),
+        processes_left=left,
     )
+
+
+def left_behind() -> list[str]:
+    """Processes of the runs that have not ended a while after them, whoever their parents were."""
+    until = time.monotonic() + ENDING_S
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if MARK in process.environ():
+                    found.append(f"{process.pid} {' '.join(process.cmdline())[:80]}")
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(1)
 
 
 class Disturbed:
@@ -174,7 +192,7 @@ class Disturbed:
 
     def _run_once(self) -> int:
         command = [sys.executable, "-m", "verl", "train", *self._settings]
-        environment = dict(os.environ) | ({} if self._cluster is None else self._cluster.environment)
+        environment = dict(os.environ) | ({} if self._cluster is None else self._cluster.environment) | {MARK: "1"}
         self._process = process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1, env=environment
         )

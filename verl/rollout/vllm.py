@@ -272,9 +272,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "disable_log_stats": True,
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was really drawn from
         "weight_transfer_config": {"backend": BACKEND if host else settings.weight_backend},
+        "worker_extension_cls": EXTENSION,
     }
-    if host:
-        arguments["worker_extension_cls"] = EXTENSION
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.room}
     if settings.device != "cpu":

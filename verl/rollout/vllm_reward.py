@@ -108,7 +108,10 @@ def _weights(path: str) -> set[str]:
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
+    from verl.rollout.vllm_transfer import EXTENSION
+
     arguments: dict[str, Any] = {
+        "worker_extension_cls": EXTENSION,
         "model": settings.model_path,
         "runner": "pooling",
         "dtype": settings.dtype,

@@ -1,4 +1,4 @@
-"""The receiving end of the host-memory transport, inside vLLM's worker process.
+"""What we bring into vLLM's worker processes: the receiving end of the host-memory transport, and their end.
 
 vLLM lets a weight-transfer engine be registered by name. Naming this module in `worker_extension_cls` makes vLLM import
 it in each worker process, which is all that the registration needs.
@@ -6,6 +6,10 @@ it in each worker process, which is all that the registration needs.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,5 +106,21 @@ def repack_experts(model: torch.nn.Module) -> None:
             experts.process_weights_after_loading(module)
 
 
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone, however that ended.
+
+    vLLM's processes wait for ever for one that was killed, and keep their memory. Ray ends what a dead actor has
+    started, unless it is killed together with it. A process that nobody started as a child is left alone.
+    """
+    if parent := multiprocessing.parent_process():
+
+        def wait() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+end_with_parent()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, HostTransferEngine)
