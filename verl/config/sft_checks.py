@@ -7,7 +7,8 @@ from collections.abc import Iterator
 
 from verl.config.checks import endless_warmup, missing, of_any_run
 from verl.config.findings import Finding, keys_of
-from verl.config.mutes import OF_ANY_RUN, Mute, of_schedule, of_sharding, without_adapter, without_effect
+from verl.config.mutes import Mute, without_effect
+from verl.config.mutes.training import OF_ANY_RUN, of_schedule, of_sharding, without_adapter
 from verl.config.schema import SftConfig
 from verl.config.sizes import Size, how_ranks, train_ranks
 

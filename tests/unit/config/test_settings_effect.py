@@ -164,7 +164,7 @@ def algorithm(estimator: str, loss: str, *more: tuple[str, Any]) -> Config:
 def test_every_setting_of_an_algorithm_is_in_the_table_and_the_table_has_no_other() -> None:
     declared = {key for key, found in settings_of(Config).items() if found.section is None}
     of_algorithms = {key for key in declared if key.startswith(tuple(f"{section}." for section in SECTIONS))}
-    assert of_algorithms - set(EFFECTS) == set(), "say in EFFECTS when it has an effect, and in verl/config/mutes.py"
+    assert of_algorithms - set(EFFECTS) == set(), "say in EFFECTS when it has an effect, and in verl/config/mutes"
     assert set(EFFECTS) - declared == set()
 
 
