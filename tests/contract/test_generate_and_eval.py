@@ -84,7 +84,7 @@ def test_rows_keep_all_columns_that_any_of_them_has(
         {"prompt": "1+1=", "extra_info": {}, "mixed": 1},
         {"prompt": "1+2=", "extra_info": {}, "mixed": "one", "late": [1]},
         {"prompt": "1+3=", "mixed": None, "number": 1, "nested": {"inner": {}}},
-        {"prompt": "1+4=", "number": 2.5, "nested": {"inner": {}, "more": "x"}},
+        {"prompt": "1+4=", "number": 2.5, "nested": {"inner": {}, "more": "x"}, "responses": "of another run"},
     ]
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -100,7 +100,9 @@ def test_rows_keep_all_columns_that_any_of_them_has(
         none | {"number": 1.0, "nested": {"inner": None, "more": None}},
         none | {"number": 2.5, "nested": {"inner": None, "more": "x"}},
     ]
-    assert "column 'mixed' holds values of several kinds, and is written as JSON text" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "column 'mixed' holds values of several kinds, and is written as JSON text" in said
+    assert "column 'responses' of the files is left out" in said
 
 
 def test_parts_made_of_other_files_do_not_belong_together(

@@ -28,7 +28,11 @@ class Sheet:
         self.notes: list[str] = []
         self._columns: dict[str, tuple[pa.DataType, Callable[[Any], Any]]] = {}
         for name in dataset.names():
-            if name not in ANSWERS:
+            if name in ANSWERS:
+                self.notes.append(
+                    f"column '{name}' of the files is left out: it is what the new answers are written to"
+                )
+            else:
                 self._columns[name] = _fitting(dataset.column(name))
                 if self._columns[name][1] is _as_text:
                     self.notes.append(f"column '{name}' holds values of several kinds, and is written as JSON text")

@@ -220,6 +220,13 @@ def test_what_narrows_the_sampling_of_validation_needs_a_temperature(mute: str) 
     assert not any("has no effect" in hint for hint in hints(mute, f"{R}.val_kwargs.temperature=0.7"))
 
 
+@pytest.mark.parametrize(
+    "mute", [f"{R}.calculate_log_probs=false", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"]
+)
+def test_what_the_recipes_of_others_set_and_is_always_as_it_is_here_is_said(mute: str) -> None:
+    assert any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, f"{A}.use_kl_loss=true"))
+
+
 def test_an_adaptive_kl_that_would_turn_negative_is_refused() -> None:
     settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=1024"]
     with pytest.raises(ConfigError, match=r"kl_ctrl\.horizon: 1000 must be above.*set algorithm\.kl_ctrl\.horizon="):

@@ -20,6 +20,12 @@ _ENGINE_ONLY = (
 
 GENERATION = (
     Mute(
+        keys_of(ROLLOUT, "calculate_log_probs"),
+        lambda c: True,
+        "the engine gives the log-probs of what it draws at no cost, and they are always compared",
+        (),
+    ),
+    Mute(
         keys_of(ROLLOUT, *_ENGINE_ONLY),
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
         f"{ROLLOUT}.name=hf",

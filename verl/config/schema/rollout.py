@@ -73,7 +73,7 @@ class RolloutConfig(Section):
         None, "Largest mean difference of log-probs to the trainer after a publish; null: by dtype.", unit="nats", gt=0
     )
     calculate_log_probs: bool = setting(
-        True, "Report how far the engine's log-probs are from the trainer's; always on.", planned=True
+        True, "Report how far the engine's log-probs are from the trainer's; always on."
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
         None, "Samples a rank takes at once for the old log-probs; null: as the actor.", unit="samples", ge=1
