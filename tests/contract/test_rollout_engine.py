@@ -173,7 +173,7 @@ async def publish_adapter(engine: RolloutEngine, peft_model: PeftModel, version:
     with torch.no_grad():
         for name, parameter in peft_model.named_parameters():
             if ".lora_" in name:
-                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=random))
+                parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
     tensors = {name.replace(".default", ""): p for name, p in peft_model.named_parameters() if ".lora_" in name}
     await engine.load_weights(list(pack(tensors.items(), max_bytes=20_000)), version)
 
@@ -184,7 +184,9 @@ async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(
     for version in (0, 1, 5):
         await publish_adapter(adapted, peft_model, version, seed=version)
         assert await adapted.version() == version
-        answers = [await adapted.generate(PROMPT, SamplingParams(max_tokens=8)) for _ in range(2)]  # one from caches
+        answers = [
+            await adapted.generate(PROMPT, SamplingParams(max_tokens=8, seed=k)) for k in range(2)
+        ]  # one from caches
         assert all(answer.versions == [version] * 8 for answer in answers)
         if isinstance(adapted, FakeRolloutEngine):
             continue
@@ -225,9 +227,7 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
         if last is not None:
             own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
             gaps = (torch.tensor(answer.logprobs) - own)[last:].abs()
-            # So strong an adapter makes single tokens round up to 1e-4 apart, with or without a change on the way.
-            assert gaps.mean() < 1e-4
-            assert gaps.max() < 1e-3  # with old caches it would be far off
+            assert gaps.max() < 1e-4  # with old caches it would be far off
 
 
 async def test_weights_for_an_engine_that_takes_adapters_alone_are_refused(

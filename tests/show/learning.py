@@ -36,6 +36,7 @@ def main() -> None:
             *sized_for_addition(folder),
             "data.train_batch_size=64",
             "actor_rollout_ref.actor.optim.lr=3e-4",
+            f"trainer.deterministic={short}",  # twenty steps are too few to average what is drawn
             f"trainer.total_training_steps={steps}",
             f"trainer.test_freq={steps if short else 20}",
             *options.overrides,

@@ -105,6 +105,7 @@ def settings(folder: Path, steps: int, short: bool) -> list[str]:
         "actor_rollout_ref.actor.peft.lora_alpha=4",
         "actor_rollout_ref.rollout.n=8",
         f"trainer.n_gpus_per_node={1 if short else 2}",
+        f"trainer.deterministic={short}",  # ten steps are too few to average what is drawn
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={-1 if short else 20}",
         f"trainer.val_before_train={not short}",
