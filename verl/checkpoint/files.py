@@ -1,4 +1,4 @@
-"""Files of a checkpoint: summed while they are written, on the disk when they are closed; every error names its path.
+"""Files of a checkpoint: summed while they are written, on the disk when they are left; every error names its path.
 
 Everything that a checkpoint writes goes through here.
 """
@@ -6,13 +6,11 @@ Everything that a checkpoint writes goes through here.
 from __future__ import annotations
 
 import hashlib
-import io
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 __all__ = ["FileSum", "SummedFile", "make_directory", "replace", "sum_of", "sync_directory", "write"]
 
@@ -27,55 +25,35 @@ class FileSum:
     sha256: str
 
 
-class SummedFile(io.RawIOBase):
-    """A new file, written from its beginning to its end. `sum` is of what was meant to be written.
-
-    An error of the disk is kept: torch's serializer would replace it by one that says neither cause nor path.
-    """
+class SummedFile:
+    """A new file, written from its beginning to its end; on the disk when it is left. `sum` is of what it must be."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path, self.error = path, None
+        self.path = path
         self._hash, self._size = hashlib.sha256(), 0
         with naming(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-
-    error: OSError | None
 
     @property
     def sum(self) -> FileSum:
         return FileSum(self._size, self._hash.hexdigest())
 
-    def write(self, data: Any) -> int:
-        rest = memoryview(data).cast("B")
-        size = len(rest)
+    def write(self, data: bytes | memoryview) -> int:
+        """All of it; how much it was."""
+        rest = memoryview(data)
         self._hash.update(rest)
-        self._size += size
-        try:
-            with naming(self.path):
-                while rest:
-                    rest = rest[os.write(self._descriptor, rest) :]
-        except OSError as error:
-            self.error = error
-            raise
+        self._size += (size := len(rest))
+        with naming(self.path):
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
         return size
 
-    def writable(self) -> bool:
-        return True
+    def __enter__(self) -> SummedFile:
+        return self
 
-    def tell(self) -> int:
-        return self._size
-
-    def fileno(self) -> int:
-        return self._descriptor
-
-    def close(self) -> None:
-        """Write through to the disk, and close."""
-        if self.closed:
-            return
-        super().close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
-            if self.error is None:
+            if kind is None:
                 with naming(self.path):
                     os.fsync(self._descriptor)
         finally:
