@@ -347,16 +347,12 @@ def merging(step: Path) -> Opening:
 
 
 def poisoned(step: Path, canary: Path) -> Path:
-    """A shard whose every chunk is a pickle, with metadata that fit."""
-    path = step / "actor" / "metadata.json"
-    told = json.loads(path.read_text())
+    """A shard of pickles in the place of tensors and values, of the size that the metadata say."""
+    shard = step / "actor" / "__0_0.distcp"
     stream = io.BytesIO()
     torch.save(Touch(canary), stream)
-    for entry in told["entries"].values():
-        for chunk in entry["chunks"]:
-            chunk[3:] = [0, len(stream.getvalue())]
-    path.write_text(json.dumps(told))
-    (step / "actor" / "__0_0.distcp").write_bytes(stream.getvalue())
+    size = shard.stat().st_size
+    shard.write_bytes((stream.getvalue() * (size // len(stream.getvalue()) + 1))[:size])
     sealed(step)
     return step
 

@@ -76,7 +76,7 @@ def test_a_shard_with_code_in_it_runs_nothing(saved, plant, monkeypatch, tmp_pat
     assert found.numpy().tobytes() == payload.ljust(48)[:48], "bytes are numbers, whatever they are"
     with pytest.raises(CheckpointError, match=r"optimizer\.betas cannot be read"):
         read_values(saved)
-    with pytest.raises(CheckpointError):
+    with pytest.raises(CheckpointError, match=r"actor: cannot be read by rank 0: optimizer\.fused"):
         load({"optimizer": {"fused": False}}, saved)
     assert not (tmp_path / "exploded").exists()
 
@@ -120,6 +120,30 @@ def test_any_type_and_shape_comes_back(tmp_path, dtype, shape):
     assert found["x"].dtype == dtype
     assert found["x"].equal(whole)
     assert found["turned"].equal(whole.t() if len(shape) == 2 else whole)
+
+
+def test_chunks_that_lie_over_each_other_are_refused(saved):
+    halves = [[[row, 0], [2, 3], SHARD, 0, 24] for row in (0, 1)]
+    rewritten(saved, lambda found: found["model.a.weight"].update(chunks=halves))
+    with pytest.raises(CheckpointError, match="do not fill"):
+        entries(saved)
+
+
+@pytest.mark.parametrize("shape", [[10**30, 0], [2**62, 2**62, 0]])
+def test_a_shape_that_no_tensor_can_have_is_damage(saved, shape):
+    rewritten(saved, lambda found: found["model.a.weight"].update(shape=shape, chunks=[]))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        entries(saved)
+
+
+def test_a_single_element_is_saved_whatever_its_stride(tmp_path):
+    save({"x": torch.arange(7.0)[None, ::7]}, tmp_path)
+    assert dict(read_tensors(tmp_path))["x"].tolist() == [[0.0]]
+
+
+def test_tensors_are_read_into_host_memory_whatever_the_default_device(saved):
+    with torch.device("meta"):
+        assert dict(read_tensors(saved, prefix="model."))["b"].tolist() == 7
 
 
 def test_metadata_that_is_no_json_is_damaged(saved):
