@@ -140,7 +140,7 @@ def both(tmp_path_factory):
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(root / "model")
     torch.manual_seed(1)
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(root / "other")
-    init_process_group(0, 1, "127.0.0.1", free_port())
+    init_process_group(0, 1, "127.0.0.1", 0)
     try:
         one = scenario(root) | {"critic": critic(root)}
         made = engine(root / "model")
@@ -240,7 +240,7 @@ def test_a_critic_trains_its_whole_head_beside_the_adapter(both):
 
 
 def test_modules_that_are_not_there_are_said_with_those_that_are(both):
-    init_process_group(0, 1, "127.0.0.1", free_port())
+    init_process_group(0, 1, "127.0.0.1", 0)
     try:
         with pytest.raises(
             EngineError, match=r"target_modules: qkv names no linear module .* there are q_proj, k_proj"

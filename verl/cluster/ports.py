@@ -14,7 +14,7 @@ _QUIET = range(20_000, 32_000)
 def free_port() -> int:
     """A port of this machine that nobody listens on now, below those that systems give out to whoever asks for any.
 
-    A rank imports torch between the choice and its use: one of the others might be given away meanwhile.
+    For who cannot listen at once, and tell the port then: any other might be given away before it is used.
     """
     chance = random.SystemRandom()  # not the run's: ranks and runs that share a seed must not share ports
     while True:

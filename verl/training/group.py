@@ -18,11 +18,18 @@ BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 def init_process_group(
-    rank: int, world_size: int, address: str, port: int, device: str = "cpu", timeout_seconds: float = 600.0
+    rank: int,
+    world_size: int,
+    address: str,
+    port: int,
+    device: str = "cpu",
+    timeout_seconds: float = 600.0,
+    listener: socket.socket | None = None,
 ) -> None:
     """Join `world_size` processes that all name the same address and port; returns when every one is there.
 
-    Rank 0 listens there, and on no other address of its machine; with 127.0.0.1 no rank listens on any other.
+    Rank 0 listens there, by `listener` if it has one already, and on no other address of its machine; with 127.0.0.1
+    no rank listens on any other. A rank that is alone may name port 0, which is any.
     """
     kind = torch.device(device).type
     if kind not in BACKENDS:
@@ -34,8 +41,8 @@ def init_process_group(
     timeout = timedelta(seconds=timeout_seconds)
     try:
         # Without a socket of its own the store would listen on all addresses.
-        listener = socket.create_server((address, port), backlog=world_size).detach() if rank == 0 else None
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=listener)
+        door = (listener or socket.create_server((address, port), backlog=world_size)).detach() if rank == 0 else None
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=door)
         dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, OSError) as error:
         raise EngineError(

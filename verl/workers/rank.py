@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 from verl.cluster.group import ActorGroup
 from verl.cluster.handles import own_address
 from verl.cluster.pool import Places
-from verl.cluster.ports import free_port
 from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadline, Deadlines
 from verl.errors import CheckpointError
 from verl.training.settings import FsdpSettings
@@ -57,10 +57,16 @@ class RankWorker:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
+        self._listener: socket.socket | None = None
 
-    def address(self) -> tuple[str, int]:
-        """Where rank 0 can be met by the others."""
-        return own_address(), free_port()
+    def address(self) -> tuple[str, int] | None:
+        """Where rank 0 can be met: it listens from now on. A port that is only chosen may be another's when it is used,
+        since all ranks import torch in between."""
+        if self._rank != 0:
+            return None
+        self._listener = socket.create_server((own_address(), 0), backlog=self._world_size)
+        host, port = self._listener.getsockname()
+        return host, port
 
     def join(self, address: tuple[str, int], settings: RankSettings) -> None:
         """Meet the other ranks."""
@@ -70,7 +76,8 @@ class RankWorker:
         self._settings: RankSettings = settings
         # The controller gives up first: it names the rank that is missing, which those in the collective cannot know.
         patience_s = settings.deadlines.longest_s + MARGIN_S
-        init_process_group(self._rank, self._world_size, host, port, settings.actor.device, patience_s)
+        device = settings.actor.device
+        init_process_group(self._rank, self._world_size, host, port, device, patience_s, self._listener)
 
     def leave(self) -> None:
         """Leave the other ranks, for a process that goes on without them."""

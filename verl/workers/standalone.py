@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.handles import get_all
-from verl.cluster.ports import free_port
 from verl.cluster.waits import A_MONTH_S
 from verl.data.prompts import rows_of
 from verl.errors import ConfigError, EngineError, RewardError
@@ -238,7 +237,7 @@ class TrainerWorker:
             )
         if ":" in place:
             torch.cuda.set_device(place)
-        init_process_group(0, 1, "127.0.0.1", free_port(), place)
+        init_process_group(0, 1, "127.0.0.1", 0, place)
         try:
             with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
                 model.save_pretrained(folder)

@@ -8,7 +8,8 @@ from typing import Any
 
 from verl.algorithms.settings import Method
 from verl.cluster.group import fetch
-from verl.cluster.handles import put
+from verl.cluster.handles import own_address, put
+from verl.cluster.ports import free_port
 from verl.cluster.waits import Owner
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
@@ -115,7 +116,7 @@ class TrainWorker(RankWorker):
                 self._rank,
                 dtype=getattr(torch, self._publish_dtype),
                 engines=len(engines),
-                address=self.address(),
+                address=(own_address(), free_port()),
             )
         self._sender.send(version)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from verl.cluster.group import ActorGroup
 from verl.cluster.waits import WAITS
 from verl.errors import ProcessLostError
-from verl.workers.train import PolicyGroup
+from verl.workers.train import PolicyGroup, TrainWorker
 
 pytestmark = pytest.mark.unit
 
@@ -76,3 +77,14 @@ async def test_ranks_that_fail_are_asked_again() -> None:
     with pytest.raises(ProcessLostError):
         await group.prepare(PLAN)
     assert await group.pack_weights() == ["parcel"]
+
+
+def test_the_port_where_rank_0_is_met_is_taken_from_the_moment_it_is_told() -> None:
+    first, second = TrainWorker(0, 2), TrainWorker(1, 2)
+    assert second.address() is None
+    address = first.address()
+    assert address is not None
+    with pytest.raises(OSError, match="in use"):
+        socket.create_server(address)
+    with socket.create_connection(address, timeout=5):
+        pass  # who comes before the ranks have imported torch waits in the line
