@@ -89,9 +89,9 @@ def main() -> None:
             report(runs)
 
         if options.short:
-            order = ["controller", "train worker", "engine process", "reward worker"]
-            chance.shuffle(order)
-            play(Disturbed(folder, "run-0", None, order, chance, engines=1))
+            victims = ["controller", "train worker", "engine process", "reward worker"]
+            chance.shuffle(victims)
+            play(Disturbed(folder, "run-0", None, list(victims), chance, engines=1))
         else:
             while (left := options.kills - sum(len(run.kills) for run in runs)) > 0:
                 victim = victims[len(runs) % len(victims)]
@@ -101,10 +101,11 @@ def main() -> None:
                     play(Disturbed(folder, f"run-{len(runs)}", cluster, wanted, chance, engines=engines))
     kills = [kill for run in runs for kill in run.kills]
     recovered = [kill for kill in kills if kill.recovered_s is not None]
-    left = left_behind()
+    left, spared = left_behind(), sorted({*victims} - {kill.victim for kill in kills})
+    as_promised = all(run.has_finished and not run.differences for run in runs)
     finish(
         "kills",
-        all(run.has_finished and not run.differences for run in runs) and len(recovered) == len(kills) > 0 and not left,
+        as_promised and len(recovered) == len(kills) > 0 and not spared and not left,
         seed=options.seed,
         kills=len(kills),
         recovered=len(recovered),
@@ -113,6 +114,7 @@ def main() -> None:
         runs_as_promised=sum(run.has_finished and not run.differences for run in runs),
         seconds_to_recover=round(sum(kill.recovered_s or 0 for kill in recovered) / max(1, len(recovered)), 1),
         steps_repeated=sum(kill.steps_again for kill in kills),
+        victims_not_found=spared,
         processes_left=left,
     )
 
