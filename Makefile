@@ -46,7 +46,7 @@ show-%:
 	$(PYTHON) tests/show/$(subst -,_,$*).py $(ARGS)
 
 # Two at a time: what starts no cluster first, then what does. Nothing in a short form is bounded by the clock.
-LIGHT = settings formulas gradient sft sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
+LIGHT = surface settings formulas gradient sft sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
 HEAVY = learning kills parity api algorithms lora trust families stall dataplane
 
 show-short: ## the short form of every proof that CI runs
