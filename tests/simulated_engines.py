@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.pool import Request
+from verl.rollout.replica_pool import Request
 from verl.types import Completion, SamplingParams
 
 __all__ = ["LONGEST_S", "Fate", "Process", "SimulatedEngine", "SimulatedModel", "answer_to"]

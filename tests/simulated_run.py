@@ -14,15 +14,15 @@ from typing import Any, TypeVar
 from simulated_clock import Deadlock, simulate
 from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel, answer_to
 
-from verl.data.order import InOrder
+from verl.data.samplers import SequentialSampler
 from verl.data.stream import PromptStream
 from verl.errors import EngineError, ProcessLostError, VerlError
-from verl.rollout.keeper import EngineEvent, EngineKeeper, EngineState
-from verl.rollout.pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.replica_pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import Completion, SampleHandle, SamplingParams
 from verl.weights.probe import Probe
-from verl.weights.publish import HostTransport, Publisher
+from verl.weights.sync import HostTransport, WeightSync
 
 __all__ = ["Outcome", "Scenario", "Violation", "run_seed"]
 
@@ -337,7 +337,7 @@ class _World:
         scenario = self.scenario
         self.model = SimulatedModel(self)
         self.engines = [SimulatedEngine(self, number) for number in range(scenario.engines)]
-        self.keeper = EngineKeeper(
+        self.keeper = EngineSupervisor(
             self.engines,
             self._event,
             beat_s=15.0,
@@ -345,7 +345,7 @@ class _World:
             start_s=START_S,
             max_restarts=MAX_RESTARTS,
         )
-        self.publisher = Publisher(self.model, self.engines, HostTransport(), PROBE, self.keeper)
+        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.keeper)
         self.pools = [
             EnginePool(self.engines, stall_s=STALL_S, patience_s=PATIENCE_S, answer_s=ANSWER_S, ask_every_s=3.0)
             for _ in range(scenario.workers)
@@ -356,7 +356,7 @@ class _World:
     async def _train(self) -> None:
         scenario, saved = self.scenario, self._saved
         self._life += 1
-        stream = PromptStream(InOrder(ROWS))
+        stream = PromptStream(SequentialSampler(ROWS))
         if saved.data is not None:
             stream.load(saved.data)
         version = saved.version

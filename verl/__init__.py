@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.trainer.api import GRPOTrainer, PPOTrainer, Training, TrainingConfig
+    from verl.trainer.api import GRPOTrainer, PPOTrainer, Training, TrainingConfig, TrainResult
 
 __version__ = "0.1.0"
 
-__all__ = ["GRPOTrainer", "PPOTrainer", "Training", "TrainingConfig", "__version__"]
+__all__ = ["GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -158,12 +158,12 @@ def _merge(argv: list[str]) -> int:
 
 
 def _config(argv: list[str]) -> int:
-    from verl.config.kinds import SFT, TRAIN
+    from verl.config.batch_sizes import derived_sizes, render_sizes
     from verl.config.load import load, load_sft, names_and_settings
+    from verl.config.render import describe, render
+    from verl.config.run_types import SFT, TRAIN
     from verl.config.schema import SftConfig
     from verl.config.sft_checks import sft_sizes
-    from verl.config.show import describe, render
-    from verl.config.sizes import derived_sizes, render_sizes
 
     supervised = "--sft" in argv
     argv = [argument for argument in argv if argument != "--sft"]

@@ -21,12 +21,12 @@ __all__ = [
     "ConfigError",
     "DataError",
     "EngineError",
-    "NoAnswerError",
     "ProcessLostError",
     "RewardError",
-    "SourceLostError",
+    "TrainerLostError",
     "VerlError",
     "WeightSyncError",
+    "WorkerTimeoutError",
 ]
 
 
@@ -74,9 +74,9 @@ class ProcessLostError(EngineError):
     """The process behind a call has died, or does not answer. Nothing is wrong with what it was asked to do."""
 
 
-class NoAnswerError(ProcessLostError):
+class WorkerTimeoutError(ProcessLostError):
     """The process behind a call has not answered before its deadline; nobody knows whether it ever will."""
 
 
-class SourceLostError(ProcessLostError):
+class TrainerLostError(ProcessLostError):
     """Who holds the trained weights is gone: no engine can be brought back to them."""

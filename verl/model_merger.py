@@ -100,7 +100,7 @@ class _Parser(argparse.ArgumentParser):
 def _source(path: Path) -> Path:
     """The folder of shards that was meant, whole; what is wrong with it is said with the path that is right."""
     from verl.checkpoint.format import METADATA
-    from verl.checkpoint.manifest import damage_of
+    from verl.checkpoint.manifest import find_corruption
 
     if not path.is_dir():  # as settings take it, too
         path = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))
@@ -111,7 +111,7 @@ def _source(path: Path) -> Path:
         hint = f"; name {path / inside[0]}" if inside else f": {METADATA} is missing"
         raise CheckpointError(f"--local_dir {path}: is no folder of shards, such as .../global_step_20/actor{hint}")
     step = path.resolve().parent
-    if damage := damage_of(step):
+    if damage := find_corruption(step):
         raise CheckpointError(f"checkpoint {step} is damaged, and nothing was merged: {_few(damage)}")
     return path
 
@@ -250,7 +250,7 @@ def _is_weights(name: str) -> bool:
 def _config(folder: Path, options: argparse.Namespace) -> Any:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
-    from verl.artefacts import model_problems
+    from verl.model_safety import model_problems
     from verl.training.model_files import form_of
 
     for problem in model_problems(str(folder), trust_remote_code=options.trust_remote_code):

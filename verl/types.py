@@ -15,12 +15,12 @@ if TYPE_CHECKING:  # a process that scores answers reads these records too, and 
 
 __all__ = [
     "Completion",
-    "Exhibit",
     "Failed",
     "FailureKind",
     "Prompt",
     "Sample",
     "SampleHandle",
+    "SamplePreview",
     "SamplingParams",
     "Scored",
 ]
@@ -95,7 +95,7 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
-class Exhibit:
+class SamplePreview:
     """One answer as its scorer saw it, to be shown where the numbers raise a question."""
 
     data_source: str

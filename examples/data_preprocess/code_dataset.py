@@ -1,4 +1,4 @@
-"""Code with tests: MBPP and data like it, in any of the forms that `verl.rewards.code` takes.
+"""Code with tests: MBPP and data like it, in any of the forms that `verl.rewards.scorers.code` takes.
 
     python examples/data_preprocess/code_dataset.py --local_dir ~/data/mbpp
     python examples/data_preprocess/code_dataset.py --source apps/ --data_source apps
@@ -16,7 +16,7 @@ from typing import Any
 from rows import Example, ExampleError, make_row, prepare, required
 
 from verl.errors import RewardError
-from verl.rewards.code import read_tests
+from verl.rewards.scorers.code import read_tests
 
 INSTRUCTION = "Write a solution in Python, in one block between ```python and ```."
 TESTS = ("inputs", "outputs", "fn_name", "test_list", "test_setup_code", "assert_case", "setup", "test", "entry_point")

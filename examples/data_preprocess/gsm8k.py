@@ -11,7 +11,7 @@ from typing import Any
 
 from rows import Example, ExampleError, make_row, prepare, required
 
-from verl.rewards.gsm8k import final_number
+from verl.rewards.scorers.gsm8k import final_number
 
 INSTRUCTION = "Think step by step, and end with `####` and the answer as a plain number."
 

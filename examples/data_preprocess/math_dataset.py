@@ -11,7 +11,7 @@ from typing import Any
 
 from rows import Example, ExampleError, make_row, prepare, required
 
-from verl.rewards.math import last_boxed
+from verl.rewards.scorers.math import last_boxed
 
 INSTRUCTION = r"Think step by step, and put the final answer in \boxed{}."
 

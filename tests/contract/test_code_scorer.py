@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards import code
-from verl.rewards.code import compute_score, extract_code, read_tests
-from verl.rewards.code_inside import decode, encode
-from verl.rewards.outcome import Scored
-from verl.rewards.pool import ScorePool
-from verl.rewards.sandbox import Limits
+from verl.rewards.pool.pool import RewardPool
+from verl.rewards.result import Scored
+from verl.rewards.sandbox.sandbox import Limits
+from verl.rewards.scorers import code
+from verl.rewards.scorers.code import compute_score, extract_code, read_tests
+from verl.rewards.scorers.code_guest import decode, encode
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -257,8 +257,8 @@ def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(told: Any) 
 
 
 async def test_settings_reach_the_scorer_in_its_process() -> None:
-    shipped = {"verl.rewards.code": {"limits": LIMITS, "partial": True}}
-    with ScorePool({"path": None, "shipped": shipped}) as pool:
+    shipped = {"verl.rewards.scorers.code": {"limits": LIMITS, "partial": True}}
+    with RewardPool({"path": None, "shipped": shipped}) as pool:
         await pool.start()
         outcome = await pool.score("code", "print(3)", {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]})
     assert outcome == Scored(0.5, {"passed": 0.5})
@@ -266,9 +266,9 @@ async def test_settings_reach_the_scorer_in_its_process() -> None:
 
 async def test_a_run_whose_machine_lacks_the_required_walls_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare is found
-    shipped = {"verl.rewards.code": {"require": "namespaces"}}
+    shipped = {"verl.rewards.scorers.code": {"require": "namespaces"}}
     with (
-        ScorePool({"path": None, "shipped": shipped}) as pool,
+        RewardPool({"path": None, "shipped": shipped}) as pool,
         pytest.raises(RewardError, match="install the package `bubblewrap`"),
     ):
         await pool.start()

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards import judge
-from verl.rewards.judge import compute_score
-from verl.rewards.pool import ScorePool
+from verl.rewards.judge import judge
+from verl.rewards.judge.judge import compute_score
+from verl.rewards.pool.pool import RewardPool
 from verl.types import Failed, Scored
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
@@ -240,7 +240,7 @@ async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_
     cache = tmp_path / "judge.sqlite"
     kwargs = {"url": service.url, "model": "m", "cache": str(cache), "requests_per_minute": 300, "retries": 0}
     reward = {"path": "verl.rewards.judge", "kwargs": kwargs}
-    with ScorePool(reward, workers=2, deadline_s=60) as pool:
+    with RewardPool(reward, workers=2, deadline_s=60) as pool:
         await pool.start()
         for number in range(8):
             pool_outcome = await pool.score("sums", f"{number % 4}", "46", QUESTION)

@@ -11,20 +11,20 @@ import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl.data import measure as measure_module
+from verl.data import lengths as measure_module
 from verl.data.files import open_rows
-from verl.data.measure import Ruler, measure
+from verl.data.lengths import TokenCounter, measure
 from verl.errors import DataError
 
 pytestmark = pytest.mark.contract
 
 
 @pytest.fixture
-def ruler() -> Ruler:
+def ruler() -> TokenCounter:
     core = Tokenizer(models.WordLevel({chr(code): code for code in range(128)}, unk_token="\0"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}!"
-    return Ruler(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="\0", chat_template=template), {})
+    return TokenCounter(PreTrainedTokenizerFast(tokenizer_object=core, unk_token="\0", chat_template=template), {})
 
 
 def write(path: Path, prompts: list[Any]) -> Path:
@@ -32,7 +32,7 @@ def write(path: Path, prompts: list[Any]) -> Path:
     return path
 
 
-def test_in_processes_as_here(tmp_path: Path, ruler: Ruler, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_processes_as_here(tmp_path: Path, ruler: TokenCounter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure_module, "ROWS_FOR_A_PROCESS", 1000)
     texts = ["1" * (1 + n * 7 % 13) for n in range(9000)]
     chats = [[{"role": "user", "content": text}] for text in texts]
@@ -56,11 +56,11 @@ class Deadly(PreTrainedTokenizerFast):
 
 
 def test_a_process_that_dies_is_said_with_the_mend(
-    tmp_path: Path, ruler: Ruler, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, ruler: TokenCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_module, "ROWS_FOR_A_PROCESS", 1000)
     monkeypatch.syspath_prepend(Path(__file__).parent)
     file = open_rows(write(tmp_path / "a.parquet", ["1"] * 3000))
     deadly = Deadly(tokenizer_object=ruler.tokenizer.backend_tokenizer, unk_token="\0")
     with pytest.raises(DataError, match=r"ended with exit code 7.*data\.num_workers=0"):
-        measure([file], 3000, "prompt", Ruler(deadly, {}), processes=2)
+        measure([file], 3000, "prompt", TokenCounter(deadly, {}), processes=2)

@@ -15,7 +15,7 @@ from tiny import chat_tokenizer, tiny_family
 
 from verl.errors import ConfigError, DataError, EngineError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
-from verl.workers.standalone import engine_device
+from verl.workers.in_process import engine_device
 
 pytestmark = pytest.mark.contract
 

@@ -22,10 +22,10 @@ from transformers import (
 )
 
 from verl.errors import ConfigError
-from verl.rewards.model import FakeRewardModel, RewardModel
-from verl.rewards.model_hf import HfRewardModel
-from verl.rollout.vllm import VllmSettings
-from verl.rollout.vllm_reward import VllmRewardModel
+from verl.rewards.models.hf import HfRewardModel
+from verl.rewards.models.model import FakeRewardModel, RewardModel
+from verl.rollout.vllm.engine import VllmSettings
+from verl.rollout.vllm.reward_model import VllmRewardModel
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

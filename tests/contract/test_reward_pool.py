@@ -20,8 +20,8 @@ import pytest
 from processes import children
 
 from verl.errors import RewardError
-from verl.rewards.outcome import Answer, Failed, Outcome, Scored
-from verl.rewards.pool import ScorePool
+from verl.rewards.pool.pool import RewardPool
+from verl.rewards.result import Answer, Failed, Outcome, Scored
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -38,7 +38,7 @@ WRITE_EVERYWHERE = """
 FAIR = 20.0
 """Seconds: a deadline that nothing honest here comes near, also on a machine with much else to do."""
 
-Pool = Callable[..., ScorePool]
+Pool = Callable[..., RewardPool]
 
 
 @pytest.fixture
@@ -48,10 +48,10 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     before = open_files()
     made = []
 
-    def make(body: str, head: str = HEAD, reward: dict[str, Any] | None = None, **settings: Any) -> ScorePool:
+    def make(body: str, head: str = HEAD, reward: dict[str, Any] | None = None, **settings: Any) -> RewardPool:
         file = tmp_path / "my_reward.py"
         file.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
-        made.append(ScorePool({"path": str(file)} | (reward or {}), **{"deadline_s": FAIR, **settings}))
+        made.append(RewardPool({"path": str(file)} | (reward or {}), **{"deadline_s": FAIR, **settings}))
         return made[-1]
 
     yield make
@@ -66,11 +66,11 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def one(pool: ScorePool, answer: str = "46", **extra: Any) -> Outcome:
+async def one(pool: RewardPool, answer: str = "46", **extra: Any) -> Outcome:
     return await pool.score("sums", answer, "46", extra)
 
 
-async def started(pool: ScorePool) -> ScorePool:
+async def started(pool: RewardPool) -> RewardPool:
     await pool.start()
     return pool
 
@@ -397,7 +397,7 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
         f"{HEAD}    if os.fork() == 0:\n        os.setsid()\n        time.sleep(600)\n    time.sleep(600)\n"
     )
     (tmp_path / "owner.py").write_text(
-        "import asyncio, sys\nfrom verl.rewards.pool import ScorePool\n"
+        "import asyncio, sys\nfrom verl.rewards.pool.pool import ScorePool\n"
         "async def main():\n"
         "    pool = ScorePool({'path': sys.argv[1]})\n"
         "    await pool.start()\n"

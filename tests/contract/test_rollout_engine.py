@@ -16,9 +16,9 @@ from verl.errors import WeightSyncError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.fake import FakeRolloutEngine
 from verl.rollout.hf import HfEngine
-from verl.rollout.vllm import AdapterRoom, VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import AdapterRoom, VllmEngine, VllmSettings
 from verl.types import SamplingParams
-from verl.weights.parcel import pack
+from verl.weights.bucket import pack
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 

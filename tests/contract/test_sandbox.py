@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards import sandbox, sandbox_walls
-from verl.rewards.sandbox import Limits, isolation, run
+from verl.rewards.sandbox import isolation as sandbox_walls
+from verl.rewards.sandbox import sandbox
+from verl.rewards.sandbox.sandbox import Limits, isolation, run
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 

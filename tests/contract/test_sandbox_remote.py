@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards import sandbox_remote
-from verl.rewards.code import compute_score
-from verl.rewards.sandbox import Limits, run
+from verl.rewards.sandbox import remote as sandbox_remote
+from verl.rewards.sandbox.sandbox import Limits, run
+from verl.rewards.scorers.code import compute_score
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 

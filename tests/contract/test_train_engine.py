@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2For
 from verl.algorithms.objective import PolicyObjective, sft
 from verl.algorithms.values import ValueObjective
 from verl.checkpoint.save import load, save
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.fake import FakeSettings, FakeTrainEngine
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group

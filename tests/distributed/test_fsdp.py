@@ -9,7 +9,7 @@ from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group

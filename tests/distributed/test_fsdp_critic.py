@@ -10,7 +10,7 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 from verl.algorithms.aggregate import MODES
 from verl.algorithms.values import ValueObjective
 from verl.checkpoint.save import load, save
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
 

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
-from verl.training.lora import AdapterOff
+from verl.training.lora import BaseModelReference
 from verl.training.settings import LoraSettings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -56,7 +56,7 @@ def scenario(root):
     made = engine(path, gradient_checkpointing=True)
     world, rank = made.world_size, made.rank
     mine = mini_batch().split(PARTS[world][rank])
-    off, plain = AdapterOff(made), FsdpEngine(FsdpSettings(str(path), trainable=False))
+    off, plain = BaseModelReference(made), FsdpEngine(FsdpSettings(str(path), trainable=False))
     found["first"], before = clones(made.adapter_weights()), clones(made.base_weights())
     found["at_first_equal"] = torch.equal(made.forward(mine)[0].logprobs, plain.forward(mine)[0].logprobs)
     found["metrics"] = [made.update(mine, EXACT, reference=off) for _ in range(3)]
@@ -81,7 +81,7 @@ def scenario(root):
     found["weights"], found["adapter"] = clones(made.weights()), clones(made.adapter_weights())
     again = engine(path)
     again.load_state(load(again.state(), root / f"saved-by-{world}"))
-    off = AdapterOff(again)
+    off = BaseModelReference(again)
     found["resumed"] = [again.update(mine, EXACT, reference=off) for _ in range(2)]
     found["resumed_adapter"] = clones(again.adapter_weights())
     return found
@@ -106,7 +106,7 @@ def two_ranks(rank, port, root):
     again = engine(root / "model")
     again.load_state(load(again.state(), root / "saved-by-1"))
     mine = mini_batch().split(PARTS[2][rank])
-    found["of_one"] = [again.update(mine, EXACT, reference=AdapterOff(again)) for _ in range(2)]
+    found["of_one"] = [again.update(mine, EXACT, reference=BaseModelReference(again)) for _ in range(2)]
     torch.save(found, root / f"found-{rank}.pt")
     dist.destroy_process_group()
 

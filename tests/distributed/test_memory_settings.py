@@ -11,7 +11,7 @@ from transformers import Qwen2ForCausalLM
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.save import load
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
 

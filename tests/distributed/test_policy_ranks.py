@@ -8,26 +8,30 @@ from ranks import free_port, run_ranks
 from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from verl.algorithms.settings import Correction, KlController, LossOptions, Method
+from verl.algorithms.settings import AlgorithmSettings, Correction, KlController, LossOptions
 from verl.data.plan import Planner, UpdateSizes
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
-from verl.training.policy import Policy, ProcessRewards
+from verl.training.policy import Policy, PrimeRewardModel
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 METHODS = {
-    "ppo": Method("gae", reward_kl=KlController(0.05, adaptive=True, horizon=100)),
-    "grpo": Method("grpo", loss_kl_coef=0.1, entropy_coeff=0.01, correction=Correction("token", reject="sequence")),
-    "dpo": Method("grpo", loss_mode="dpo", loss_options=LossOptions(dpo_beta=0.5)),
-    "kl_cov": Method("grpo", loss_mode="kl_cov", loss_options=LossOptions(kl_cov_ratio=0.1, ppo_kl_coef=1.0)),
-    "clip_cov": Method(
+    "ppo": AlgorithmSettings("gae", reward_kl=KlController(0.05, adaptive=True, horizon=100)),
+    "grpo": AlgorithmSettings(
+        "grpo", loss_kl_coef=0.1, entropy_coeff=0.01, correction=Correction("token", reject="sequence")
+    ),
+    "dpo": AlgorithmSettings("grpo", loss_mode="dpo", loss_options=LossOptions(dpo_beta=0.5)),
+    "kl_cov": AlgorithmSettings(
+        "grpo", loss_mode="kl_cov", loss_options=LossOptions(kl_cov_ratio=0.1, ppo_kl_coef=1.0)
+    ),
+    "clip_cov": AlgorithmSettings(
         "grpo",
         loss_mode="clip_cov",
         loss_options=LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     ),
-    "prime": Method("prime"),
+    "prime": AlgorithmSettings("prime"),
 }
 PROMPTS, ANSWERS, STEPS = 5, 4, 2
 SPARE = 5e-6
@@ -74,7 +78,7 @@ def engine(path, **changes):
 def policy(name, root):
     process = None
     if name == "prime":
-        process = ProcessRewards(
+        process = PrimeRewardModel(
             engine(root / "model", role="process"), engine(root / "model", trainable=False), beta=0.5, coef=2.0
         )
     return Policy(

@@ -17,9 +17,9 @@ import pytest
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from verl.cluster.pool import DevicePool
+from verl.cluster.device_pool import DevicePool
+from verl.cluster.hangs.pending_calls import Deadline
 from verl.cluster.session import connect, disconnect
-from verl.cluster.waits import Deadline
 from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets
 from verl.errors import ProcessLostError

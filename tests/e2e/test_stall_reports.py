@@ -13,10 +13,10 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.census import Cluster as Census
-from verl.cluster.census import introduce, watched
 from verl.cluster.group import ActorGroup, call
-from verl.cluster.waits import Deadline, Owner
+from verl.cluster.hangs.pending_calls import Deadline, Owner
+from verl.cluster.hangs.registry import Cluster as Census
+from verl.cluster.hangs.registry import introduce, watched
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.e2e

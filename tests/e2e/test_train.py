@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from processes import working_in
 
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
@@ -148,7 +148,7 @@ def test_signals_end_the_run_and_all_its_processes_and_sigterm_saves_before(
     saved = CheckpointDir(tmp_path)
     if last_words is None:
         [step] = saved.steps()
-        assert damage_of(saved.step_dir(step)) == []
+        assert find_corruption(saved.step_dir(step)) == []
         assert f"asked to end (SIGTERM): saved and ended after step {step}" in output
     else:
         assert errors.strip().splitlines()[-1] == last_words

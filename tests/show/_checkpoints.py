@@ -13,10 +13,10 @@ import torch
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.files import make_directory, write
 from verl.checkpoint.format import entries, read_tensors
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.tracking.console import Console
-from verl.trainer.saving import Saver, find_checkpoint
+from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
 FOLDERS = ("actor", "critic")
 
@@ -58,7 +58,7 @@ def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: i
     screen = Screen()
 
     async def run() -> None:
-        saver = Saver(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
+        saver = Checkpointer(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
         await saver.save(step, {"data": {"position": 10 * step}})
         await saver.finish()
 
@@ -71,7 +71,7 @@ def chosen(root: Path) -> tuple[int | None, list[str]]:
     screen = Screen()
 
     async def verify(directory: str) -> list[str]:
-        return damage_of(Path(directory))
+        return find_corruption(Path(directory))
 
     return asyncio.run(find_checkpoint(CheckpointDir(root), verify, screen)), screen.said
 

@@ -22,11 +22,11 @@ from tiny import chat_tokenizer, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from verl.checkpoint.files import make_directory, sum_of, write
-from verl.checkpoint.manifest import CheckpointDir, _seal, damage_of
+from verl.checkpoint.manifest import CheckpointDir, _seal, find_corruption
 from verl.checkpoint.save import load, save
 from verl.cli import main as verl
 from verl.data.dataset import PromptDataset
-from verl.rewards.model_hf import HfRewardModel
+from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
 from verl.training.model import load_model
 
@@ -263,7 +263,7 @@ def _(folder: Path, canary: Path) -> Opening:
     cache = folder / "cache"
 
     def read() -> None:
-        from verl.data import measure
+        from verl.data import lengths as measure
 
         measure.ROWS_TO_KEEP, measure.SETTLED_S = 1, -1e9
         arguments: dict[str, Any] = {"max_prompt_length": 64, "cache_dir": cache}
@@ -333,7 +333,7 @@ def resuming(step: Path) -> Opening:
         run = CheckpointDir(step.parent)
         found = run.latest()
         assert found is not None, "nothing to resume from"
-        if damage := damage_of(run.step_dir(found)):
+        if damage := find_corruption(run.step_dir(found)):
             raise RuntimeError(str(damage))
         run.trainer(found)
         state = {"model": Qwen2ForCausalLM(tiny_qwen2(vocab_size=131)).state_dict(), "schedule": {"step": 0}}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from verl.algorithms.advantages import Episodes
+    from verl.algorithms.advantages import AdvantageInputs
 
 FOLDER = "VERL_SHOW_STALL"
 
@@ -22,7 +22,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
 
 
-def estimator(x: Episodes) -> Tensor:
+def estimator(x: AdvantageInputs) -> Tensor:
     """GRPO's; its averages over groups are collective."""
     import torch.distributed
 

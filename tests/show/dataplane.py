@@ -23,10 +23,10 @@ import ray
 from _common import finish
 
 from verl.cluster.group import ActorGroup
+from verl.cluster.hangs.pending_calls import DEFAULTS
 from verl.cluster.session import connect, disconnect
-from verl.cluster.waits import DEFAULTS
-from verl.data.order import Shuffled
 from verl.data.plan import Planner, RankPlan
+from verl.data.samplers import ShuffledSampler
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
@@ -43,7 +43,7 @@ class SyntheticEpisodes:
     def __init__(self) -> None:
         from verl.agents.runner import EpisodeRunner
         from verl.rollout.fake import FakeRolloutEngine
-        from verl.rollout.pool import EnginePool
+        from verl.rollout.replica_pool import EnginePool
 
         async def score(*_: Any) -> Scored:
             return Scored(1.0)
@@ -64,7 +64,7 @@ class Puller:
     """A train worker's first act: pull its samples and lay them end to end."""
 
     def prepare(self, plan: RankPlan) -> int:
-        from verl.data.batch import FlatBatch
+        from verl.data.flat_batch import FlatBatch
 
         total = 0
         for cut in plan.forward:
@@ -114,7 +114,7 @@ async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle
         return handles
 
     groups = samples // GROUP
-    buffer = EpisodeBuffer(run_group, PromptStream(Shuffled(groups, seed=0)), groups)
+    buffer = EpisodeBuffer(run_group, PromptStream(ShuffledSampler(groups, seed=0)), groups)
     buffer.advance(0)
     handles = await buffer.take(groups)
     planning = time.perf_counter()

@@ -24,7 +24,7 @@ import torch
 from _checkpoints import chosen, equal, loaded, save
 from _common import finish
 
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.errors import CheckpointError
 
 OPERATIONS = ("open", "write", "fsync", "replace", "mkdir", "unlink", "rmdir")
@@ -120,7 +120,7 @@ def judged(root: Path, code: int, said: str | None) -> list[str]:
     elif os.strerror(code) not in said or f"{root}/" not in said:
         problems.append(f"neither cause nor path in {said!r}")
     checkpoints = CheckpointDir(root)
-    if damage := damage_of(checkpoints.step_dir(OLD)):
+    if damage := find_corruption(checkpoints.step_dir(OLD)):
         problems.append(f"the former checkpoint is harmed: {damage}")
     step, _ = chosen(root)
     if step not in (OLD, NEW) or not equal(loaded(checkpoints.step_dir(step)), states(step)):

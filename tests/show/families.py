@@ -26,14 +26,14 @@ from tiny import FAMILIES, WINDOW, chat_tokenizer, save_family
 from transformers import AutoModelForCausalLM
 
 from verl.algorithms.objective import sft
-from verl.algorithms.settings import Method
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
 from verl.model_merger import main as merge
-from verl.rollout.vllm import VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.settings import FsdpSettings
-from verl.weights.parcel import pack
+from verl.weights.bucket import pack
 from verl.weights.probe import Probe
 from verl.workers.train import TrainSettings, TrainWorker
 
@@ -55,7 +55,7 @@ def batch():
 def started(folder):
     worker = TrainWorker(0, 1)
     actor = FsdpSettings(str(folder / "model"), lr=3e-3)
-    worker.start(("127.0.0.1", free_port()), TrainSettings(actor=actor, method=Method()))
+    worker.start(("127.0.0.1", free_port()), TrainSettings(actor=actor, method=AlgorithmSettings()))
     return worker
 
 

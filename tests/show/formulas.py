@@ -23,13 +23,14 @@ import _common
 import references as ref
 import torch
 
-from verl.algorithms import advantages, kl, survey
+from verl.algorithms import advantages, kl
+from verl.algorithms import prepass as survey
 from verl.algorithms.aggregate import MODES, Totals, aggregate, totals_of
-from verl.algorithms.contract import on_ranks
 from verl.algorithms.correction import Correction, importance_weights, kept, mismatch_metrics, mismatch_moments
-from verl.algorithms.losses import PER_SEQUENCE, Tokens
+from verl.algorithms.losses import PER_SEQUENCE, LossInputs
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
+from verl.algorithms.testing import on_ranks
 from verl.algorithms.values import ValueObjective
 from verl.rewards.overlong import overlong_penalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
@@ -149,9 +150,11 @@ def layout(batch: list[ref.Answer]) -> tuple[torch.Tensor, torch.Tensor]:
     return flat(batch, "mask").bool(), torch.tensor([0, *(len(x.mask) for x in batch)]).cumsum(0)
 
 
-def episodes_of(batch: list[ref.Answer], rank: int, gather: Callable, options: EstimatorOptions) -> advantages.Episodes:
+def episodes_of(
+    batch: list[ref.Answer], rank: int, gather: Callable, options: EstimatorOptions
+) -> advantages.AdvantageInputs:
     mask, offsets = layout(batch)
-    return advantages.Episodes(
+    return advantages.AdvantageInputs(
         scores=torch.tensor([x.score for x in batch], dtype=torch.float64),
         groups=torch.tensor([x.group for x in batch], dtype=torch.int64),
         mask=mask,
@@ -166,9 +169,9 @@ def episodes_of(batch: list[ref.Answer], rank: int, gather: Callable, options: E
     )
 
 
-def tokens_of(batch: list[ref.Answer]) -> Tokens:
+def tokens_of(batch: list[ref.Answer]) -> LossInputs:
     columns = (flat(batch, name) for name in ("lp", "old", "advantages"))
-    return Tokens(*columns, *layout(batch), ref_logprobs=flat(batch, "ref"))
+    return LossInputs(*columns, *layout(batch), ref_logprobs=flat(batch, "ref"))
 
 
 def dealt(draw: random.Random, batch: list[ref.Answer], ranks: int) -> list[list[ref.Answer]]:

@@ -33,14 +33,14 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from verl.algorithms.advantages import Episodes
+from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import MODES, totals_of
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective
-from verl.algorithms.settings import Method
-from verl.algorithms.survey import SURVEYS
+from verl.algorithms.prepass import SURVEYS
+from verl.algorithms.settings import AlgorithmSettings
 from verl.algorithms.values import ValueObjective
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
 from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.fsdp import FsdpEngine, FsdpSettings
@@ -118,9 +118,9 @@ def micro_batches(engine, mini_batch, pieces, term):
     batch, survey = prepared(mini_batch, term), SURVEYS.get(term)
     if survey is None:
         return batch.split(pieces)
-    policy = Policy(engine, Method(loss_mode=term, loss_options=OPTIONS))
+    policy = Policy(engine, AlgorithmSettings(loss_mode=term, loss_options=OPTIONS))
     policy._batch = batch
-    policy._episodes = Episodes(
+    policy._episodes = AdvantageInputs(
         scores=mini_batch.scores,
         groups=mini_batch.groups,
         mask=batch.mask,

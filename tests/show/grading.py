@@ -21,8 +21,8 @@ import psutil
 from _common import Stopwatch, finish
 from _pathological_maths import CASES
 
-from verl.rewards.outcome import Answer, Failed, Outcome, Scored
-from verl.rewards.pool import ScorePool
+from verl.rewards.pool.pool import RewardPool
+from verl.rewards.result import Answer, Failed, Outcome, Scored
 
 FUNCTION = """
 import time
@@ -48,7 +48,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-grading-") as folder:
         file = Path(folder) / "graded.py"
         file.write_text(FUNCTION)
-        pool = ScorePool({"path": str(file)}, workers=WORKERS, deadline_s=deadline_s, memory_mb=1024)
+        pool = RewardPool({"path": str(file)}, workers=WORKERS, deadline_s=deadline_s, memory_mb=1024)
         asyncio.run(pool.start())
         hangs, before, after = grade(pool, grades, deadline_s)
         honest = in_threads(pool, [Answer("burst", str(number), str(number)) for number in range(burst)])
@@ -81,7 +81,7 @@ class Graded:
         self.outcomes, self.seconds = outcomes, seconds
 
 
-def in_threads(pool: ScorePool, answers: Sequence[Answer]) -> Graded:
+def in_threads(pool: RewardPool, answers: Sequence[Answer]) -> Graded:
     """All at once, a quarter of them from each of four threads, one of which is the main thread."""
     found: dict[int, list[Outcome]] = {}
 
@@ -103,7 +103,7 @@ def in_threads(pool: ScorePool, answers: Sequence[Answer]) -> Graded:
 
 
 def grade(
-    pool: ScorePool, count: int, deadline_s: float
+    pool: RewardPool, count: int, deadline_s: float
 ) -> tuple[dict[str, float], dict[str, float], dict[str, float]]:
     """Of every hundred grades one hangs. In ten parts: what there is after the first is what may be at the end."""
     part, watch, wrong, timeouts, slowest = count // 10, Stopwatch(), 0, 0, 0.0
@@ -152,7 +152,9 @@ def grade_maths(count: int) -> dict[str, float]:
             taken.append(time.monotonic() - start)
 
     watch = Stopwatch()
-    with ScorePool({"path": "verl.rewards.math"}, workers=2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048) as pool:
+    with RewardPool(
+        {"path": "verl.rewards.scorers.math"}, workers=2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048
+    ) as pool:
         asyncio.run(pool.start())
         other = threading.Thread(target=lambda: asyncio.run(one_by_one(chosen[1::2])))
         other.start()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from _common import ROOT, Stopwatch, finish
 
-from verl.rewards import gsm8k, math
+from verl.rewards.scorers import gsm8k, math
 
 SHIFTS: dict[str, Callable[[Decimal], Decimal]] = {
     "+1": lambda number: number + 1,

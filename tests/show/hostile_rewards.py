@@ -25,10 +25,10 @@ from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 
 from verl.demo.assets import make_assets
 from verl.errors import RewardError
-from verl.rewards import seat
-from verl.rewards.outcome import Failed, Scored
-from verl.rewards.pool import ScorePool
-from verl.rewards.tally import FailureTally
+from verl.rewards.failures import FailureTally
+from verl.rewards.pool import worker_handle as seat
+from verl.rewards.pool.pool import RewardPool
+from verl.rewards.result import Failed, Scored
 
 FILE = Path(__file__).with_name("_hostile_rewards.py")
 STEPS, ANSWERS, LIMIT = 3, 12, 0.1
@@ -153,7 +153,7 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
     kind, part = EXPECTED[name]
     problems = []
     deadline_s = deadline_s if kind == "timeout" else 60.0
-    pool = ScorePool({"path": str(FILE), "name": name}, workers=2, deadline_s=deadline_s, memory_mb=512)
+    pool = RewardPool({"path": str(FILE), "name": name}, workers=2, deadline_s=deadline_s, memory_mb=512)
     try:
         await pool.start()
         problems += await misbehaves_sometimes(pool, kind)
@@ -163,7 +163,7 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
     return problems
 
 
-async def misbehaves_sometimes(pool: ScorePool, kind: str) -> list[str]:
+async def misbehaves_sometimes(pool: RewardPool, kind: str) -> list[str]:
     """The run goes on, the bad answer is counted, the good ones keep their scores."""
     problems = []
     tally = FailureTally(LIMIT, ANSWERS)
@@ -189,7 +189,7 @@ async def misbehaves_sometimes(pool: ScorePool, kind: str) -> list[str]:
     return problems
 
 
-async def misbehaves_always(pool: ScorePool, kind: str, where: str, part: str) -> list[str]:
+async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) -> list[str]:
     """The run stops and says why; or nothing is lost."""
     tally = FailureTally(LIMIT, ANSWERS)
     calls = [asyncio.ensure_future(pool.score("show", f"bad {number}", "right")) for number in range(ANSWERS)]
@@ -215,7 +215,7 @@ async def try_to_load(body: str, part: str) -> list[str]:
         file.write_text(
             f"{body}\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
         )
-        with ScorePool({"path": str(file)}) as pool:
+        with RewardPool({"path": str(file)}) as pool:
             try:
                 await pool.start()
             except RewardError as error:

@@ -26,7 +26,7 @@ from _common import finish, metrics_of, sized_for_addition
 from safetensors.torch import load_file
 
 from verl.config.load import load
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.demo.assets import make_assets
 from verl.demo.warmup import warm_up
 from verl.tracking.console import Console

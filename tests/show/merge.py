@@ -22,9 +22,9 @@ from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
-from verl.algorithms.settings import Method
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.settings import FsdpSettings
 from verl.workers.train import TrainSettings, TrainWorker
 
@@ -91,7 +91,7 @@ def train_and_save(rank: int, port: int, root: Path, names: list[str]) -> None:
             joined = ("127.0.0.1", port + number)
         worker = TrainWorker(rank, RANKS)
         actor = FsdpSettings(str(root / name / "model"), lr=1e-2, compute_dtype="float32")
-        worker.start(joined, TrainSettings(actor=actor, method=Method(), save_hf=True))
+        worker.start(joined, TrainSettings(actor=actor, method=AlgorithmSettings(), save_hf=True))
         engine = worker._policy.actor
         for _ in range(2):
             engine.update([batch(rank)], PolicyObjective())

@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
 

@@ -21,7 +21,7 @@ from verl.demo.assets import make_assets
 from verl.errors import WeightSyncError
 from verl.tracking.console import Console
 from verl.trainer.build import assemble
-from verl.weights.publish import HostTransport, Receiver, Source
+from verl.weights.sync import HostTransport, Receiver, Source
 
 LIMIT = 1e-4
 METRIC = "training/rollout_logprobs_diff_max"

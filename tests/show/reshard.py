@@ -23,9 +23,9 @@ from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.background import BackgroundWriter
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
 
@@ -51,7 +51,7 @@ def main() -> None:
             )
             model.save_pretrained(folder / "model")
             run_ranks(save_on, 2, 2, free_port(), folder, deadline_s=600)
-            assert damage_of(CheckpointDir(folder).step_dir(BEFORE)) == []
+            assert find_corruption(CheckpointDir(folder).step_dir(BEFORE)) == []
             saved = torch.load(folder / "saved.pt", weights_only=True)
             parameters = sum(tensor.numel() for name, tensor in saved["state"].items() if name.startswith("model."))
             for world in worlds:

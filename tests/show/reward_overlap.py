@@ -18,8 +18,8 @@ from pathlib import Path
 from _common import finish, metrics_of, sized_for_addition, train
 
 from verl.demo.assets import make_assets
-from verl.rewards.outcome import Scored
-from verl.rewards.pool import ScorePool
+from verl.rewards.pool.pool import RewardPool
+from verl.rewards.result import Scored
 
 BOUND = 1.25
 SEATS = 8
@@ -92,7 +92,7 @@ def of_the_pool(folder: Path, answers: int) -> None:
     ratios = {}
     for kind, (function, workers, batch_size) in KINDS.items():
         file = written(folder, kind, function)
-        with ScorePool({"path": str(file)}, workers=workers, batch_size=batch_size, deadline_s=60) as pool:
+        with RewardPool({"path": str(file)}, workers=workers, batch_size=batch_size, deadline_s=60) as pool:
             alone, step, after = asyncio.run(measure(pool, answers))
         ratios[kind] = round(step / alone, 3)
         print(f"{kind}: generation {alone:.2f} s, step {step:.2f} s, one after the other {after:.2f} s")
@@ -105,7 +105,7 @@ def written(folder: Path, kind: str, function: str) -> Path:
     return file
 
 
-async def measure(pool: ScorePool, answers: int) -> tuple[float, float, float]:
+async def measure(pool: RewardPool, answers: int) -> tuple[float, float, float]:
     """(generation alone, the step, generation and then the reward)."""
     await pool.start()
     await asyncio.gather(*(pool.score("show", "warm", "") for _ in range(SEATS)))

@@ -21,8 +21,9 @@ from pathlib import Path
 from _common import finish
 from _hostile_programs import PROGRAMS
 
-from verl.rewards import sandbox, sandbox_walls
-from verl.rewards.sandbox import Limits
+from verl.rewards.sandbox import isolation as sandbox_walls
+from verl.rewards.sandbox import sandbox
+from verl.rewards.sandbox.sandbox import Limits
 
 LATEST_SECONDS = 1.0
 GOOD = "numbers = sorted(map(int, input().split()))\nprint(sum(numbers), numbers[len(numbers) // 2])\n"

@@ -21,7 +21,7 @@ import torch
 from _common import Stopwatch, finish, sized_for_addition
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.tracking.console import Console
@@ -42,7 +42,7 @@ def main() -> None:
         last = CheckpointDir(folder / "run")
         size = sum(path.stat().st_size for path in last.step_dir(last.latest() or 0).rglob("*") if path.is_file())
         at_last = last.latest() == found["last"]
-        damage = [words for step in last.steps() for words in damage_of(last.step_dir(step))]
+        damage = [words for step in last.steps() for words in find_corruption(last.step_dir(step))]
     none, saving, blocking = (quick(found[kind]) for kind in ("none", "saving", "blocking"))
     finish(
         "save_cost",

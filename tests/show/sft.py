@@ -32,9 +32,9 @@ from ranks import free_port, run_ranks
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from verl.data.examples import Example
 from verl.data.plan import Limit
-from verl.data.supervised import shares
+from verl.data.sft_batches import shares
+from verl.data.sft_examples import Example
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import init_process_group
 from verl.training.supervised import Supervised

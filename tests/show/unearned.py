@@ -11,8 +11,8 @@ import time
 
 from _common import finish
 
-from verl.rewards.code import compute_score
-from verl.rewards.sandbox import Limits, isolation
+from verl.rewards.sandbox.sandbox import Limits, isolation
+from verl.rewards.scorers.code import compute_score
 
 LENGTHS = {27: 111, 97: 118, 871: 178, 6171: 261}
 INPUTS = list(LENGTHS)

@@ -14,8 +14,8 @@ import yaml
 
 from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.losses import LOSSES
-from verl.config.keys import leaves, written
 from verl.config.load import load_dict
+from verl.config.paths import leaves, written
 from verl.config.schema import Config, settings_of
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.artefacts import fetched, model_problems
+from verl.model_safety import fetched, model_problems
 
 pytestmark = pytest.mark.unit
 

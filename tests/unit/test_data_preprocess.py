@@ -15,7 +15,7 @@ import pytest
 from tiny import chat_tokenizer
 
 from verl.data.dataset import PromptDataset
-from verl.rewards.score import load_reward
+from verl.rewards.reward_function import load_reward
 from verl.types import Prompt
 
 pytestmark = pytest.mark.unit

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from verl.functions import load_function
+from verl.custom_functions import load_function
 
 pytestmark = pytest.mark.unit
 

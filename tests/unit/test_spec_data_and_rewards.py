@@ -18,13 +18,13 @@ from tiny import chat_tokenizer
 from verl.config.load import Loaded, load
 from verl.data.dataset import PromptDataset
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.outcome import Answer, Failed
-from verl.rewards.score import load_reward
-from verl.rewards.who import who_scores
+from verl.rewards.resolve import who_scores
+from verl.rewards.result import Answer, Failed
+from verl.rewards.reward_function import load_reward
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.data import check_files, read_data
-from verl.trainer.evaluate import Evaluator
-from verl.trainer.translate import scoring
+from verl.trainer.evaluator import Evaluator
+from verl.trainer.worker_settings import scoring
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -281,7 +281,7 @@ def handle(score: float, failure: Failed | None = None) -> SampleHandle:
 
 
 async def test_a_validation_of_zeros_shows_an_answer_its_truth_and_its_scorer() -> None:
-    shown = "verl.rewards.gsm8k gave 0 to the answer 'It is 4.'; the ground truth is '4'"
+    shown = "verl.rewards.scorers.gsm8k gave 0 to the answer 'It is 4.'; the ground truth is '4'"
 
     async def answer(row: int) -> list[SampleHandle]:
         return [handle(0.0)]

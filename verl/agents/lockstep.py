@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from verl.agents.episode import Generate
 from verl.types import Completion, SamplingParams
 
-__all__ = ["GenerateAll", "Lockstep"]
+__all__ = ["DeterministicBatcher", "GenerateAll"]
 
 Request = tuple[Sequence[int], SamplingParams]
 GenerateAll = Callable[[Sequence[Request]], Awaitable[list[Completion]]]
 """Many requests at once -> their answers, in the same order."""
 
 
-class Lockstep:
+class DeterministicBatcher:
     """`count` episodes, each with a seat of its own. What they ask waits until all who still sit there have asked; then
     all of it goes out in the order of the seats, and all get their answers. An episode that ends leaves its seat.
 

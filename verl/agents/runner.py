@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
 from verl.agents.episode import Episode, Generate, single_turn
-from verl.agents.lockstep import Lockstep
+from verl.agents.lockstep import DeterministicBatcher
 from verl.agents.scoring import Score
 from verl.rewards.overlong import Overlong
 from verl.types import Failed, Prompt, Sample, SamplingParams
@@ -39,7 +39,7 @@ class EpisodeRunner:
         *,
         greedy_baseline: bool = False,
         overlong: Overlong | None = None,
-        lockstep: Lockstep | None = None,
+        lockstep: DeterministicBatcher | None = None,
     ) -> list[Sample]:
         """One sample per seed, in the order of the seeds (None draws freely).
 

@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl.agents.episode import Transcript
-from verl.rewards.model import SETTING, Unscored
-from verl.rewards.model_input import Read
-from verl.rewards.outcome import Answer, failure
+from verl.rewards.models.inputs import Read
+from verl.rewards.models.model import SETTING, ScoringFailure
+from verl.rewards.result import Answer, failure
 from verl.types import Failed, Prompt, Scored
 
 __all__ = ["Score", "added", "by_function", "by_model"]
@@ -28,7 +28,7 @@ def by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Score
     return scored
 
 
-def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | Unscored]]) -> Score:
+def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]) -> Score:
     """A reward model that reads the whole conversation."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
@@ -39,7 +39,7 @@ def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | Unsc
             what = f"its chat template refuses the conversation: {error}"
             return failure("error", SETTING, what, about, "mend the template, or the prompts that it does not take")
         found = await score(tokens)
-        if isinstance(found, Unscored):
+        if isinstance(found, ScoringFailure):
             return failure(found.kind, SETTING, found.what, about, found.mend)
         return Scored(found)
 

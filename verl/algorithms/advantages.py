@@ -1,6 +1,6 @@
 """Advantage estimators: how much better an answer, or a token of it, was than could be expected.
 
-An estimator is a function of `Episodes` that returns advantages per token, [T]; one that trains a critic returns
+An estimator is a function of `AdvantageInputs` that returns advantages per token, [T]; one that trains a critic returns
 `(advantages, returns)`. Your own is `package.module:function` in `algorithm.adv_estimator`.
 """
 
@@ -17,7 +17,7 @@ from verl.algorithms.settings import EstimatorOptions
 
 __all__ = [
     "ESTIMATORS",
-    "Episodes",
+    "AdvantageInputs",
     "Estimator",
     "EstimatorOptions",
     "explained_variance",
@@ -40,7 +40,7 @@ EPS = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class AdvantageInputs:
     """The answers of a step as an estimator sees them: B sequences on this rank, and a way to the other ranks.
 
     Tokens lie end to end between `offsets`. What concerns groups and whole batches goes over all ranks, through
@@ -84,7 +84,7 @@ class Episodes:
         sums = torch.stack([value.double().sum() for value in values])
         return self.gather(sums[None]).sum(0).tolist()
 
-    def select(self, indices: Tensor, mask: Tensor, offsets: Tensor) -> Episodes:
+    def select(self, indices: Tensor, mask: Tensor, offsets: Tensor) -> AdvantageInputs:
         """Some of the sequences, laid end to end anew, with their scores alone."""
         return replace(
             self,
@@ -103,10 +103,10 @@ class Episodes:
         return values[segment_ids(self.offsets)] * self.mask
 
 
-Estimator = Callable[[Episodes], "Tensor | tuple[Tensor, Tensor]"]
+Estimator = Callable[[AdvantageInputs], "Tensor | tuple[Tensor, Tensor]"]
 
 
-def grpo(x: Episodes) -> Tensor:
+def grpo(x: AdvantageInputs) -> Tensor:
     """(s - mean_g) / (std_g + 1e-6), unbiased; without the division it is Dr.GRPO. A group of one keeps its score."""
 
     def formula(s: Tensor) -> Tensor:
@@ -117,7 +117,7 @@ def grpo(x: Episodes) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
-def rloo(x: Episodes) -> Tensor:
+def rloo(x: AdvantageInputs) -> Tensor:
     """n/(n-1) * (s - mean_g): each score less the mean of the others. A group of one keeps its score."""
 
     def formula(s: Tensor) -> Tensor:
@@ -127,19 +127,19 @@ def rloo(x: Episodes) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
-def opo(x: Episodes) -> Tensor:
+def opo(x: AdvantageInputs) -> Tensor:
     """s - sum(len * s) / sum(len): the baseline of least variance, longer answers count more."""
     baseline = x.per_group(lambda s, n: ((n * s).sum() / n.sum().clamp(min=1)).expand(len(s)), x.scores, x.lengths)
     return x.per_token(x.scores - baseline)
 
 
-def gpg(x: Episodes) -> Tensor:
+def gpg(x: AdvantageInputs) -> Tensor:
     """B / (number of non-zero scores) * (s - mean_g)."""
     samples, nonzero = x.total(torch.ones_like(x.scores), x.scores != 0)
     return x.per_token(samples / max(nonzero, 1.0) * x.per_group(_centred, x.scores))
 
 
-def grpo_passk(x: Episodes) -> Tensor:
+def grpo_passk(x: AdvantageInputs) -> Tensor:
     """Only the best answer of a group counts: s_max - s_second, over std_g if asked. An answer that is alone, since
     the others could not be scored, leads nobody: zero."""
 
@@ -153,24 +153,24 @@ def grpo_passk(x: Episodes) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
-def reinforce_plus_plus(x: Episodes) -> Tensor:
+def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
     """The discounted return to go, whitened over the batch."""
     return whiten(return_to_go(x.rewards, x.mask, x.offsets, x.options.gamma), x)
 
 
-def reinforce_plus_plus_baseline(x: Episodes) -> Tensor:
+def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
     """s - mean_g on every token, whitened over the batch."""
     return whiten(x.per_token(x.per_group(_centred, x.scores)), x)
 
 
-def remax(x: Episodes) -> Tensor:
+def remax(x: AdvantageInputs) -> Tensor:
     """The return to go, less the score of the greedy answer to the same prompt."""
     if x.baselines is None:
         raise ValueError("remax: the samples have no greedy baseline; run a greedy episode for each prompt")
     return return_to_go(x.rewards, x.mask, x.offsets, 1.0) - x.per_token(x.baselines)
 
 
-def win_rate(x: Episodes) -> Tensor:
+def win_rate(x: AdvantageInputs) -> Tensor:
     """How often an answer beats the others of its group, a tie being half a win, less 1/2: what SPPO aims at."""
 
     def formula(s: Tensor) -> Tensor:
@@ -182,7 +182,7 @@ def win_rate(x: Episodes) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
-def prime(x: Episodes) -> Tensor:
+def prime(x: AdvantageInputs) -> Tensor:
     """RLOO on the scores, plus the return to go of the process rewards less what the others' tokens got on average."""
     if x.process is None:
         raise ValueError("prime: the samples have no process rewards; a process reward model must have seen them")
@@ -195,7 +195,7 @@ def prime(x: Episodes) -> Tensor:
     return rloo(x) + return_to_go(gained, x.mask, x.offsets, x.options.gamma)
 
 
-def gae(x: Episodes) -> tuple[Tensor, Tensor]:
+def gae(x: AdvantageInputs) -> tuple[Tensor, Tensor]:
     """delta = r + gamma*V' - V, A = delta + gamma*lam*A', right to left over the generated tokens: (whitened A, A + V).
 
     V' and A' are those of the next generated token: what a tool wrote in between is skipped.
@@ -226,7 +226,7 @@ ESTIMATORS: dict[str, Estimator] = {
 """`algorithm.adv_estimator` -> the function that it is. PRIME takes `prime` for rloo, and SPPO takes `win_rate`."""
 
 
-def whiten(values: Tensor, x: Episodes) -> Tensor:
+def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:
     """(v - mean) / sqrt(var + 1e-8) over all generated tokens of all ranks, unbiased: [T] -> [T]."""
     count, total = x.total(x.mask, values * x.mask)
     centred = (values - total / max(count, 1.0)) * x.mask
@@ -234,7 +234,7 @@ def whiten(values: Tensor, x: Episodes) -> Tensor:
     return centred / (squares / max(count - 1.0, 1.0) + 1e-8) ** 0.5
 
 
-def explained_variance(x: Episodes, returns: Tensor) -> float:
+def explained_variance(x: AdvantageInputs, returns: Tensor) -> float:
     """1 - var(R - V) / var(R) over all generated tokens: 1 for a critic that knows, 0 for one that knows nothing."""
     assert x.values is not None
     error = (returns - x.values) * x.mask

@@ -1,7 +1,9 @@
 """Policy losses: one function per formula, from log-probs to a loss per token. `aggregate` makes one number of them.
 
-A loss is a function of `Tokens` and `LossOptions` that returns a `PolicyLoss`. Your own is `package.module:function` in
-`actor_rollout_ref.actor.policy_loss.loss_mode`. A = advantage, d = lp - lp_old, r = exp(d), sg = no gradient through.
+A loss is a function of `LossInputs` and `LossOptions` that returns a `PolicyLoss`. Your own is named by
+`actor_rollout_ref.actor.policy_loss.loss_mode=package.module:function`.
+
+A = advantage, d = lp - lp_old, r = exp(d), sg = no gradient through.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ __all__ = [
     "LOSSES",
     "PER_SEQUENCE",
     "LossFunction",
+    "LossInputs",
     "LossOptions",
     "PolicyLoss",
-    "Tokens",
     "cispo",
     "clip_cov",
     "dpo",
@@ -39,7 +41,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class LossInputs:
     """What a loss sees of a micro-batch: all [T] but `offsets [B+1]`. Only `logprobs` carries a gradient."""
 
     logprobs: Tensor
@@ -75,10 +77,10 @@ class PolicyLoss:
     clipped_dual: Tensor | None = None
 
 
-LossFunction = Callable[[Tokens, LossOptions], PolicyLoss]
+LossFunction = Callable[[LossInputs, LossOptions], PolicyLoss]
 
 
-def vanilla(x: Tokens, o: LossOptions) -> PolicyLoss:
+def vanilla(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """max(-A*r, -A*clip(r, 1-low, 1+high)); where A < 0 no more than -A*c (dual clip)."""
     plain = _clipped(x.ratio, x.advantages, o)
     ceiling = -x.advantages * o.clip_c
@@ -86,25 +88,25 @@ def vanilla(x: Tokens, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(torch.where(dual, ceiling, plain.loss), plain.clipped_high, plain.clipped_low, dual)
 
 
-def gspo(x: Tokens, o: LossOptions) -> PolicyLoss:
+def gspo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """The clip of PPO on the ratio of whole sequences, exp(mean d): exp(sg[mean d] + lp - sg[lp]) at each token."""
     log_ratio = x.sequence_mean(x.logprobs - x.old_logprobs).detach() + x.logprobs - x.logprobs.detach()
     return _clipped(log_ratio.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp(), x.advantages, o)
 
 
-def cispo(x: Tokens, o: LossOptions) -> PolicyLoss:
+def cispo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-sg[clip(r, 1-low, 1+high)] * A * lp: the clip limits a token's weight, and never takes its gradient away."""
     ratio = x.ratio.detach()
     return PolicyLoss(-ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high) * x.advantages * x.logprobs)
 
 
-def sapo(x: Tokens, o: LossOptions) -> PolicyLoss:
+def sapo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-A * sigmoid(tau * (r - 1)) * 4/tau, tau_pos where A > 0 and tau_neg elsewhere: a soft clip."""
     tau = torch.full_like(x.advantages, o.tau_neg).masked_fill(x.advantages > 0, o.tau_pos)
     return PolicyLoss(-x.advantages * torch.sigmoid(tau * (x.ratio - 1.0)) * 4.0 / tau)
 
 
-def geo_mean(x: Tokens, o: LossOptions) -> PolicyLoss:
+def geo_mean(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """GMPO: -A * exp(mean d) per sequence, d held to [-low, high] on the side that the advantage pushes to."""
     log_ratio, advantage = x.logprobs - x.old_logprobs, x.sequence_mean(x.advantages)
     sign = advantage.sign()
@@ -114,12 +116,12 @@ def geo_mean(x: Tokens, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(-advantage * ratio, took & (log_ratio > 0), took & (log_ratio < 0))
 
 
-def gpg(x: Tokens, o: LossOptions) -> PolicyLoss:
+def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-A * lp."""
     return PolicyLoss(-x.advantages * x.logprobs)
 
 
-def clip_cov(x: Tokens, o: LossOptions) -> PolicyLoss:
+def clip_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """PPO without the gradients of the `chosen` tokens: some of those whose log-prob and advantage rise together."""
     plain = vanilla(x, o)
     return PolicyLoss(
@@ -130,13 +132,13 @@ def clip_cov(x: Tokens, o: LossOptions) -> PolicyLoss:
     )
 
 
-def kl_cov(x: Tokens, o: LossOptions) -> PolicyLoss:
+def kl_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-A*r, plus coef * |d| on the `chosen` tokens: those whose log-prob and advantage rise together most."""
     distance = (x.logprobs - x.old_logprobs).abs()
     return PolicyLoss(-x.advantages * x.ratio + torch.where(_chosen(x), o.ppo_kl_coef * distance, 0.0))
 
 
-def dpo(x: Tokens, o: LossOptions) -> PolicyLoss:
+def dpo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-2 * A * sum(lp) per answer: it has the gradient of -log sigmoid(margin) of a pair, the mean over pairs.
 
     A is what the survey of the mini-batch found: +-beta * sigmoid(-margin) for the better and the worse answer.
@@ -144,7 +146,7 @@ def dpo(x: Tokens, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(-2.0 * x.advantages * x.sequence_sum(x.logprobs))
 
 
-def sppo(x: Tokens, o: LossOptions) -> PolicyLoss:
+def sppo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """(sum(lp - lp_ref) - eta * A)^2 per sequence, A being how often the answer wins within its group, less 1/2."""
     if x.ref_logprobs is None:
         raise ValueError("sppo: the batch has no ref_logprobs; it is held to a reference")
@@ -176,7 +178,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
     return PolicyLoss(loss, took & (ratio > 1.0), took & (ratio < 1.0))
 
 
-def _chosen(x: Tokens) -> Tensor:
+def _chosen(x: LossInputs) -> Tensor:
     if x.chosen is None:
         raise ValueError("clip_cov and kl_cov: nothing was chosen; survey the mini-batch before its micro-batches")
     return x.chosen

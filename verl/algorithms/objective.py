@@ -14,8 +14,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
 from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions, PolicyLoss, Tokens
-from verl.functions import load_function
+from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss
+from verl.custom_functions import load_function
 
 __all__ = ["OutcomeObjective", "PolicyObjective", "sft", "tokens_of"]
 
@@ -103,14 +103,14 @@ class PolicyObjective:
             return _known(output.kl, "kl")
         return kl_penalty(output.logprobs, _known(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
 
-    def _policy_loss(self, tokens: Tokens) -> PolicyLoss:
+    def _policy_loss(self, tokens: LossInputs) -> PolicyLoss:
         found = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(tokens, self.options)
         return PolicyLoss(found) if isinstance(found, Tensor) else found
 
 
-def tokens_of(logprobs: Tensor, batch: Batch) -> Tokens:
+def tokens_of(logprobs: Tensor, batch: Batch) -> LossInputs:
     """What a policy loss sees of a batch whose tokens have these log-probs now."""
-    return Tokens(
+    return LossInputs(
         logprobs,
         _known(batch.old_logprobs, "old_logprobs"),
         _known(batch.advantages, "advantages"),
@@ -132,7 +132,7 @@ class OutcomeObjective:
 
     def __call__(self, output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         ref, outcome = _known(batch.ref_logprobs, "ref_logprobs"), _known(batch.returns, "returns")
-        tokens = Tokens(output.logprobs, ref, outcome, batch.mask, batch.offsets)
+        tokens = LossInputs(output.logprobs, ref, outcome, batch.mask, batch.offsets)
         logits = self.beta * tokens.sequence_sum(output.logprobs - ref)
         losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
         right = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)

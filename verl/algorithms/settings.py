@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-__all__ = ["Correction", "EstimatorOptions", "KlController", "LossOptions", "Method"]
+__all__ = ["AlgorithmSettings", "Correction", "EstimatorOptions", "KlController", "LossOptions"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class KlController:
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class AlgorithmSettings:
     """An algorithm in full: from scores to rewards, to advantages, to the loss. What a train worker is told."""
 
     estimator: str = "grpo"  # of ESTIMATORS, or package.module:function

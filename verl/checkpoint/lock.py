@@ -13,7 +13,7 @@ from pathlib import Path
 
 from verl.errors import CheckpointError
 
-__all__ = ["sole_run"]
+__all__ = ["run_lock"]
 
 LOCK = ".run.lock"
 POLL_S = 1.0
@@ -24,7 +24,7 @@ PATIENCE_ELSEWHERE_S = 120.0
 
 
 @asynccontextmanager
-async def sole_run(
+async def run_lock(
     root: Path, say: Callable[[str], None], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> AsyncIterator[None]:
     """Hold the folder of a run for as long as it lasts; `CheckpointError` while another run holds it.

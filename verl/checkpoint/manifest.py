@@ -23,7 +23,7 @@ from typing import Any
 from verl.checkpoint.files import FileSum, make_directory, naming, replace, sum_of, sync_directory, write
 from verl.errors import CheckpointError
 
-__all__ = ["CheckpointDir", "damage_of", "writing"]
+__all__ = ["CheckpointDir", "find_corruption", "writing"]
 
 PREFIX = "global_step_"
 TRAINER = "trainer.json"
@@ -81,7 +81,7 @@ class CheckpointDir:
 
     def trainer(self, step: int) -> dict[str, Any]:
         """What was given to `commit`, and the step."""
-        if damage := damage_of(self.step_dir(step), sums=False):
+        if damage := find_corruption(self.step_dir(step), sums=False):
             raise CheckpointError(
                 f"checkpoint {self.step_dir(step)}: {damage[0]}, so it is not complete; "
                 f"complete ones there: {', '.join(f'{PREFIX}{found}' for found in self.steps()) or 'none'}"
@@ -93,7 +93,7 @@ class CheckpointDir:
 
     def steps(self) -> list[int]:
         """All complete steps, oldest first: with a manifest, and every file of it in its size."""
-        return [step for step in self._all() if not damage_of(self.step_dir(step), sums=False)]
+        return [step for step in self._all() if not find_corruption(self.step_dir(step), sums=False)]
 
     def candidates(self) -> list[int]:
         """The steps to try, whole or not, the newest first; none after the one named in the latest file, if one is."""
@@ -115,7 +115,7 @@ class CheckpointDir:
 
     def latest(self) -> int | None:
         """The step to resume from, as far as can be seen without reading the files: the first complete candidate."""
-        return next((step for step in self.candidates() if not damage_of(self.step_dir(step), sums=False)), None)
+        return next((step for step in self.candidates() if not find_corruption(self.step_dir(step), sums=False)), None)
 
     def prune(self, keep: int | None) -> list[int]:
         """Delete all complete steps but the one to resume from and the newest before it, `keep` in all; None keeps all.
@@ -157,7 +157,7 @@ class CheckpointDir:
             shutil.rmtree(directory)
 
 
-def damage_of(directory: Path, *, sums: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:
+def find_corruption(directory: Path, *, sums: bool = True, rank: int = 0, ranks: int = 1) -> list[str]:
     """What is wrong with a checkpoint, in words; empty if it is whole.
 
     The manifest and the sizes of all files are always looked at. With `sums` every file is read. Over several ranks

@@ -8,10 +8,10 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from verl.cluster.census import introduce
 from verl.cluster.handles import end, get_all
-from verl.cluster.waits import Deadline, Owner, Progress, reported, waiting
-from verl.errors import NoAnswerError, ProcessLostError, VerlError
+from verl.cluster.hangs.pending_calls import Deadline, Owner, Progress, reported, waiting
+from verl.cluster.hangs.registry import introduce
+from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
 __all__ = ["ActorGroup", "call", "fetch"]
 
@@ -39,7 +39,7 @@ async def call(
         with waiting(what, of=of, deadline=deadline, progress=progress, peers=peers) as wait:
             while not (await asyncio.wait([answer], timeout=wait.left))[0]:
                 if wait.left <= 0:
-                    raise NoAnswerError(
+                    raise WorkerTimeoutError(
                         f"waited {wait.age:.0f} s for {of} to {what} and gave up; if it only needs longer, raise "
                         f"{deadline}{await reported(wait)}"
                     )
@@ -80,7 +80,9 @@ def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline
             return get_all(references, deadline.seconds)
         except GetTimeoutError as error:
             told = asyncio.run(reported(wait))
-            raise NoAnswerError(f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}") from error
+            raise WorkerTimeoutError(
+                f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}"
+            ) from error
 
 
 class ActorGroup:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from verl.cluster.census import introduce
 from verl.cluster.group import call
 from verl.cluster.handles import end
-from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress, waiting
+from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Deadlines, Owner, Progress, waiting
+from verl.cluster.hangs.registry import introduce
 from verl.errors import ProcessLostError
 
 __all__ = ["Remote"]

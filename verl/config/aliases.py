@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from verl.config.keys import Path, Tree, graft, key_of, leaves, written
+from verl.config.paths import Path, Tree, graft, key_of, leaves, written
 
 __all__ = [
     "KEYS",
     "OF_SFT",
     "OF_TRAIN",
     "VALUES",
-    "Spellings",
+    "Aliases",
     "canonical",
     "canonical_path",
     "canonical_tree",
@@ -73,6 +73,14 @@ VALUES: dict[str, dict[str, str]] = {
     "critic.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     "critic.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
     "trainer.resume_mode": {"resume_path": "path"},
+    "reward.custom_reward_function.path": {
+        f"verl.rewards.{old}": f"verl.rewards.scorers.{new}"
+        for old, new in {
+            **{name: name for name in ("code", "format", "gsm8k", "json_schema", "math", "qa")},
+            "choice": "multiple_choice",
+            "exact": "exact_match",
+        }.items()
+    },
     "actor_rollout_ref.rollout.dtype": {"half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     f"{_ACTOR}.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
     f"{_ACTOR}.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
@@ -82,15 +90,15 @@ VALUES: dict[str, dict[str, str]] = {
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
-class Spellings(NamedTuple):
+class Aliases(NamedTuple):
     """The second spellings of one kind of run: of keys, and of values by key."""
 
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
 
 
-OF_TRAIN = Spellings(KEYS, VALUES)
-OF_SFT = Spellings(
+OF_TRAIN = Aliases(KEYS, VALUES)
+OF_SFT = Aliases(
     {
         "model.partial_pretrain": "model.path",
         "model.dtype": "model.fsdp_config.dtype",
@@ -115,7 +123,7 @@ OF_SFT = Spellings(
 _STEPS = re.compile(r"global_steps_(\d+)")
 
 
-def canonical(path: Path, value: Any, hints: list[str], spellings: Spellings = OF_TRAIN) -> tuple[Path, Any]:
+def canonical(path: Path, value: Any, hints: list[str], spellings: Aliases = OF_TRAIN) -> tuple[Path, Any]:
     """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
     target = canonical_path(path, spellings)
     if target != path:
@@ -124,7 +132,7 @@ def canonical(path: Path, value: Any, hints: list[str], spellings: Spellings = O
 
 
 def canonical_tree(
-    tree: Mapping[str, Any], hints: list[str], problems: list[str], spellings: Spellings = OF_TRAIN
+    tree: Mapping[str, Any], hints: list[str], problems: list[str], spellings: Aliases = OF_TRAIN
 ) -> Tree:
     """The same settings under their canonical keys. One setting under two spellings must not have two values."""
     result: Tree = {}
@@ -142,12 +150,12 @@ def canonical_tree(
     return result
 
 
-def short_names(spellings: Spellings = OF_TRAIN) -> Iterable[tuple[str, str]]:
+def short_names(spellings: Aliases = OF_TRAIN) -> Iterable[tuple[str, str]]:
     """Sections that are also known by one word, for interpolations such as ${rollout.n}."""
     return ((short, full) for short, full in spellings.keys.items() if "." not in short)
 
 
-def canonical_path(path: Path, spellings: Spellings = OF_TRAIN) -> Path:
+def canonical_path(path: Path, spellings: Aliases = OF_TRAIN) -> Path:
     """The path that a second spelling stands for; any other path as it is."""
     for _ in range(len(spellings.keys)):  # a canonical key may itself be a second spelling below: actor.lora_rank
         for length in range(len(path), 0, -1):
@@ -160,7 +168,7 @@ def canonical_path(path: Path, spellings: Spellings = OF_TRAIN) -> Path:
     raise AssertionError(f"the second spellings of {key_of(path)} run in a circle")
 
 
-def _canonical_value(key: str, value: Any, hints: list[str], spellings: Spellings) -> Any:
+def _canonical_value(key: str, value: Any, hints: list[str], spellings: Aliases) -> Any:
     if not isinstance(value, str):
         return value
     meant = spellings.values.get(key, {}).get(value, value)

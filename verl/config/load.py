@@ -21,10 +21,10 @@ from pydantic import ValidationError
 
 from verl.config import checks
 from verl.config.aliases import canonical, canonical_tree, short_names
-from verl.config.findings import Finding
-from verl.config.keys import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
-from verl.config.kinds import ANSWERS, KINDS, SFT, TRAIN, Kind
-from verl.config.schema import MISSING, OWN_FUNCTION, Config, Section, Setting, SftConfig, settings_of
+from verl.config.paths import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
+from verl.config.problems import ConfigProblem
+from verl.config.run_types import ANSWERS, KINDS, SFT, TRAIN, RunType
+from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, settings_of
 from verl.errors import ConfigError
 from verl.redaction import remember
 
@@ -71,7 +71,7 @@ def load_answers(argv: Sequence[str]) -> Loaded[Config]:
     return _load(ANSWERS, argv, complete=False)[0]
 
 
-def _load(kind: Kind[C], argv: Sequence[str], complete: bool) -> list[Loaded[C]]:
+def _load(kind: RunType[C], argv: Sequence[str], complete: bool) -> list[Loaded[C]]:
     problems: list[str] = []
     options = _options(argv, problems)
     overrides = _parse(options.overrides, problems)
@@ -116,7 +116,7 @@ class _Point:
 
 
 def _build(
-    kind: Kind[C],
+    kind: RunType[C],
     point: _Point,
     *,
     problems: list[str],
@@ -135,7 +135,7 @@ def _build(
     remember(tree)
     config, wrong = _validate(kind, _known(kind, tree, problems), problems)
 
-    def say(findings: Iterable[Finding], into: list[str]) -> None:
+    def say(findings: Iterable[ConfigProblem], into: list[str]) -> None:
         into += [found.text for found in findings if not wrong.intersection(found.keys)]
 
     if complete:
@@ -287,7 +287,7 @@ def _compose(
 # --- one override
 
 
-def _apply(kind: Kind[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _apply(kind: RunType[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
     if override.is_hydra_override():
         hints.append(f"{override.input_line} has no effect: verl reads settings with Hydra, but Hydra does not run it")
         return
@@ -303,7 +303,7 @@ def _apply(kind: Kind[C], override: Override, tree: Tree, hints: list[str], prob
         graft(tree, target, meant)
 
 
-def _delete(kind: Kind[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _delete(kind: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
     """`~key`: back to the default; in an open dictionary: out of it."""
     target, _ = canonical(path, None, hints, kind.spellings)
     found, there = declared(target, kind.root), look_up(tree, target)
@@ -320,7 +320,7 @@ def _delete(kind: Kind[C], path: Path, value: Any, tree: Tree, hints: list[str],
 # --- the tree
 
 
-def _resolve(kind: Kind[C], tree: Tree, problems: list[str]) -> None:
+def _resolve(kind: RunType[C], tree: Tree, problems: list[str]) -> None:
     """Replace ${...} by what it stands for; defaults can be referred to as well."""
     waiting = [(path, value) for path, value in leaves(tree) if "${" in str(value)]
     if not waiting:
@@ -352,7 +352,7 @@ def _resolve(kind: Kind[C], tree: Tree, problems: list[str]) -> None:
             prune(tree, path)
 
 
-def _known(kind: Kind[C], tree: Tree, problems: list[str]) -> Tree:
+def _known(kind: RunType[C], tree: Tree, problems: list[str]) -> Tree:
     """The declared part of the tree. Other keys are problems; empty sections and values left as ??? are not given."""
     known: Tree = {}
     for path, value in leaves(tree):
@@ -371,7 +371,7 @@ def _known(kind: Kind[C], tree: Tree, problems: list[str]) -> Tree:
     return known
 
 
-def _unknown(kind: Kind[C], path: Path, value: Any = None) -> str:
+def _unknown(kind: RunType[C], path: Path, value: Any = None) -> str:
     key = key_of(path)
     for other in KINDS:
         if other is not kind and declared(path, other.root) is not None:
@@ -386,7 +386,7 @@ def _unknown(kind: Kind[C], path: Path, value: Any = None) -> str:
     return f"{key}: is not a setting; the nearest is {near}: set {mend}"
 
 
-def _validate(kind: Kind[C], tree: Tree, problems: list[str]) -> tuple[C, set[str]]:
+def _validate(kind: RunType[C], tree: Tree, problems: list[str]) -> tuple[C, set[str]]:
     """The config, and the keys whose values were wrong: those have their defaults, so that the checks can go on."""
     try:
         return kind.root.model_validate(tree), set()
@@ -401,7 +401,7 @@ def _validate(kind: Kind[C], tree: Tree, problems: list[str]) -> tuple[C, set[st
     return kind.root.model_validate(tree), set(wrong)
 
 
-def _setting_at(kind: Kind[C], loc: tuple[int | str, ...]) -> Setting:
+def _setting_at(kind: RunType[C], loc: tuple[int | str, ...]) -> Setting:
     """The setting of an error: pydantic goes on into list items and members of unions."""
     known = settings_of(kind.root)
     keys = (".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1))
@@ -423,7 +423,7 @@ def _wrong(setting: Setting, item: Any) -> str:
         rule = _RULES[item["type"]](item["ctx"])
     elif setting.choices:
         rule = f"must be one of {', '.join(str(choice) for choice in setting.choices)}"
-        rule += f", or your own as {OWN_FUNCTION}" if setting.takes_own_function else ""
+        rule += f", or your own as {CUSTOM_FUNCTION}" if setting.takes_custom_function else ""
         close = get_close_matches(value, [str(choice) for choice in setting.choices], n=1)
         if close and not isinstance(mend, list):
             mend = close[0]

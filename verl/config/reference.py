@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from verl.config.keys import written
-from verl.config.kinds import SFT, TRAIN, AnyKind
+from verl.config.paths import written
+from verl.config.render import documentation, type_in_words
+from verl.config.run_types import SFT, TRAIN, AnyRunType
 from verl.config.schema import Setting, settings_of
-from verl.config.show import documentation, type_in_words
 
 __all__ = ["render_reference"]
 
@@ -34,7 +34,7 @@ def render_reference() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _settings(kind: AnyKind) -> Iterator[str]:
+def _settings(kind: AnyRunType) -> Iterator[str]:
     known = settings_of(kind.root)
     for section in known.values():
         if section.section is None:

@@ -5,40 +5,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl.config.batch_sizes import Size, how_ranks, train_ranks
 from verl.config.checks import endless_warmup, missing, of_any_run
-from verl.config.findings import Finding, keys_of
-from verl.config.mutes import Mute, without_effect
+from verl.config.mutes import IgnoredRule, without_effect
 from verl.config.mutes.training import OF_ANY_RUN, of_schedule, of_sharding, without_adapter
+from verl.config.problems import ConfigProblem, keys_of
 from verl.config.schema import SftConfig
-from verl.config.sizes import Size, how_ranks, train_ranks
 
 __all__ = ["contradictions", "hints", "missing", "saves_hf", "sft_sizes"]
 
 
-def contradictions(config: SftConfig) -> Iterator[Finding]:
+def contradictions(config: SftConfig) -> Iterator[ConfigProblem]:
     """Settings that cannot work together."""
     yield from of_any_run(config)
     steps = config.trainer.total_training_steps
     yield from endless_warmup("optim", config.optim, steps, steps)
     if saves_hf(config) and "model" not in config.checkpoint.save_contents:
-        yield Finding(
+        yield ConfigProblem(
             ("trainer.save_hf", "checkpoint.save_contents"),
             "checkpoint.save_contents: trainer.save_hf or hf_model makes a model of the weights in the checkpoint, and "
             "they are left out; add model, or set trainer.save_hf=False and take out hf_model",
         )
 
 
-def hints(config: SftConfig) -> Iterator[Finding]:
+def hints(config: SftConfig) -> Iterator[ConfigProblem]:
     """What works, but is probably not meant."""
     data, ranks = config.data, train_ranks(config)
     if data.train_batch_size < ranks:
-        yield Finding(
+        yield ConfigProblem(
             ("data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
             f"data.train_batch_size: {data.train_batch_size} examples leave some of the {ranks} train ranks without "
             f"work; set data.train_batch_size={ranks} or more",
         )
     if data.packing and data.max_token_len_per_gpu < data.max_length:
-        yield Finding(
+        yield ConfigProblem(
             ("data.max_token_len_per_gpu", "data.max_length", "data.packing"),
             f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
             f"longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}",
@@ -75,38 +75,38 @@ _MUTES = (
     *of_schedule("optim", lambda c: c.optim),
     *of_sharding("model.fsdp_config", lambda c: c.model.fsdp_config),
     without_adapter("model.peft", lambda c: c.model.peft),
-    Mute(
+    IgnoredRule(
         keys_of("data", "prompt_key", "response_key"),
         lambda c: c.data.messages_key is not None,
         "data.messages_key is given: its conversations are all that is read",
         ("data.messages_key",),
     ),
-    Mute(
+    IgnoredRule(
         ("data.max_token_len_per_gpu",),
         lambda c: not c.data.packing,
         "data.packing=false counts examples",
         ("data.packing",),
     ),
-    Mute(
+    IgnoredRule(
         ("data.micro_batch_size_per_gpu",),
         lambda c: c.data.packing,
         "data.packing=true counts tokens",
         ("data.packing",),
     ),
-    Mute(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle=false", ("data.shuffle",)),
-    Mute(
+    IgnoredRule(("data.seed",), lambda c: not c.data.shuffle, "data.shuffle=false", ("data.shuffle",)),
+    IgnoredRule(
         ("data.val_max_samples", "trainer.val_before_train"),
         lambda c: c.data.val_files is None,
         "data.val_files is not given",
         ("data.val_files",),
     ),
-    Mute(
+    IgnoredRule(
         ("checkpoint.load_contents",),
         lambda c: c.trainer.resume_mode == "disable",
         "trainer.resume_mode=disable loads nothing",
         ("trainer.resume_mode",),
     ),
-    Mute(
+    IgnoredRule(
         ("trainer.faults.max_engine_restarts", "trainer.deadlines.generation", "trainer.deadlines.weights"),
         lambda c: True,
         "supervised training has no rollout engines",

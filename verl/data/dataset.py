@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
-from verl.data.check import PathLike, entries_of, missing_column
 from verl.data.columns import source_of, told_to_rewards
 from verl.data.files import BlockCache, JsonlRows, Rows, find_files, open_rows
-from verl.data.measure import Ruler, measure
+from verl.data.lengths import TokenCounter, measure
+from verl.data.validate import PathLike, entries_of, missing_column
 from verl.errors import DataError
 from verl.types import Prompt
 
@@ -125,7 +125,7 @@ class PromptDataset:
         elif kept is not None:
             self.kept = kept
         else:
-            ruler = Ruler(tokenizer, self._template_kwargs)
+            ruler = TokenCounter(tokenizer, self._template_kwargs)
             lengths, from_cache = measure(self.files, rows, prompt_key, ruler, processes=num_workers, folder=cache_dir)
             self.kept, truncated = self._fitting(lengths)
         count = len(self.kept)

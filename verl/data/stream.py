@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from verl.data.order import Order
+from verl.data.samplers import Sampler
 from verl.errors import DataError
 
 __all__ = ["PromptStream"]
@@ -24,7 +24,7 @@ class PromptStream:
     [(0, 0), (1, 1), (2, 2), (3, 0)]
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Sampler) -> None:
         self._order = order
         self.position = 0
 

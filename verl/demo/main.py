@@ -9,13 +9,13 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.config.batch_sizes import derived_sizes, render_sizes
+from verl.config.features import publishes_adapter
 from verl.config.load import Loaded, load
-from verl.config.needs import publishes_adapter
-from verl.config.sizes import derived_sizes, render_sizes
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, report
 from verl.tracking.console import Console
-from verl.weights.publish import Source
+from verl.weights.sync import Source
 
 if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray starts
     import torch
@@ -116,7 +116,7 @@ async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
 async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
     import torch
 
-    from verl.weights.parcel import unpack
+    from verl.weights.bucket import unpack
 
     for reference in await source.pack_weights():
         parcel = await reference

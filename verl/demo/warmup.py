@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.data.examples import pair_example
-from verl.data.order import Sampled
 from verl.data.plan import Limit
-from verl.data.supervised import shares
+from verl.data.samplers import CustomSampler
+from verl.data.sft_batches import shares
+from verl.data.sft_examples import pair_example
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.errors import EngineError
-from verl.trainer.sft_data import Feed
+from verl.trainer.sft_data import SFTDataLoader
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.group import close_process_group, init_process_group
 from verl.training.supervised import Supervised
@@ -66,8 +66,8 @@ async def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> 
     problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
     cut = partial(shares, ranks=1, limit=Limit(samples=_BATCH, tokens=None))
-    order = Sampled(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
-    feed = Feed(examples, order, _BATCH, cut)
+    order = CustomSampler(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
+    feed = SFTDataLoader(examples, order, _BATCH, cut)
     settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
     model = Supervised(FsdpEngine(settings))
     judge = AutoModelForCausalLM.from_pretrained(path)

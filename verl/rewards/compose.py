@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.outcome import number
+from verl.rewards.result import number
 
 __all__ = ["clipped", "combine", "is_async", "weighted"]
 

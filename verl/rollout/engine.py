@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # parcels import torch, and many who speak of engines need none
-    from verl.weights.parcel import Parcel
+    from verl.weights.bucket import WeightBucket
 
 __all__ = ["RolloutEngine"]
 
@@ -35,7 +35,7 @@ class RolloutEngine(Protocol):
         """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
         ...
 
-    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
         """Replace all weights by those in `parcels` and become `version`. Caches of the old weights are dropped."""
         ...
 

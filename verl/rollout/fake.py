@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl.types import Completion, SamplingParams
-from verl.weights.parcel import Parcel
+from verl.weights.bucket import WeightBucket
 
 __all__ = ["FakeRolloutEngine"]
 
@@ -49,7 +49,7 @@ class FakeRolloutEngine:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
 
-    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
         self._version = version
 
     async def version(self) -> int:

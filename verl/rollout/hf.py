@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from verl.artefacts import attention_for
 from verl.errors import WeightSyncError
+from verl.model_safety import attention_for
 from verl.types import Completion, SamplingParams
-from verl.weights.names import as_saved, write_saved
-from verl.weights.parcel import Parcel, unpack
+from verl.weights.bucket import WeightBucket, unpack
+from verl.weights.hf_names import as_saved, write_saved
 
 __all__ = ["HfEngine"]
 
@@ -66,7 +66,7 @@ class HfEngine:
                 logits = self._model(tokens[None]).logits[0, :-1].float()
             return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
 
-    async def load_weights(self, parcels: Sequence[Parcel], version: int) -> None:
+    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
         async with self._turn:
             weights = {name: w for p in parcels for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
             own = {name for name, _ in as_saved(self._model, self._model.named_parameters())}

@@ -16,18 +16,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.config.keys import graft
 from verl.config.load import Loaded, load_dict
+from verl.config.paths import graft
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.tracking.console import Console
 from verl.trainer.main_ppo import train
-from verl.workers.given import check_model, tokenizer_for
+from verl.workers.inputs import check_model, tokenizer_for
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["GRPOTrainer", "PPOTrainer", "Training", "TrainingConfig"]
+__all__ = ["GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig"]
 
 T = TypeVar("T")
 Reward = Callable[..., Any]
@@ -61,7 +61,7 @@ class TrainingConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainResult:
     """What became of a run: the metrics of every step, and where the trained model is."""
 
     metrics: list[dict[str, Any]]
@@ -71,6 +71,10 @@ class Training:
     def rewards(self) -> list[float]:
         """The mean reward of every step."""
         return [step["reward/mean"] for step in self.metrics if "reward/mean" in step]
+
+
+Training = TrainResult
+"""The former name of `TrainResult`."""
 
 
 class _Trainer:
@@ -101,7 +105,7 @@ class _Trainer:
         self.reward, self.prompts, self.validation = reward, prompts, validation
         self.folder, self.local = Path(folder), local
 
-    def train(self, prompts: Prompts | None = None) -> Training:
+    def train(self, prompts: Prompts | None = None) -> TrainResult:
         """Run to the end. Everything that is wrong with the settings is raised at once, before anything is started."""
         prompts = self.prompts if prompts is None else prompts
         if prompts is None:
@@ -211,7 +215,7 @@ def _stopped(code: int, folder: Path) -> str:
     )
 
 
-def _result(folder: Path) -> Training:
+def _result(folder: Path) -> TrainResult:
     """What the run that has just ended wrote; not what a former one left in the same folder."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
@@ -221,7 +225,7 @@ def _result(folder: Path) -> Training:
             f"{folder}: the run ended after step {last}, and the last checkpoint in it is of step {saved}: it holds no "
             "model of this run's end"
         )
-    return Training(metrics, folder / f"global_step_{saved}" / "actor" / "huggingface")
+    return TrainResult(metrics, folder / f"global_step_{saved}" / "actor" / "huggingface")
 
 
 def _reward_settings(reward: Reward | str | Path | None) -> dict[str, Any]:

@@ -9,29 +9,29 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.cluster.pool import Places
-from verl.cluster.waits import MARGIN_S
+from verl.cluster.device_pool import Places
+from verl.cluster.hangs.pending_calls import MARGIN_S
+from verl.config.batch_sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.config.checks import hints
-from verl.config.needs import uses_reward_function
+from verl.config.features import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
-from verl.config.sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
 from verl.data.stream import PromptStream
-from verl.rewards.outcome import short
-from verl.rewards.pool import scores
-from verl.rewards.tally import FailureTally
-from verl.rewards.who import who_scores
-from verl.rollout.keeper import EngineKeeper
+from verl.rewards.failures import FailureTally
+from verl.rewards.pool.pool import scores
+from verl.rewards.resolve import who_scores
+from verl.rewards.result import short
+from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.data import RunData, check_files, read_data
-from verl.trainer.evaluate import Evaluator
-from verl.trainer.faults import Faults
-from verl.trainer.loop import Timetable, Trainer
-from verl.trainer.saving import Saver
-from verl.trainer.start import Signed, changed, full_path, open_site, open_tracker, resume, shown_by_device
-from verl.trainer.translate import (
+from verl.trainer.evaluator import Evaluator
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.rl_trainer import LoopSchedule, RLTrainer
+from verl.trainer.setup import WithRunInfo, changed, full_path, open_tracker, resume, shown_by_device, start_runtime
+from verl.trainer.worker_settings import (
     compute_dtype,
     deadlines,
     engine_settings,
@@ -46,7 +46,7 @@ from verl.trainer.translate import (
 )
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
-from verl.weights.publish import DeviceTransport, HostTransport, Publisher, Transport
+from verl.weights.sync import DeviceTransport, HostTransport, Transport, WeightSync
 from verl.workers.episodes import EpisodePool, Job
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
@@ -71,17 +71,17 @@ async def assemble(
     config: Config,
     console: Console,
     *,
-    faults: Faults | None = None,
+    faults: RestartTracker | None = None,
     reward: Reward | None = None,
     model_ready: Callable[[], Awaitable[None]] | None = None,
-) -> AsyncIterator[Trainer]:
+) -> AsyncIterator[RLTrainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes.
 
     `faults` are those of the run so far, of which this may be a restart. `reward` is a function that was given as one,
     instead of the path of its file. `model_ready` is awaited before the weights are read, so that engines can start
     while somebody still makes them.
     """
-    times, faults = Metrics(), faults or Faults(console)
+    times, faults = Metrics(), faults or RestartTracker(console)
 
     async def timed(name: str, part: Awaitable[T]) -> T:
         with timer(times, f"start_{name}"):
@@ -92,7 +92,7 @@ async def assemble(
     with timer(times, "start_reward_check"):
         await _check_reward(config, reward)
     async with AsyncExitStack() as closing:
-        site = await closing.enter_async_context(open_site(config, console, faults, times))
+        site = await closing.enter_async_context(start_runtime(config, console, faults, times))
         config, pool, device, limits = site.config, site.pool, site.device, deadlines(config)
         ranks = train_ranks(config)
         engines = place_engines(config, pool, device)
@@ -133,7 +133,7 @@ async def assemble(
         tracker = open_tracker(config, console, timetable, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
-        keeper = EngineKeeper(
+        keeper = EngineSupervisor(
             engines,
             faults.engine,
             answer_s=limits.reply.seconds + MARGIN_S,
@@ -159,17 +159,17 @@ async def assemble(
             say=console.advice,
         )
         closing.push_async_callback(buffer.close)
-        weights = Publisher(policy, engines, _transport(config), _probe(config, data, device), keeper)
+        weights = WeightSync(policy, engines, _transport(config), _probe(config, data, device), keeper)
         keeper.start(weights.join)
         closing.push_async_callback(keeper.close)
-        yield Trainer(
+        yield RLTrainer(
             buffer=buffer,
             planner=planner(config, ranks),
             policy=policy,
             weights=weights,
             evaluator=_evaluator(config, data, answer, exhibit),
-            saver=Saver(
-                Signed(policy, config),
+            saver=Checkpointer(
+                WithRunInfo(policy, config),
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
@@ -233,7 +233,7 @@ def _absolute(config: Config) -> Config:
     )
 
 
-def _outlook(config: Config, timetable: Timetable, data: RunData) -> str:
+def _outlook(config: Config, timetable: LoopSchedule, data: RunData) -> str:
     epochs = timetable.total_steps * timetable.batch / data.order.length
     return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
 
@@ -281,9 +281,9 @@ def _engines_share(config: Config) -> float:
     return 0.25 if config.reward.reward_model.enable else 0.5
 
 
-def _timetable(config: Config, data: RunData) -> Timetable:
+def _timetable(config: Config, data: RunData) -> LoopSchedule:
     batch = config.data.train_batch_size
-    return Timetable(
+    return LoopSchedule(
         batch=batch,
         total_steps=total_steps(config, data.order.length),
         save_every=config.trainer.save_freq,
@@ -292,7 +292,7 @@ def _timetable(config: Config, data: RunData) -> Timetable:
     )
 
 
-def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: EngineKeeper) -> Answer:
+def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: EngineSupervisor) -> Answer:
     rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     common: dict[str, Any] = {
         "max_tokens": config.data.max_response_length,

@@ -7,20 +7,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.artefacts import model_problems
-from verl.config.needs import uses_critic
+from verl.config.batch_sizes import max_sequence_tokens
+from verl.config.features import uses_critic
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
-from verl.config.sizes import max_sequence_tokens
 from verl.data.chat import load_tokenizer
-from verl.data.check import inspect_files, oddities
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, what_is_there
-from verl.data.order import Order
+from verl.data.samplers import Sampler
+from verl.data.validate import inspect_files, oddities
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.score import no_scorer
-from verl.rewards.who import who_scores
+from verl.model_safety import model_problems
+from verl.rewards.resolve import who_scores
+from verl.rewards.reward_function import no_scorer
 from verl.trainer.order import load_sampler, order_of
 from verl.training.families import family_note, family_problems, too_long_to_pack
 from verl.workers.episodes import DatasetSettings
@@ -47,7 +47,7 @@ class RunData:
     """What the controller keeps of the data: numbers. The prompts are read again where the episodes run."""
 
     datasets: dict[str, DatasetSettings]
-    order: Order
+    order: Sampler
     val_sources: list[str]
     reports: list[str]
     stop_token_ids: tuple[int, ...]

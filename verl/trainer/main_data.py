@@ -48,10 +48,10 @@ def main(argv: Sequence[str]) -> int:
 def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
     import rich.console
 
-    from verl.data.look import DataFiles
-    from verl.data.show import show_rows, show_survey
-    from verl.rewards.score import no_scorer
-    from verl.rewards.who import who_scores
+    from verl.data.inspection import DataFiles
+    from verl.data.inspection_render import show_rows, show_survey
+    from verl.rewards.resolve import who_scores
+    from verl.rewards.reward_function import no_scorer
 
     data = config.data
     seen = DataFiles(
@@ -76,7 +76,7 @@ def _examples(options: argparse.Namespace, config: SftConfig) -> int:
     """What would stop a run is raised, with its place and the mend."""
     import rich.console
 
-    from verl.data.show import show_examples
+    from verl.data.inspection_render import show_examples
     from verl.trainer.sft_data import check_sft_files, read_sft_data
 
     if config.model.path == MISSING:

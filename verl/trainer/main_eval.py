@@ -21,8 +21,8 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    from verl.rewards.outcome import Outcome
-    from verl.rewards.pool import Scores
+    from verl.rewards.pool.pool import Scores
+    from verl.rewards.result import Outcome
     from verl.trainer.statistics import Estimate
 
 __all__ = ["main", "read_arguments"]
@@ -116,10 +116,10 @@ def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, 
 
 
 async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
-    from verl.rewards.pool import scores
-    from verl.rewards.score import no_scorer
-    from verl.rewards.who import who_scores
-    from verl.trainer.translate import scoring
+    from verl.rewards.pool.pool import scores
+    from verl.rewards.resolve import who_scores
+    from verl.rewards.reward_function import no_scorer
+    from verl.trainer.worker_settings import scoring
 
     for source in sorted({row["data_source"] for row in rows}):
         if who_scores(config, source) is None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from verl.data.dataset import PromptDataset
-    from verl.rollout.pool import EnginePool
+    from verl.rollout.replica_pool import EnginePool
     from verl.types import Completion, SamplingParams
 
 __all__ = ["main", "read_arguments"]
@@ -85,20 +85,20 @@ def main(argv: Sequence[str]) -> int:
 
 async def generate(config: Config, output: Path, part: int, console: Console) -> None:
     """Answer all prompts, part by part, and put the parts together."""
-    from verl.cluster.waits import MARGIN_S
-    from verl.rollout.keeper import EngineKeeper
-    from verl.rollout.pool import EnginePool
+    from verl.cluster.hangs.pending_calls import MARGIN_S
+    from verl.rollout.replica_pool import EnginePool
+    from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
     from verl.trainer.build import place_engines
     from verl.trainer.data import check_files
-    from verl.trainer.faults import Faults
-    from verl.trainer.sheet import Sheet
-    from verl.trainer.start import changed, full_path, open_site
-    from verl.trainer.translate import deadlines
+    from verl.trainer.parquet_writer import ParquetWriter
+    from verl.trainer.restarts import RestartTracker
+    from verl.trainer.setup import changed, full_path, start_runtime
+    from verl.trainer.worker_settings import deadlines
 
     check_files(config)
     dataset, sampling, text = _prompts(config)
-    sheet = Sheet(dataset)
+    sheet = ParquetWriter(dataset)
     for note in (str(dataset.report), *sheet.notes):
         console.note(note)
     model = {"path": full_path(config.actor_rollout_ref.model.path)}
@@ -108,13 +108,13 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
     if done := -(-len(dataset) // part) - len(todo):
         console.note(f"{done} parts of {part} prompts were there already, in {parts.folder}")
     async with AsyncExitStack() as closing:
-        faults, limits = Faults(console, config.trainer.faults), deadlines(config)
-        site = await closing.enter_async_context(open_site(config, console, faults, Metrics()))
+        faults, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
+        site = await closing.enter_async_context(start_runtime(config, console, faults, Metrics()))
         engines = place_engines(config, site.pool, site.device, load_format="auto")
         for engine in engines:
             closing.push_async_callback(engine.close)
         await asyncio.gather(*(engine.start() for engine in engines))
-        keeper = EngineKeeper(
+        keeper = EngineSupervisor(
             engines,
             faults.engine,
             answer_s=limits.reply.seconds + MARGIN_S,

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from verl.config.batch_sizes import derived_sizes, render_sizes
 from verl.config.load import load
 from verl.config.schema.root import Config
-from verl.config.sizes import derived_sizes, render_sizes
 from verl.tracking.console import Console
-from verl.trainer.running import run, run_all
+from verl.trainer.launcher import run, run_all
 
 __all__ = ["main", "train"]
 

@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 from verl.config.schema.root import Config
+from verl.custom_functions import load_function
 from verl.data.dataset import PromptDataset
-from verl.data.order import InOrder, Order, Ranked, Sampled, Sampler, Shuffled, ShuffledByBuffer, Weighted
+from verl.data.samplers import (
+    CurriculumSampler,
+    CustomSampler,
+    Sampler,
+    SamplerFunction,
+    SequentialSampler,
+    ShuffledByBuffer,
+    ShuffledSampler,
+    WeightedSampler,
+)
 from verl.errors import ConfigError, DataError
-from verl.functions import load_function
 
 __all__ = ["load_sampler", "order_of"]
 
 
-def load_sampler(name: str) -> Sampler:
+def load_sampler(name: str) -> SamplerFunction:
     """The function that data.sampler names."""
-    known: dict[str, Sampler] = {}
+    known: dict[str, SamplerFunction] = {}
     try:
         return load_function(name, known, "data.sampler")
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
-def order_of(config: Config, dataset: PromptDataset, entries: list[str]) -> Order:
+def order_of(config: Config, dataset: PromptDataset, entries: list[str]) -> Sampler:
     """The order of the prompts of a data set that was made of these entries."""
     data = config.data
     seed = config.trainer.seed if data.seed is None else data.seed
     if data.sampler is not None:
-        return Sampled(load_sampler(data.sampler), data.sampler, len(dataset), seed, dataset.column)
+        return CustomSampler(load_sampler(data.sampler), data.sampler, len(dataset), seed, dataset.column)
     if data.train_weights is None:
         return _within(config, dataset, range(len(dataset)), seed, data.shuffle_buffer_size)
     starts = [0, *dataset.entry_ends[:-1]]
@@ -38,17 +47,17 @@ def order_of(config: Config, dataset: PromptDataset, entries: list[str]) -> Orde
             )
         buffer = max(1, data.shuffle_buffer_size // len(starts))
         parts.append(_within(config, dataset, range(start, stop), seed + number, buffer))
-    return Weighted(parts, data.train_weights, seed)
+    return WeightedSampler(parts, data.train_weights, seed)
 
 
-def _within(config: Config, dataset: PromptDataset, rows: range, seed: int, buffer: int) -> Order:
+def _within(config: Config, dataset: PromptDataset, rows: range, seed: int, buffer: int) -> Sampler:
     data = config.data
     if data.curriculum_key is not None:
         numbers = dataset.numbers(data.curriculum_key)[rows.start : rows.stop]
-        return Ranked(numbers, data.curriculum_key, seed if data.shuffle else None)
+        return CurriculumSampler(numbers, data.curriculum_key, seed if data.shuffle else None)
     if not data.shuffle:
-        return InOrder(len(rows))
+        return SequentialSampler(len(rows))
     if not dataset.report.streamed:
-        return Shuffled(len(rows), seed)
+        return ShuffledSampler(len(rows), seed)
     ends = dataset.block_ends()
     return ShuffledByBuffer(ends[(ends > rows.start) & (ends <= rows.stop)] - rows.start, buffer, seed)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from verl.data.supervised import Share
+from verl.data.sft_batches import Share
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
-from verl.trainer.faults import Faults
-from verl.trainer.fitting import Fitting, Timetable
-from verl.trainer.saving import Saver
-from verl.trainer.sft_data import Feed, HeldOut
+from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.sft_data import SFTDataLoader, ValidationLoader
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
 __all__ = ["SftTrainer", "TrainedModel"]
 
@@ -24,19 +24,19 @@ class TrainedModel(Protocol):
     async def loss(self, shares: Sequence[Share]) -> tuple[float, float]: ...
 
 
-class SftTrainer(Fitting):
+class SftTrainer(TrainLoop):
     """Consumes batches of examples, produces versions of the weights."""
 
     def __init__(
         self,
-        feed: Feed,
+        feed: SFTDataLoader,
         model: TrainedModel,
-        held_out: HeldOut | None,
-        saver: Saver,
-        timetable: Timetable,
+        held_out: ValidationLoader | None,
+        saver: Checkpointer,
+        timetable: LoopSchedule,
         tracker: Sink,
         console: Console,
-        faults: Faults,
+        faults: RestartTracker,
         version: int = 0,
     ) -> None:
         super().__init__(saver, timetable, tracker, console, faults, version)

@@ -8,23 +8,23 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from verl.checkpoint.manifest import CheckpointDir
+from verl.config.batch_sizes import total_steps, train_ranks
 from verl.config.schema import SftConfig
 from verl.config.sft_checks import hints, saves_hf
-from verl.config.sizes import total_steps, train_ranks
 from verl.data.plan import Limit
+from verl.data.sft_batches import shares
 from verl.data.stream import PromptStream
-from verl.data.supervised import shares
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.trainer.faults import Faults
-from verl.trainer.fitting import Timetable
-from verl.trainer.saving import Saver
+from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.setup import WithRunInfo, changed, full_path, open_tracker, resume, shown_by_device, start_runtime
 from verl.trainer.sft import SftTrainer
-from verl.trainer.sft_data import Feed, HeldOut, SftData, check_sft_files, read_sft_data
-from verl.trainer.start import Signed, changed, full_path, open_site, open_tracker, resume, shown_by_device
-from verl.trainer.translate import deadlines, lora, optimiser, sharding
+from verl.trainer.sft_data import SftData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
+from verl.trainer.train_loop import LoopSchedule
+from verl.trainer.worker_settings import deadlines, lora, optimiser, sharding
 from verl.training.settings import FsdpSettings
-from verl.workers.rank import RankSettings
+from verl.workers.base import RankSettings
 from verl.workers.sft import SftGroup
 
 __all__ = ["assemble_sft"]
@@ -32,14 +32,14 @@ __all__ = ["assemble_sft"]
 
 @asynccontextmanager
 async def assemble_sft(
-    config: SftConfig, console: Console, *, faults: Faults | None = None
+    config: SftConfig, console: Console, *, faults: RestartTracker | None = None
 ) -> AsyncIterator[SftTrainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes."""
-    times, faults = Metrics(), faults or Faults(console)
+    times, faults = Metrics(), faults or RestartTracker(console)
     config = _absolute(config)
     check_sft_files(config)  # what can be seen to be wrong at once is said before anything is started
     async with AsyncExitStack() as closing:
-        site = await closing.enter_async_context(open_site(config, console, faults, times))
+        site = await closing.enter_async_context(start_runtime(config, console, faults, times))
         config, ranks = site.config, train_ranks(site.config)
         model = SftGroup.place(site.pool, ranks, share=1.0, deadlines=deadlines(config))
         closing.callback(model.close)
@@ -59,14 +59,14 @@ async def assemble_sft(
         closing.callback(tracker.close)
         tracker.log(times, version)
         cut = partial(shares, ranks=ranks, limit=_limit(config))
-        feed = Feed(data.train, data.order, timetable.batch, cut, start=stream.position, version=version)
+        feed = SFTDataLoader(data.train, data.order, timetable.batch, cut, start=stream.position, version=version)
         closing.callback(feed.close)
         yield SftTrainer(
             feed=feed,
             model=model,
-            held_out=None if data.val is None else HeldOut(data.val, timetable.batch, cut),
-            saver=Saver(
-                Signed(model, config),
+            held_out=None if data.val is None else ValidationLoader(data.val, timetable.batch, cut),
+            saver=Checkpointer(
+                WithRunInfo(model, config),
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
@@ -111,8 +111,8 @@ def _limit(config: SftConfig) -> Limit:
     return Limit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
-def _timetable(config: SftConfig, data: SftData) -> Timetable:
-    return Timetable(
+def _timetable(config: SftConfig, data: SftData) -> LoopSchedule:
+    return LoopSchedule(
         batch=config.data.train_batch_size,
         total_steps=total_steps(config, len(data.train)),
         save_every=config.trainer.save_freq,
@@ -122,7 +122,7 @@ def _timetable(config: SftConfig, data: SftData) -> Timetable:
     )
 
 
-def _outlook(timetable: Timetable, data: SftData) -> str:
+def _outlook(timetable: LoopSchedule, data: SftData) -> str:
     epochs = timetable.total_steps * timetable.batch / len(data.train)
     lengths = data.train.lengths
     return (

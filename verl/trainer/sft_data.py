@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from verl.config.schema import SftConfig
-from verl.data.check import inspect_files, oddities
-from verl.data.examples import Example, ExampleReader, without_header
-from verl.data.order import InOrder, Order, Shuffled
-from verl.data.supervised import ExampleDataset, Share
+from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
+from verl.data.sft_batches import ExampleDataset, Share
+from verl.data.sft_examples import Example, ExampleReader, without_header
+from verl.data.validate import inspect_files, oddities
 from verl.errors import ConfigError
 from verl.trainer.data import cache_dir, check_length, open_tokenizer, raise_all, splits, stop_tokens, wrong_models
 from verl.training.families import family_note
 
-__all__ = ["Feed", "HeldOut", "SftData", "StepBatch", "check_sft_files", "read_sft_data"]
+__all__ = ["SFTDataLoader", "SftData", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
 
 Cut = Callable[[Sequence[Example]], list[Share]]
 """A batch -> the share of every rank."""
@@ -34,7 +34,7 @@ class SftData:
     """What a run trains on, in which order, what it is validated on, and what is worth saying about it."""
 
     train: ExampleDataset
-    order: Order
+    order: Sampler
     val: ExampleDataset | None
     notes: list[str]
 
@@ -91,7 +91,7 @@ def read_sft_data(config: SftConfig) -> SftData:
     check_length(model.path, loaded, data.max_length, "data.max_length")
     notes += [note] if (note := family_note(model.path, loaded.model_type, published=False)) else []
     seed = config.trainer.seed if data.seed is None else data.seed
-    order = Shuffled(len(train), seed) if data.shuffle else InOrder(len(train))
+    order = ShuffledSampler(len(train), seed) if data.shuffle else SequentialSampler(len(train))
     return SftData(train, order, found.get("val"), notes)
 
 
@@ -103,14 +103,14 @@ class StepBatch:
     metrics: dict[str, float]
 
 
-class Feed:
+class SFTDataLoader:
     """The batches of a run, each a pure function of its step; the next one is made while the former is trained on.
 
     `start` is the place in the order at which the step after `version` begins.
     """
 
     def __init__(
-        self, dataset: Examples, order: Order, batch: int, cut: Cut, *, start: int = 0, version: int = 0
+        self, dataset: Examples, order: Sampler, batch: int, cut: Cut, *, start: int = 0, version: int = 0
     ) -> None:
         self._dataset, self._order, self._batch, self._cut = dataset, order, batch, cut
         self._start, self._version = start, version
@@ -154,7 +154,7 @@ class Feed:
         return StepBatch(shares, {name: float(value) for name, value in metrics.items()})
 
 
-class HeldOut:
+class ValidationLoader:
     """The examples of validation, batch by batch, always the same."""
 
     def __init__(self, dataset: Examples, batch: int, cut: Cut) -> None:

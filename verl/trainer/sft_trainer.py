@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from verl.config.batch_sizes import render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
 from verl.config.sft_checks import sft_sizes
-from verl.config.sizes import render_sizes
 from verl.tracking.console import Console
-from verl.trainer.running import run, run_all
+from verl.trainer.launcher import run, run_all
 
 __all__ = ["main", "train"]
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from verl.rewards.gsm8k import final_number
-from verl.rewards.math import last_boxed
+from verl.rewards.scorers.gsm8k import final_number
+from verl.rewards.scorers.math import last_boxed
 
 __all__ = ["Answers", "Estimate", "bootstrap", "final_answer", "majority", "pass_at_k", "summary"]
 

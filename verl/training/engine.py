@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 
 __all__ = ["Loss", "ModelOutput", "TrainEngine", "ValueOutput"]
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals, totals_of
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.schedule import Schedule

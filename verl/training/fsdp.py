@@ -22,16 +22,16 @@ from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, totals_of
 from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import base_of, check_base, is_trained
-from verl.training.memory import Parking, in_host_memory, moments_of
 from verl.training.model import PackedCausalLM, load_model
+from verl.training.offload import Offloader, in_host_memory, moments_of
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
-from verl.weights.names import as_saved
+from verl.weights.hf_names import as_saved
 
 __all__ = ["FsdpEngine", "FsdpSettings"]
 
@@ -75,8 +75,8 @@ class FsdpEngine:
         self.notes: list[str] = []  # what whoever started this should know
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
-        self._weights = Parking(self.model.parameters, active=settings.param_offload)
-        self._moments = Parking(lambda: moments_of(self.optimizer), active=settings.optimizer_offload)
+        self._weights = Offloader(self.model.parameters, active=settings.param_offload)
+        self._moments = Offloader(lambda: moments_of(self.optimizer), active=settings.optimizer_offload)
         self._weights.park()
 
     def _shard(self) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.artefacts import fetched
 from verl.checkpoint.adapter import NAME, adapter_config, is_adapter
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
+from verl.model_safety import fetched
 from verl.training.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from verl.training.logprobs import LastLayer
     from verl.training.model import PackedModel
 
-__all__ = ["AdapterOff", "adapter_off", "add_adapter", "base_of", "check_base", "fingerprint", "is_trained"]
+__all__ = ["BaseModelReference", "adapter_off", "add_adapter", "base_of", "check_base", "fingerprint", "is_trained"]
 
 ALL = "all-linear"
 HEAD = "score."
@@ -167,7 +167,7 @@ def adapter_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-class AdapterOff:
+class BaseModelReference:
     """The model that an adapter started from, as a reference: no second copy of the weights, and never updated."""
 
     def __init__(self, engine: FsdpEngine) -> None:

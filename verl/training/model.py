@@ -20,15 +20,15 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from verl.artefacts import OWN_ATTENTION, PICKLED, fetched, model_problems
 from verl.errors import EngineError
+from verl.model_safety import OWN_ATTENTION, PICKLED, fetched, model_problems
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.families import LAYER_TYPES
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
 from verl.training.lora import add_adapter
 from verl.training.settings import Head, LoraSettings
-from verl.weights.names import check_names
+from verl.weights.hf_names import check_names
 
 __all__ = ["PackedCausalLM", "PackedValueModel", "ScoredBackbone", "auto_class", "load_model"]
 

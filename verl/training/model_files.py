@@ -25,7 +25,7 @@ from verl.errors import CheckpointError
 from verl.training.lora import HEAD, fingerprint
 from verl.training.model import ScoredBackbone, auto_class
 from verl.training.settings import Head
-from verl.weights.names import as_saved
+from verl.weights.hf_names import as_saved
 
 __all__ = ["base_weights", "form_of", "model_files", "saved_weights"]
 

@@ -14,24 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import ESTIMATORS, Episodes, Estimator, explained_variance
+from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
 from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, LossFunction
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
-from verl.algorithms.settings import Method
-from verl.algorithms.survey import SURVEYS, Survey, token_noise
+from verl.algorithms.prepass import SURVEYS, Survey, token_noise
+from verl.algorithms.settings import AlgorithmSettings
 from verl.algorithms.values import ValueObjective
-from verl.data.batch import FlatBatch
+from verl.custom_functions import load_function
+from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
 from verl.errors import ConfigError
-from verl.functions import load_function
 from verl.training.contents import chosen
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 
-__all__ = ["Policy", "ProcessRewards", "functions_of"]
+__all__ = ["Policy", "PrimeRewardModel", "functions_of"]
 
 Engine = TrainEngine[ModelOutput]
 
@@ -42,14 +42,14 @@ class Policy:
     def __init__(
         self,
         actor: Engine,
-        method: Method | None = None,
+        method: AlgorithmSettings | None = None,
         *,
         reference: Engine | None = None,
         critic: TrainEngine[ValueOutput] | None = None,
-        process: ProcessRewards | None = None,
+        process: PrimeRewardModel | None = None,
     ) -> None:
         self.actor, self.reference, self.critic, self.process = actor, reference, critic, process
-        self.method = method = method or Method()
+        self.method = method = method or AlgorithmSettings()
         self._estimator, _ = functions_of(method)
         self._objective = PolicyObjective(
             loss_mode=method.loss_mode,
@@ -147,7 +147,9 @@ class Policy:
         if self.reference is not None:
             self.reference.load_state(states.get("reference", {}))
 
-    def _rewarded(self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None) -> tuple[Episodes, dict[str, float]]:
+    def _rewarded(
+        self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None
+    ) -> tuple[AdvantageInputs, dict[str, float]]:
         """The score of each sample on its last generated token, less the KL to the reference on all of them."""
         scores, rewards = torch.from_numpy(plan.scores), torch.zeros(batch.num_tokens, dtype=torch.float64)
         places, sequences = _last_generated(batch)
@@ -160,7 +162,7 @@ class Policy:
                 kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.method.reward_kl_type)
             kl = kl.double() * batch.mask
             penalty = self._reward_kl.beta * kl
-        episodes = Episodes(
+        episodes = AdvantageInputs(
             scores=scores - segment_sum(penalty, batch.offsets),
             groups=torch.from_numpy(plan.groups),
             mask=batch.mask,
@@ -184,7 +186,7 @@ class Policy:
         self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
         return episodes, metrics
 
-    def _estimated(self, batch: FlatBatch, episodes: Episodes) -> tuple[FlatBatch, dict[str, float]]:
+    def _estimated(self, batch: FlatBatch, episodes: AdvantageInputs) -> tuple[FlatBatch, dict[str, float]]:
         estimate = self._estimator(episodes)
         advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
         if self.critic is not None and returns is None:
@@ -245,7 +247,7 @@ class Policy:
         self._batch = FlatBatch.empty()
 
 
-class ProcessRewards:
+class PrimeRewardModel:
     """PRIME: a language model whose log-ratio to the one it started from is the reward of a token.
 
     It is trained along, to tell right answers from wrong ones by the sum over their tokens. A score from 0 to 1 is
@@ -272,7 +274,7 @@ class ProcessRewards:
         self._batch = FlatBatch.empty()
 
 
-def functions_of(method: Method) -> tuple[Estimator, LossFunction]:
+def functions_of(method: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
     """The estimator and the loss that a method names: the user's own are looked for before any model is loaded."""
     try:
         return (

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.objective import sft
-from verl.data.batch import FlatBatch
-from verl.data.supervised import Share
+from verl.data.flat_batch import FlatBatch
+from verl.data.sft_batches import Share
 from verl.training.contents import chosen
 from verl.training.engine import ModelOutput, TrainEngine
 

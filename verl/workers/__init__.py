@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl.workers.standalone import Rollout, RolloutWorker, TrainerWorker
+    from verl.workers.in_process import Rollout, RolloutWorker, TrainerWorker
 
 __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
@@ -17,6 +17,6 @@ def __getattr__(name: str) -> Any:
     """Late: whoever starts an actor needs none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl.workers import standalone
+    from verl.workers import in_process as standalone
 
     return getattr(standalone, name)

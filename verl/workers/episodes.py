@@ -15,25 +15,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.cluster.census import introduce, tell_of
+from verl.cluster.device_pool import Places
 from verl.cluster.group import call
 from verl.cluster.handles import end, put
-from verl.cluster.pool import Places
-from verl.cluster.vigil import Vigil
-from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
+from verl.cluster.hangs.heartbeat import HeartbeatMonitor
+from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
+from verl.cluster.hangs.registry import introduce, tell_of
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
-from verl.types import Exhibit, Failed, Prompt, Sample, SampleHandle, SamplingParams
+from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.agents.lockstep import Lockstep
+    from verl.agents.lockstep import DeterministicBatcher
     from verl.agents.scoring import Score
-    from verl.rewards.outcome import Outcome
-    from verl.rewards.pool import Scores
+    from verl.rewards.pool.pool import Scores
+    from verl.rewards.result import Outcome
 
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
@@ -104,7 +104,7 @@ class EpisodeWorker:
         from verl.agents.runner import EpisodeRunner
         from verl.data.chat import load_tokenizer
         from verl.data.dataset import PromptDataset
-        from verl.rollout.pool import EnginePool
+        from verl.rollout.replica_pool import EnginePool
 
         settings = self._settings
         tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
@@ -127,8 +127,8 @@ class EpisodeWorker:
         """Who scores: a function in a pool of processes, the reward model, or both."""
         from verl.agents.scoring import added, by_function, by_model
         from verl.data.chat import load_tokenizer
-        from verl.rewards.model_input import reader
-        from verl.rewards.pool import scores
+        from verl.rewards.models.inputs import reader
+        from verl.rewards.pool.pool import scores
 
         settings, model = self._settings, self._settings.model_reward
         if settings.reward is not None:
@@ -171,11 +171,11 @@ class EpisodeWorker:
 
     async def run_together(self, jobs: Sequence[Job]) -> list[list[SampleHandle] | None]:
         """As `run`, for all prompts of a round in lockstep: the same round always gives the same samples."""
-        from verl.agents.lockstep import Lockstep
+        from verl.agents.lockstep import DeterministicBatcher
 
         prompts = [self._datasets[job.split][job.row] for job in jobs]
         episodes = sum(job.episodes for job, prompt in zip(jobs, prompts, strict=True) if prompt is not None)
-        lockstep = Lockstep(self._pool.generate_all, episodes)
+        lockstep = DeterministicBatcher(self._pool.generate_all, episodes)
         answered = iter(
             await asyncio.gather(
                 *(
@@ -187,7 +187,9 @@ class EpisodeWorker:
         )
         return [None if prompt is None else next(answered) for prompt in prompts]
 
-    async def _answered(self, job: Job, prompt: Prompt, lockstep: Lockstep | None = None) -> list[SampleHandle]:
+    async def _answered(
+        self, job: Job, prompt: Prompt, lockstep: DeterministicBatcher | None = None
+    ) -> list[SampleHandle]:
         samples = await self._runner.run(
             prompt,
             job.group,
@@ -205,14 +207,14 @@ class EpisodeWorker:
     async def is_there(self) -> bool:
         return True
 
-    async def exhibit(self, split: str, data_source: str | None) -> Exhibit | None:
+    async def exhibit(self, split: str, data_source: str | None) -> SamplePreview | None:
         """One of the latest answers, as its scorer saw it; None where there was none."""
         found = [pair for key, pair in self._latest.items() if key[0] == split and data_source in (None, key[1])]
         if not found:
             return None
         prompt, sample = found[-1]
         answer = self._runner.decode(sample.tokens[sample.mask].tolist())
-        return Exhibit(prompt.data_source, answer, prompt.ground_truth, sample.score)
+        return SamplePreview(prompt.data_source, answer, prompt.ground_truth, sample.score)
 
 
 def deposit(sample: Sample, number: int = 0) -> SampleHandle:
@@ -244,7 +246,8 @@ class EpisodePool:
         self._actors, self._deadlines = list(actors), deadlines
         self._turn = itertools.cycle(range(len(self._actors)))
         self._vigils = [
-            Vigil(partial(self._is_there, number), deadlines.reply.seconds) for number in range(len(self._actors))
+            HeartbeatMonitor(partial(self._is_there, number), deadlines.reply.seconds)
+            for number in range(len(self._actors))
         ]
         self._together = together
         self._asked: list[tuple[Job, asyncio.Future[list[SampleHandle] | None]]] = []
@@ -302,10 +305,10 @@ class EpisodePool:
             if not answer.done():
                 answer.set_result(samples)
 
-    async def exhibit(self, split: str, data_source: str | None = None) -> Exhibit | None:
+    async def exhibit(self, split: str, data_source: str | None = None) -> SamplePreview | None:
         """One of the latest answers of a split, and of a data source if it is named."""
         for number, actor in enumerate(self._actors):
-            found: Exhibit | None = await call(
+            found: SamplePreview | None = await call(
                 actor.exhibit.remote(split, data_source),
                 what="show an answer",
                 of=Owner(KIND, number),

@@ -9,15 +9,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from verl.cluster.census import tell_at_once
+from verl.cluster.device_pool import Places
 from verl.cluster.handles import end
-from verl.cluster.pool import Places
+from verl.cluster.hangs.heartbeat import HeartbeatMonitor
+from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadlines
+from verl.cluster.hangs.registry import tell_at_once
 from verl.cluster.remote import Remote
-from verl.cluster.vigil import Vigil
-from verl.cluster.waits import DEFAULTS, MARGIN_S, Deadlines
-from verl.errors import ConfigError, EngineError, NoAnswerError, ProcessLostError
-from verl.rewards.model import SETTING, Batcher, RewardModel, Unscored
-from verl.rollout.pool import MOST_LOSSES, BlamedError, Member, Pool, Seat
+from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
+from verl.rewards.models.model import SETTING, Batcher, RewardModel, ScoringFailure
+from verl.rollout.replica_pool import MOST_LOSSES, Member, PoisonRequestError, Pool, Seat
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
 
@@ -64,7 +64,7 @@ class RewardActor:
     async def ready(self) -> bool:
         return self._batcher is not None
 
-    async def score(self, token_ids: Sequence[int]) -> float | Unscored:
+    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         if (batcher := self._batcher) is None:
             raise ProcessLostError("its process was replaced, and has not started yet")
         try:
@@ -81,16 +81,16 @@ class RewardActor:
 
 def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
     if name == "hf":
-        from verl.rewards.model_hf import HfRewardModel
+        from verl.rewards.models.hf import HfRewardModel
 
         return HfRewardModel(**arguments)
     if name == "vllm":
-        from verl.rollout.vllm import VllmSettings
-        from verl.rollout.vllm_reward import VllmRewardModel
+        from verl.rollout.vllm.engine import VllmSettings
+        from verl.rollout.vllm.reward_model import VllmRewardModel
 
         return VllmRewardModel(VllmSettings(**arguments))
     if name == "fake":
-        from verl.rewards.model import FakeRewardModel
+        from verl.rewards.models.model import FakeRewardModel
 
         return FakeRewardModel(**arguments)
     raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])
@@ -115,7 +115,7 @@ class RemoteRewardModel(Remote):
         actor = pool.spawn(RewardActor, settings, device=device, share=share, interleaves=True, comes_back=True)
         return cls(actor, number, deadlines)
 
-    async def score(self, token_ids: Sequence[int]) -> float | Unscored:
+    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
 
     async def ready(self) -> bool:
@@ -132,7 +132,7 @@ class RemoteRewardModel(Remote):
 class PooledRewardModel(Member, Protocol):
     """A reward model as the pool needs it; it is ready when it has started."""
 
-    async def score(self, token_ids: Sequence[int]) -> float | Unscored: ...
+    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure: ...
 
     async def start(self) -> None:
         """Returns when it can score; at once when it can already."""
@@ -167,20 +167,20 @@ class RewardModelPool(Pool[PooledRewardModel]):
         ask_every_s: float = 1.0,
     ) -> None:
         super().__init__(models, patience_s=patience_s, answer_s=look_s + MARGIN_S, ask_every_s=ask_every_s)
-        self._vigils = [Vigil(model.ready, look_s) for model in models]
+        self._vigils = [HeartbeatMonitor(model.ready, look_s) for model in models]
         self._one_alone = asyncio.Lock()
 
-    async def score(self, token_ids: Sequence[int]) -> float | Unscored:
+    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         """The number for one conversation, or why there is none."""
         losses: list[str] = []
         ask = partial(self._answered, lambda model: model.score(token_ids), len(token_ids), losses)
         try:
             try:
                 return await ask(MOST_TOGETHER)
-            except BlamedError:
+            except PoisonRequestError:
                 async with self._one_alone:
                     return await ask(MOST_LOSSES)
-        except BlamedError as error:
+        except PoisonRequestError as error:
             return _unscored(
                 f"was reading a conversation of {len(token_ids):,} tokens when its process was lost, {MOST_LOSSES} "
                 f"times; it is not tried again: it may be what ends them. {error}"
@@ -203,13 +203,13 @@ class RewardModelPool(Pool[PooledRewardModel]):
             try:
                 return await model.start()
             except Exception as error:  # noqa: BLE001 - likewise: whatever it is, it has not started
-                hangs = isinstance(error, NoAnswerError) or not isinstance(error, ProcessLostError)
+                hangs = isinstance(error, WorkerTimeoutError) or not isinstance(error, ProcessLostError)
                 if hangs:
                     seat.why = f"{end}; and it did not start again: {error}"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 
 
-def _unscored(what: str) -> Unscored:
+def _unscored(what: str) -> ScoringFailure:
     mend = f"if its process lacked memory, lower {SETTING}.micro_batch_size_per_gpu; Ray's logs say how it ended"
-    return Unscored("died", what, mend)
+    return ScoringFailure("died", what, mend)

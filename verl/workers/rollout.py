@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from verl.cluster.pool import Places
+from verl.cluster.device_pool import Places
+from verl.cluster.hangs.pending_calls import DEFAULTS, Deadlines, Progress
 from verl.cluster.remote import Remote
-from verl.cluster.waits import DEFAULTS, Deadlines, Progress
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
@@ -91,7 +91,7 @@ class RolloutActor:
 def make_engine(name: str, settings: dict[str, Any]) -> Any:
     """A `RolloutEngine` in this process, not yet started."""
     if name == "vllm":
-        from verl.rollout.vllm import AdapterRoom, VllmEngine, VllmSettings
+        from verl.rollout.vllm.engine import AdapterRoom, VllmEngine, VllmSettings
 
         adapter = settings.get("adapter")
         return VllmEngine(VllmSettings(**settings | {"adapter": adapter and AdapterRoom(**adapter)}))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.data.supervised import Share
+from verl.data.sft_batches import Share
 from verl.tracking.metrics import resident_gib
-from verl.workers.rank import RankGroup, RankSettings, RankWorker
+from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 
 __all__ = ["SftGroup", "SftWorker"]
 
 
-class SftWorker(RankWorker):
+class SftWorker(BaseTrainWorker):
     """The actor of one rank of a model that is trained on examples."""
 
     def start(self, address: tuple[str, int], settings: RankSettings) -> list[str]:

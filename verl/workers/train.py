@@ -6,15 +6,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.algorithms.settings import Method
+from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.group import fetch
 from verl.cluster.handles import own_address, put
+from verl.cluster.hangs.pending_calls import Owner
 from verl.cluster.ports import free_port
-from verl.cluster.waits import Owner
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
-from verl.workers.rank import RankGroup, RankSettings, RankWorker
+from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
@@ -25,7 +25,7 @@ PARCEL_BYTES = 512 * 1024 * 1024
 class TrainSettings(RankSettings):
     """What a train worker builds itself from: its models, and the algorithm that says what they do."""
 
-    method: Method
+    method: AlgorithmSettings
     reference: FsdpSettings | None = None
     reference_is_actor: bool = False  # the reference is the actor with its adapter off
     critic: FsdpSettings | None = None
@@ -35,7 +35,7 @@ class TrainSettings(RankSettings):
     publish_adapter: bool = False  # the engines hold the rest already
 
 
-class TrainWorker(RankWorker):
+class TrainWorker(BaseTrainWorker):
     """The actor of one rank of a policy."""
 
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
@@ -46,8 +46,8 @@ class TrainWorker(RankWorker):
         import torch
 
         from verl.training.fsdp import FsdpEngine
-        from verl.training.lora import AdapterOff
-        from verl.training.policy import Policy, ProcessRewards, functions_of
+        from verl.training.lora import BaseModelReference
+        from verl.training.policy import Policy, PrimeRewardModel, functions_of
 
         def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
             return None if wanted is None else FsdpEngine(wanted)
@@ -56,12 +56,12 @@ class TrainWorker(RankWorker):
         self.join(address, settings)
         torch.manual_seed(settings.seed)
         method, actor = settings.method, FsdpEngine(settings.actor)
-        reference: Any = AdapterOff(actor) if settings.reference_is_actor else engine(settings.reference)
+        reference: Any = BaseModelReference(actor) if settings.reference_is_actor else engine(settings.reference)
         process = None
         if settings.process is not None:
             compared = engine(settings.process_reference) or reference
             assert compared is not None
-            process = ProcessRewards(
+            process = PrimeRewardModel(
                 FsdpEngine(settings.process), compared, beta=method.process_beta, coef=method.process_coef
             )
         self._policy = self._trained = Policy(
@@ -87,7 +87,7 @@ class TrainWorker(RankWorker):
         """Gather the weights, or the adapter alone; rank 0 lays them into the object store and says where."""
         import torch
 
-        from verl.weights.parcel import pack
+        from verl.weights.bucket import pack
 
         actor: Any = self._policy.actor
         weights = actor.adapter_weights() if self._publish_adapter else actor.weights()
@@ -102,7 +102,7 @@ class TrainWorker(RankWorker):
         """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
         import torch
 
-        from verl.rollout.vllm_send import VllmSender
+        from verl.rollout.vllm.sender import VllmSender
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
             asked = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agents.lockstep import Lockstep
+from verl.agents.lockstep import DeterministicBatcher
 from verl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -25,7 +25,7 @@ def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ..
         return [Completion([tokens[0]], [0.0], [0], "stop") for tokens, _ in requests]
 
     async def main() -> None:
-        lockstep = Lockstep(generate_all, len(turns))
+        lockstep = DeterministicBatcher(generate_all, len(turns))
         dawdling = iter(pauses)
 
         async def episode(number: int) -> None:
@@ -56,7 +56,7 @@ async def test_an_episode_that_fails_leaves_its_seat_and_the_others_go_on() -> N
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [Completion([7], [0.0], [0], "stop") for _ in requests]
 
-    lockstep = Lockstep(generate_all, 2)
+    lockstep = DeterministicBatcher(generate_all, 2)
 
     async def fails() -> None:
         with lockstep.seat():
@@ -76,7 +76,7 @@ async def test_an_engine_that_fails_fails_all_who_asked() -> None:
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         raise ValueError("no engine left")
 
-    lockstep = Lockstep(generate_all, 2)
+    lockstep = DeterministicBatcher(generate_all, 2)
 
     async def asks() -> Completion:
         with lockstep.seat() as generate:

@@ -7,7 +7,7 @@ import pytest
 
 from verl.agents.episode import Transcript
 from verl.agents.scoring import added, by_function, by_model
-from verl.rewards.model import Unscored
+from verl.rewards.models.model import ScoringFailure
 from verl.types import Failed, Prompt, Scored
 
 pytestmark = pytest.mark.unit
@@ -21,8 +21,8 @@ async def function(source: str, answer: str, truth: Any, extra: dict[str, Any]) 
     return Scored(0.5, {"words": 1.0}) if answer == "46" else Failed("died", "the function's process ended")
 
 
-async def model(tokens: Sequence[int]) -> float | Unscored:
-    return float(sum(tokens)) if tokens else Unscored("timeout", "gave no score", "give it longer")
+async def model(tokens: Sequence[int]) -> float | ScoringFailure:
+    return float(sum(tokens)) if tokens else ScoringFailure("timeout", "gave no score", "give it longer")
 
 
 def read(prompt: Prompt, tokens: Sequence[int], answer: str) -> list[int]:

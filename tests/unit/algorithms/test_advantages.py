@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from verl.algorithms.advantages import (
     ESTIMATORS,
-    Episodes,
+    AdvantageInputs,
     EstimatorOptions,
     explained_variance,
     gae,
@@ -35,7 +35,7 @@ def answers(scores, groups=None, masks=None, rewards=None, *, process=None, base
     masks = masks or [[1]] * len(scores)
     flat = lambda rows: torch.tensor([v for row in rows for v in row], dtype=torch.float64)  # noqa: E731
     ends = [[0.0] * (len(mask) - 1) + [score] for mask, score in zip(masks, scores, strict=True)]
-    return Episodes(
+    return AdvantageInputs(
         scores=torch.tensor(scores, dtype=torch.float64),
         groups=torch.tensor(groups or [0] * len(scores)),
         mask=flat(masks).bool(),

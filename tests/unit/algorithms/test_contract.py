@@ -3,8 +3,8 @@ import torch
 
 from verl.algorithms.advantages import ESTIMATORS, grpo
 from verl.algorithms.aggregate import segment_sum
-from verl.algorithms.contract import check_estimator, check_loss, on_ranks
 from verl.algorithms.losses import LOSSES
+from verl.algorithms.testing import check_estimator, check_loss, on_ranks
 
 pytestmark = pytest.mark.unit
 

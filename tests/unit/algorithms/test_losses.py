@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from verl.algorithms.losses import (
     LOSSES,
+    LossInputs,
     LossOptions,
-    Tokens,
     cispo,
     clip_cov,
     dpo,
@@ -28,7 +28,7 @@ OPTIONS = LossOptions(clip_low=0.2, clip_high=0.3, clip_c=3.0)
 def tokens(log_ratios, advantages, mask=None, offsets=None, **fields):
     """Tokens whose old log-probs are 0; one sequence unless told otherwise."""
     count = len(log_ratios)
-    return Tokens(
+    return LossInputs(
         logprobs=torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True),
         old_logprobs=torch.zeros(count, dtype=torch.float64),
         advantages=torch.tensor(advantages, dtype=torch.float64),

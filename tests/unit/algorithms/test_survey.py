@@ -4,12 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.advantages import Episodes
+from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import segment_sum, totals_of
-from verl.algorithms.losses import LossOptions, Tokens, vanilla
+from verl.algorithms.losses import LossInputs, LossOptions, vanilla
 from verl.algorithms.objective import PolicyObjective
-from verl.algorithms.survey import covariance, pairs, survey_clip_cov, survey_dpo, survey_kl_cov, token_noise
-from verl.data.batch import FlatBatch
+from verl.algorithms.prepass import covariance, pairs, survey_clip_cov, survey_dpo, survey_kl_cov, token_noise
+from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ModelOutput
 
 pytestmark = pytest.mark.unit
@@ -23,9 +23,9 @@ def mini_batch(count=2000, seed=0):
     draw = torch.randn(4, count, generator=generator, dtype=torch.float64)
     mask = torch.rand(count, generator=generator) < 0.7
     offsets = torch.arange(0, count + 1, 10)
-    x = Tokens(draw[0], draw[0] + 0.3 * draw[1], draw[2], mask, offsets, ref_logprobs=draw[0] + 0.3 * draw[3])
+    x = LossInputs(draw[0], draw[0] + 0.3 * draw[1], draw[2], mask, offsets, ref_logprobs=draw[0] + 0.3 * draw[3])
     answers = len(offsets) - 1
-    episodes = Episodes(
+    episodes = AdvantageInputs(
         scores=torch.randint(0, 2, (answers,), generator=generator).double(),
         groups=torch.arange(answers) // 4,
         mask=mask,
@@ -63,7 +63,7 @@ def test_clip_cov_chooses_its_share_of_free_tokens_within_the_bounds():
 def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
     x, episodes, noise = mini_batch()
     if tied:
-        x = Tokens(x.logprobs, x.old_logprobs, torch.zeros_like(x.advantages), x.mask, x.offsets)
+        x = LossInputs(x.logprobs, x.old_logprobs, torch.zeros_like(x.advantages), x.mask, x.offsets)
     chosen = survey_kl_cov(x, episodes, noise, LossOptions(kl_cov_ratio=0.1)).fields["chosen"]
     assert int(chosen.sum()) == int(x.mask.sum()) // 10
     assert not (chosen & ~x.mask).any()
@@ -75,8 +75,8 @@ def test_kl_cov_chooses_at_least_one_and_of_nothing_none():
     x, episodes, noise = mini_batch(count=20)
     assert survey_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].sum() == 1
     nothing = [torch.zeros_like(x.mask)] * 2
-    x = Tokens(x.logprobs, x.old_logprobs, x.advantages, nothing[0], x.offsets)
-    episodes = Episodes(episodes.scores, episodes.groups, nothing[1], x.offsets, episodes.rewards)
+    x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, nothing[0], x.offsets)
+    episodes = AdvantageInputs(episodes.scores, episodes.groups, nothing[1], x.offsets, episodes.rewards)
     assert not survey_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].any()
 
 
@@ -135,6 +135,6 @@ def test_a_mini_batch_of_equal_scores_has_no_pairs_and_no_loss():
 
 def test_dpo_asks_for_a_reference():
     x, episodes, noise = mini_batch(count=40)
-    x = Tokens(x.logprobs, x.old_logprobs, x.advantages, x.mask, x.offsets)
+    x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, x.mask, x.offsets)
     with pytest.raises(ValueError, match="no ref_logprobs"):
         survey_dpo(x, episodes, noise, LossOptions())

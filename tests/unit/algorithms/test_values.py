@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from verl.algorithms.aggregate import MODES, aggregate, totals_of
 from verl.algorithms.values import ValueObjective, value_loss
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ValueOutput
 
 pytestmark = pytest.mark.unit

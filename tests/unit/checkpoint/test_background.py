@@ -10,7 +10,7 @@ from verl.checkpoint import background
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.files import SummedFile, write
 from verl.checkpoint.format import read_tensors
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -29,7 +29,7 @@ def test_a_checkpoint_is_complete_when_it_is_written(tmp_path, writer):
     save(writer, tmp_path, 3, {"actor": {"model": {"a": torch.ones(4)}}, "critic": {"model": {"a": torch.zeros(2)}}})
     assert writer.finished(wait=True)
     checkpoints = CheckpointDir(tmp_path)
-    assert damage_of(checkpoints.step_dir(3)) == []
+    assert find_corruption(checkpoints.step_dir(3)) == []
     assert checkpoints.latest() == 3
     assert checkpoints.trainer(3)["data"] == {"position": 3}
     assert {path.name for path in checkpoints.step_dir(3).iterdir()} >= {"actor", "critic"}
@@ -86,4 +86,4 @@ def test_finishing_comes_between_the_shards_and_the_commit(tmp_path, writer):
     save(writer, tmp_path, 1, {"actor": {"model": {"a": torch.ones(4)}}}, finishing=[export])
     assert writer.finished(wait=True)
     (tmp_path / "global_step_1" / "extra.txt").unlink()
-    assert damage_of(tmp_path / "global_step_1") == ["extra.txt is missing"]
+    assert find_corruption(tmp_path / "global_step_1") == ["extra.txt is missing"]

@@ -4,7 +4,7 @@ import os
 import pytest
 
 from verl.checkpoint.files import make_directory, write
-from verl.checkpoint.manifest import CheckpointDir, damage_of
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -31,7 +31,7 @@ def test_a_committed_step_is_the_latest_and_remembers_its_data_position(tmp_path
     assert checkpoints.latest() == 10
     assert checkpoints.trainer(10) == {"step": 10, "data": {"position": 100}}
     assert (tmp_path / LATEST).read_text() == "10"
-    assert damage_of(checkpoints.step_dir(10)) == []
+    assert find_corruption(checkpoints.step_dir(10)) == []
     assert not (checkpoints.step_dir(10) / "INCOMPLETE").exists()
 
 
@@ -159,7 +159,7 @@ def flipped(data, place):
 def test_damage_is_named(tmp_path, harm, words):
     checkpoints = written(tmp_path, 5)
     harm(checkpoints.step_dir(5) / "actor" / "1")
-    (found,) = damage_of(checkpoints.step_dir(5))
+    (found,) = find_corruption(checkpoints.step_dir(5))
     assert words in found
 
 
@@ -168,7 +168,7 @@ def test_ranks_share_the_reading_and_together_read_all(tmp_path):
     for rank in range(3):
         file = checkpoints.step_dir(5) / "actor" / str(rank)
         file.write_bytes(flipped(file.read_bytes(), rank))
-    found = [damage_of(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    found = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
     assert all(found)
     assert sorted(words[:7] for part in found for words in part) == ["actor/0", "actor/1", "actor/2"]
 
@@ -177,7 +177,7 @@ def test_no_file_is_looked_at_by_two_ranks(tmp_path):
     checkpoints = written(tmp_path, 5)
     for rank in range(3):
         (checkpoints.step_dir(5) / "actor" / str(rank)).unlink()
-    found = [damage_of(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    found = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
     assert sorted(words for part in found for words in part) == [f"actor/{rank} is missing" for rank in range(3)]
 
 
@@ -188,7 +188,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):
     meant = json.loads(whole)
     for place in range(len(whole)):
         manifest.write_bytes(changed := flipped(whole, place))
-        noticed = damage_of(directory, sums=False)
+        noticed = find_corruption(directory, sums=False)
         assert noticed or json.loads(changed) == meant, place
 
 
@@ -199,10 +199,10 @@ def test_a_manifest_that_leads_out_of_the_checkpoint_is_damaged(tmp_path, name, 
     directory = checkpoints.begin(5)
     monkeypatch.setattr("verl.checkpoint.manifest.sync_directory", lambda path: None)
     checkpoints.commit(5, {name: write(tmp_path / "outside", b"x")})
-    assert "does not lie in the checkpoint" in damage_of(directory)[0]
+    assert "does not lie in the checkpoint" in find_corruption(directory)[0]
 
 
 def test_a_checkpoint_under_another_number_is_damaged(tmp_path):
     checkpoints = written(tmp_path, 5)
     os.rename(checkpoints.step_dir(5), checkpoints.step_dir(6))
-    assert damage_of(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it is that of step 5"]
+    assert find_corruption(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it is that of step 5"]

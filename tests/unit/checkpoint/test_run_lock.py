@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from verl.checkpoint import lock
-from verl.checkpoint.lock import sole_run
+from verl.checkpoint.lock import run_lock
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -32,9 +32,9 @@ class Sleeping:
 async def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
     said: list[str] = []
     sleep = Sleeping()
-    async with sole_run(tmp_path / "run", said.append):
+    async with run_lock(tmp_path / "run", said.append):
         with pytest.raises(CheckpointError) as raised:
-            async with sole_run(tmp_path / "run", said.append, sleep):
+            async with run_lock(tmp_path / "run", said.append, sleep):
                 pytest.fail("two at a time")
     words = str(raised.value)
     assert (
@@ -48,13 +48,13 @@ async def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: P
 
 async def test_runs_one_after_another_do_not_meet(tmp_path: Path) -> None:
     for _ in range(3):
-        async with sole_run(tmp_path, pytest.fail):
+        async with run_lock(tmp_path, pytest.fail):
             pass
 
 
 async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Path) -> None:
     async with AsyncExitStack() as killed, AsyncExitStack() as next_one:
-        await killed.enter_async_context(sole_run(tmp_path, pytest.fail))
+        await killed.enter_async_context(run_lock(tmp_path, pytest.fail))
         sleep = Sleeping()
 
         async def ends(seconds: float) -> None:
@@ -62,7 +62,7 @@ async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Pa
             await killed.aclose()
 
         said: list[str] = []
-        await next_one.enter_async_context(sole_run(tmp_path, said.append, ends))
+        await next_one.enter_async_context(run_lock(tmp_path, said.append, ends))
         assert sleep.seconds == lock.POLL_S
         assert len(said) == 1
 
@@ -70,11 +70,11 @@ async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Pa
 async def test_another_machine_may_have_died_and_is_waited_for_longer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with sole_run(tmp_path, pytest.fail):
+    async with run_lock(tmp_path, pytest.fail):
         monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
         sleep = Sleeping()
         with pytest.raises(CheckpointError, match="another run"):
-            async with sole_run(tmp_path, print, sleep):
+            async with run_lock(tmp_path, print, sleep):
                 pytest.fail("two at a time")
         assert sleep.seconds == lock.PATIENCE_ELSEWHERE_S
 
@@ -87,13 +87,13 @@ async def test_where_there_are_no_locks_the_run_goes_on(
         raise OSError(errno.ENOSYS, "not here")
 
     monkeypatch.setattr(*{"open": (os, "open"), "flock": (fcntl, "flock")}[place], fails)
-    async with sole_run(tmp_path, pytest.fail), sole_run(tmp_path, pytest.fail):
+    async with run_lock(tmp_path, pytest.fail), run_lock(tmp_path, pytest.fail):
         pass
 
 
 async def test_a_run_that_ends_by_an_error_leaves_the_folder_to_others(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="of the run"):
-        async with sole_run(tmp_path, pytest.fail):
+        async with run_lock(tmp_path, pytest.fail):
             raise ValueError("of the run")
-    async with sole_run(tmp_path, pytest.fail):
+    async with run_lock(tmp_path, pytest.fail):
         pass

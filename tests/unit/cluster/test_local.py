@@ -6,8 +6,8 @@ import pytest
 
 from verl.cluster.group import ActorGroup, fetch
 from verl.cluster.handles import end, get_all, put
+from verl.cluster.hangs.pending_calls import A_MONTH_S, DEFAULTS, Deadlines, Owner
 from verl.cluster.local import LocalPool
-from verl.cluster.waits import A_MONTH_S, DEFAULTS, Deadlines, Owner
 
 pytestmark = pytest.mark.unit
 

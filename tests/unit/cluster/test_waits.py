@@ -10,9 +10,9 @@ from simulated_clock import simulate
 
 from verl.cluster import group
 from verl.cluster.group import call
-from verl.cluster.vigil import Vigil
-from verl.cluster.waits import DEFAULTS, Deadline, Deadlines, Owner, Progress, Waits, together
-from verl.cluster.watchdog import TICK_S, Late, Lookout
+from verl.cluster.hangs.detector import TICK_S, HangDetector, Late
+from verl.cluster.hangs.heartbeat import HeartbeatMonitor
+from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Deadlines, Owner, Progress, Waits, together
 from verl.config.schema.trainer import DeadlinesConfig
 from verl.errors import ProcessLostError
 
@@ -56,7 +56,7 @@ def test_a_wait_is_open_while_it_lasts_also_when_it_fails(waits: Waits) -> None:
 
 
 def test_a_wait_is_said_at_half_its_deadline_and_when_it_is_over_and_once_each(waits: Waits, clock: Clock) -> None:
-    lookout = Lookout(waits, "controller")
+    lookout = HangDetector(waits, "controller")
     heard = []
     with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
         for _ in range(200):
@@ -72,7 +72,7 @@ def test_a_wait_is_said_at_half_its_deadline_and_when_it_is_over_and_once_each(w
 
 
 def test_an_owner_that_finishes_something_has_the_whole_deadline_again(waits: Waits, clock: Clock) -> None:
-    lookout, progress = Lookout(waits, "controller"), Progress()
+    lookout, progress = HangDetector(waits, "controller"), Progress()
     with waits.waiting("generate", of=ENGINE, deadline=MINUTE, progress=progress) as wait:
         for _ in range(10):
             clock.now += 29
@@ -83,7 +83,7 @@ def test_an_owner_that_finishes_something_has_the_whole_deadline_again(waits: Wa
 
 
 def test_many_waits_for_one_kind_to_do_one_thing_are_one_line(waits: Waits, clock: Clock) -> None:
-    lookout = Lookout(waits, "controller")
+    lookout = HangDetector(waits, "controller")
     ranks = [waits.waiting("update", of=Owner("train worker", rank), deadline=MINUTE, peers=5) for rank in range(5)]
     for rank in ranks:
         rank.__enter__()
@@ -97,7 +97,7 @@ def test_many_waits_for_one_kind_to_do_one_thing_are_one_line(waits: Waits, cloc
 
 
 def test_the_same_wait_is_told_again_when_it_is_late_another_time(waits: Waits, clock: Clock) -> None:
-    lookout = Lookout(waits, "controller")
+    lookout = HangDetector(waits, "controller")
     for _ in range(2):
         with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
             clock.now += 61
@@ -106,7 +106,7 @@ def test_the_same_wait_is_told_again_when_it_is_late_another_time(waits: Waits, 
 
 
 def test_what_is_slow_all_the_time_is_not_said_all_the_time(waits: Waits, clock: Clock) -> None:
-    lookout, heard = Lookout(waits, "controller"), 0
+    lookout, heard = HangDetector(waits, "controller"), 0
     for _ in range(30):  # 20 minutes of calls that each take two thirds of their deadline
         with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
             clock.now += 40
@@ -116,7 +116,7 @@ def test_what_is_slow_all_the_time_is_not_said_all_the_time(waits: Waits, clock:
 
 
 def test_waits_for_the_same_are_counted_in_the_table(waits: Waits, clock: Clock) -> None:
-    lookout = Lookout(waits, "episode worker 3")
+    lookout = HangDetector(waits, "episode worker 3")
     with ExitStack() as open_waits:
         for _ in range(3):
             open_waits.enter_context(waits.waiting("generate", of=ENGINE, deadline=MINUTE))
@@ -128,7 +128,7 @@ def test_waits_for_the_same_are_counted_in_the_table(waits: Waits, clock: Clock)
 
 
 def test_what_is_late_can_be_sent(waits: Waits, clock: Clock) -> None:
-    lookout = Lookout(waits, "episode worker 0")
+    lookout = HangDetector(waits, "episode worker 0")
     with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
         clock.now += 60
         [late] = lookout.look()
@@ -187,7 +187,7 @@ def test_work_of_a_process_that_is_there_may_take_for_ever_and_that_of_one_that_
             raise ProcessLostError("gone")
 
     async def scenario() -> list[str | BaseException]:
-        vigil = Vigil(is_there, every_s=60)
+        vigil = HeartbeatMonitor(is_there, every_s=60)
         work = [vigil.watch(asyncio.sleep(200 + k / 100, "done")) for k in range(50)]
         work += [vigil.watch(asyncio.sleep(10_000, "never")) for _ in range(50)]
         return await asyncio.gather(*work, return_exceptions=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.cluster.stacks import Seen
-from verl.cluster.waits import Deadline, Owner, Waits
-from verl.cluster.watchdog import Late, Place, Reporter, Watchdog, verdict
+from verl.cluster.hangs.detector import Late, Place, Reporter, Watchdog, verdict
+from verl.cluster.hangs.pending_calls import Deadline, Owner, Waits
+from verl.cluster.hangs.process_info import Seen
 
 pytestmark = pytest.mark.unit
 
@@ -19,7 +19,7 @@ IN_A_COLLECTIVE = (
     "update (/x/verl/training/policy.py:9)",
 )
 IN_A_HOOK = ("sleeps (/home/me/hook.py:3)", "update (/x/verl/training/policy.py:7)")
-IDLE = ("wait (/lib/threading.py:327)", "_run (/x/verl/cluster/watchdog.py:9)")
+IDLE = ("wait (/lib/threading.py:327)", "_run (/x/verl/cluster/hangs/detector.py:9)")
 
 
 def late(*owners: Owner, peers: int = 4, evidence: str = "") -> Late:

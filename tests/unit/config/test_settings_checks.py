@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.load import load, load_dict
-from verl.config.schema import Config
-from verl.config.sizes import (
+from verl.config.batch_sizes import (
     Cut,
     actor_cut,
     critic_cut,
@@ -24,6 +22,8 @@ from verl.config.sizes import (
     total_steps,
     train_ranks,
 )
+from verl.config.load import load, load_dict
+from verl.config.schema import Config
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from verl.config.algorithm_checks import contradictions
-from verl.config.keys import graft
+from verl.config.features import uses_critic, uses_preferences, uses_reference
 from verl.config.load import load
 from verl.config.mutes import mute_of
-from verl.config.needs import uses_critic, uses_preferences, uses_reference
+from verl.config.paths import graft
 from verl.config.schema import Config, settings_of
 
 pytestmark = pytest.mark.unit

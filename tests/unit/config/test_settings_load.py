@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.keys import graft, leaves, look_up, nearest, prune
 from verl.config.load import Loaded, load, load_dict, load_yaml
+from verl.config.paths import graft, leaves, look_up, nearest, prune
+from verl.config.render import render
 from verl.config.schema import Config, settings_of
-from verl.config.show import render
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit

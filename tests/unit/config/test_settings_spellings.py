@@ -7,9 +7,9 @@ import textwrap
 import pytest
 import yaml
 
-from verl.config.findings import value_of
-from verl.config.keys import look_up
 from verl.config.load import load, load_dict
+from verl.config.paths import look_up
+from verl.config.problems import value_of
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit

@@ -21,8 +21,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.chat import encode, read_prompt, render
-from verl.data.examples import Example, ExampleReader, conversation_example, pair_example, without_header
 from verl.data.files import open_rows
+from verl.data.sft_examples import Example, ExampleReader, conversation_example, pair_example, without_header
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit

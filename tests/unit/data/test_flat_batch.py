@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.types import Sample
 
 pytestmark = pytest.mark.unit

@@ -20,10 +20,10 @@ from tiny import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.dataset import PromptDataset
-from verl.data.look import DataFiles, Survey
-from verl.data.show import bars, bins, show_rows, show_survey
+from verl.data.inspection import DataFiles, Survey
+from verl.data.inspection_render import bars, bins, show_rows, show_survey
 from verl.errors import DataError
-from verl.rewards.score import no_scorer, scorer_of
+from verl.rewards.reward_function import no_scorer, scorer_of
 
 pytestmark = pytest.mark.unit
 
@@ -163,7 +163,7 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
     assert problem.what.endswith("Set data.prompt_key=question")
     text = shown(data, found)
     assert "no prompt can be measured" in text
-    assert "verl.rewards.gsm8k" in text
+    assert "verl.rewards.scorers.gsm8k" in text
 
 
 def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.order import InOrder, Order, Ranked, Sampled, Shuffled, ShuffledByBuffer, Weighted
+from verl.data.samplers import (
+    CurriculumSampler,
+    CustomSampler,
+    Sampler,
+    SequentialSampler,
+    ShuffledByBuffer,
+    ShuffledSampler,
+    WeightedSampler,
+)
 from verl.data.stream import PromptStream
 from verl.errors import DataError
 
@@ -25,18 +33,18 @@ def blocks(length: int, rows: int) -> np.ndarray:
     return np.append(np.arange(rows, length, rows), length)
 
 
-def sampled(sampler: Any, rows: int = 10, seed: int = 0, column: Any = None) -> Sampled:
-    return Sampled(sampler, "my_sampler.py:order", rows, seed, column)
+def sampled(sampler: Any, rows: int = 10, seed: int = 0, column: Any = None) -> CustomSampler:
+    return CustomSampler(sampler, "my_sampler.py:order", rows, seed, column)
 
 
-ORDERS: dict[str, Callable[[int, int], Order]] = {
-    "in order": lambda length, seed: InOrder(length),
-    "shuffled": Shuffled,
+ORDERS: dict[str, Callable[[int, int], Sampler]] = {
+    "in order": lambda length, seed: SequentialSampler(length),
+    "shuffled": ShuffledSampler,
     "by buffer": lambda length, seed: ShuffledByBuffer(blocks(length, 4), 7, seed),
     "by a buffer of one": lambda length, seed: ShuffledByBuffer(blocks(length, 3), 1, seed),
     "by a buffer of all": lambda length, seed: ShuffledByBuffer(blocks(length, 5), 1000, seed),
-    "ranked": lambda length, seed: Ranked(np.arange(length) % 3.0, "level", seed),
-    "ranked without a seed": lambda length, seed: Ranked(np.arange(length) % 3.0, "level", None),
+    "ranked": lambda length, seed: CurriculumSampler(np.arange(length) % 3.0, "level", seed),
+    "ranked without a seed": lambda length, seed: CurriculumSampler(np.arange(length) % 3.0, "level", None),
     "sampled": lambda length, seed: sampled(backwards, length, seed),
 }
 
@@ -56,7 +64,7 @@ def test_every_row_comes_exactly_once_an_epoch(name: str, length: int, seed: int
 def test_a_resumed_stream_goes_on_as_if_never_stopped(name: str, length: int, before: int, after: int) -> None:
     def stream() -> PromptStream:
         if name == "weighted":
-            return PromptStream(Weighted([Shuffled(length, 1), InOrder(3)], [0.5, 2], seed=1))
+            return PromptStream(WeightedSampler([ShuffledSampler(length, 1), SequentialSampler(3)], [0.5, 2], seed=1))
         return PromptStream(ORDERS[name](length, 1))
 
     uninterrupted = stream()
@@ -79,12 +87,12 @@ def test_epochs_and_seeds_have_orders_of_their_own(name: str) -> None:
 
 
 def test_the_orders_are_the_same_on_every_machine() -> None:
-    def head(order: Order) -> list[int]:
+    def head(order: Sampler) -> list[int]:
         return [order.row(place) for place in range(8)]
 
-    assert head(Shuffled(8, 42)) == [4, 3, 7, 6, 0, 1, 5, 2]
+    assert head(ShuffledSampler(8, 42)) == [4, 3, 7, 6, 0, 1, 5, 2]
     assert head(ShuffledByBuffer(blocks(100, 4), 8, 42)) == [1, 2, 0, 20, 23, 21, 3, 22]
-    assert head(Weighted([InOrder(8), InOrder(8)], [3, 1], 42)) == [0, 8, 1, 2, 3, 4, 5, 9]
+    assert head(WeightedSampler([SequentialSampler(8), SequentialSampler(8)], [3, 1], 42)) == [0, 8, 1, 2, 3, 4, 5, 9]
 
 
 @law
@@ -113,7 +121,7 @@ def test_a_buffer_mixes_rows_from_all_over_the_files() -> None:
 )
 def test_weights_are_shares_of_the_draws(weights: list[float], counts: list[int]) -> None:
     lengths = [50, 7, 3][: len(weights)]
-    order = Weighted([Shuffled(length, 1) for length in lengths], weights, seed=2)
+    order = WeightedSampler([ShuffledSampler(length, 1) for length in lengths], weights, seed=2)
     assert order.length == sum(lengths)
     firsts = np.cumsum([0, *lengths])
     draws = [order.row(position) for position in range(3 * sum(counts))]
@@ -128,11 +136,11 @@ def test_weights_are_shares_of_the_draws(weights: list[float], counts: list[int]
 
 def test_a_curriculum_goes_from_easy_to_hard_each_epoch_and_shuffles_equals() -> None:
     levels = np.array([2.0, 1.0, 1.0, 3.0, 1.0, 2.0])
-    order = Ranked(levels, "level", seed=4)
+    order = CurriculumSampler(levels, "level", seed=4)
     epochs = [[order.row(6 * epoch + place) for place in range(6)] for epoch in range(5)]
     assert all(levels[rows].tolist() == [1, 1, 1, 2, 2, 3] for rows in epochs)
     assert len(set(map(tuple, epochs))) > 1
-    still = Ranked(levels, "level", seed=None)
+    still = CurriculumSampler(levels, "level", seed=None)
     assert [still.row(place) for place in range(6)] == [1, 2, 4, 0, 5, 3]
 
 
@@ -172,21 +180,21 @@ def test_epochs_of_a_sampler_are_of_one_length() -> None:
 @pytest.mark.parametrize(
     ("saved", "said"),
     [
-        (Shuffled(9, 7), r"length 9 \(now 10\)"),
-        (Shuffled(10, 8), r"seed 8 \(now 7\)"),
-        (InOrder(10), r"shuffle False \(now True\), seed None \(now 7\)"),
+        (ShuffledSampler(9, 7), r"length 9 \(now 10\)"),
+        (ShuffledSampler(10, 8), r"seed 8 \(now 7\)"),
+        (SequentialSampler(10), r"shuffle False \(now True\), seed None \(now 7\)"),
         (ShuffledByBuffer(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
         (ShuffledByBuffer(blocks(10, 3), 4, 7), r"blocks \d+ \(now None\)"),
-        (Ranked(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
+        (CurriculumSampler(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
         (
-            Weighted([Shuffled(4, 7), Shuffled(6, 8)], [1, 2], 7),
+            WeightedSampler([ShuffledSampler(4, 7), ShuffledSampler(6, 8)], [1, 2], 7),
             r"lengths \[4, 6\] .*entries \d+ .*train_weights \[1, 2\]",
         ),
     ],
 )
-def test_a_position_in_another_order_is_refused(saved: Order, said: str) -> None:
+def test_a_position_in_another_order_is_refused(saved: Sampler, said: str) -> None:
     with pytest.raises(DataError, match=rf"{said}.*resume_mode=disable"):
-        PromptStream(Shuffled(10, 7)).load(PromptStream(saved).state())
+        PromptStream(ShuffledSampler(10, 7)).load(PromptStream(saved).state())
 
 
 @pytest.mark.parametrize("name", ORDERS)
@@ -196,12 +204,20 @@ def test_no_rows_are_refused(name: str) -> None:
 
 
 def test_the_same_settings_over_other_blocks_or_numbers_are_another_order() -> None:
-    def refused(saved: Order, now: Order, said: str) -> None:
+    def refused(saved: Sampler, now: Sampler, said: str) -> None:
         with pytest.raises(DataError, match=rf"{said} \d+ \(now \d+\)\. Use the same data files"):
             PromptStream(now).load(PromptStream(saved).state())
 
     refused(ShuffledByBuffer(blocks(10, 2), 4, 7), ShuffledByBuffer(blocks(10, 3), 4, 7), "blocks")
-    refused(Ranked(np.zeros(10), "level", 7), Ranked(np.arange(10.0), "level", 7), "numbers")
-    refused(Weighted([InOrder(3)], [1], seed=1), Weighted([InOrder(3)], [1], seed=2), "seed")
+    refused(CurriculumSampler(np.zeros(10), "level", 7), CurriculumSampler(np.arange(10.0), "level", 7), "numbers")
+    refused(
+        WeightedSampler([SequentialSampler(3)], [1], seed=1),
+        WeightedSampler([SequentialSampler(3)], [1], seed=2),
+        "seed",
+    )
     parts = [ShuffledByBuffer(blocks(10, size), 4, 7) for size in (2, 3)]
-    refused(Weighted([InOrder(3), parts[0]], [1, 1], 1), Weighted([InOrder(3), parts[1]], [1, 1], 1), "entries")
+    refused(
+        WeightedSampler([SequentialSampler(3), parts[0]], [1, 1], 1),
+        WeightedSampler([SequentialSampler(3), parts[1]], [1, 1], 1),
+        "entries",
+    )

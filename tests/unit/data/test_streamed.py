@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.data import dataset as dataset_module
 from verl.data import files
 from verl.data.dataset import PromptDataset
-from verl.data.order import ShuffledByBuffer
+from verl.data.samplers import ShuffledByBuffer
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
-from verl.data.check import inspect_files
-from verl.data.examples import Example, ExampleReader
 from verl.data.plan import Limit
-from verl.data.supervised import ExampleDataset, Share, shares
+from verl.data.sft_batches import ExampleDataset, Share, shares
+from verl.data.sft_examples import Example, ExampleReader
+from verl.data.validate import inspect_files
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit

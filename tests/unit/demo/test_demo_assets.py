@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.data.examples import pair_example
+from verl.data.sft_examples import pair_example
 from verl.demo.assets import (
     Assets,
     make_assets,
@@ -20,7 +20,7 @@ from verl.demo.assets import (
     write_weights,
 )
 from verl.demo.warmup import accuracy_of, encode, greedy_answers
-from verl.rewards.score import load_reward
+from verl.rewards.reward_function import load_reward
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.choice import LETTERS, compute_score, final_choice
+from verl.rewards.scorers.multiple_choice import LETTERS, compute_score, final_choice
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

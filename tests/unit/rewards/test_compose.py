@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from verl.errors import RewardError
 from verl.rewards.compose import clipped, weighted
-from verl.rewards.score import load_reward
+from verl.rewards.reward_function import load_reward
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.format import compute_score, sections_in_order
+from verl.rewards.scorers.format import compute_score, sections_in_order
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.given import packed, unpacked
-from verl.rewards.pool import ScorePool, scores
-from verl.rewards.score import load_reward
+from verl.rewards.function_io import packed, unpacked
+from verl.rewards.pool.pool import RewardPool, scores
+from verl.rewards.reward_function import load_reward
 from verl.types import Failed, Scored
 
 pytestmark = pytest.mark.unit
@@ -49,7 +49,7 @@ async def test_an_async_function_is_awaited() -> None:
 async def test_without_processes_a_function_is_called_here() -> None:
     seen: list[Any] = []
     here = scores({"path": "python:f", "function": lambda response: seen.append(response) or 1.0}, workers=0)
-    assert not isinstance(here, ScorePool)
+    assert not isinstance(here, RewardPool)
     await here.start()
     assert await here.score("", "abc", None) == Scored(1.0)
     assert seen == ["abc"]

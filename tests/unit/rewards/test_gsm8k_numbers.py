@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.gsm8k import compute_score, final_number
+from verl.rewards.scorers.gsm8k import compute_score, final_number
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

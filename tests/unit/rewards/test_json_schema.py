@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.json_schema import answer_text, compute_score
+from verl.rewards.scorers.json_schema import answer_text, compute_score
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

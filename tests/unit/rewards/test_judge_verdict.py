@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.judge import compute_score, read_verdict
-from verl.rewards.judge_http import _retry_after
-from verl.rewards.judge_store import Store
-from verl.rewards.score import load_reward
+from verl.rewards.judge.cache import Store
+from verl.rewards.judge.client import _retry_after
+from verl.rewards.judge.judge import compute_score, read_verdict
+from verl.rewards.reward_function import load_reward
 
 pytestmark = pytest.mark.unit
 

@@ -7,7 +7,7 @@ import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.rewards.magnitude import bits, is_immense, nodes, plainly_differ, terms
+from verl.rewards.scorers.math_limits import bits, is_immense, nodes, plainly_differ, terms
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards import math as scorer
-from verl.rewards.math import compute_score, last_boxed
+from verl.rewards.scorers import math as scorer
+from verl.rewards.scorers.math import compute_score, last_boxed
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 

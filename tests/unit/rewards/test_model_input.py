@@ -8,7 +8,7 @@ from transformers import Qwen2Tokenizer
 
 from verl.demo.assets import make_tokenizer
 from verl.errors import ConfigError
-from verl.rewards.model_input import as_generated, reader
+from verl.rewards.models.inputs import as_generated, reader
 from verl.types import Prompt
 
 pytestmark = pytest.mark.unit

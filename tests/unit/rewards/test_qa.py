@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.qa import compute_score, exact_match, f1, normalise
+from verl.rewards.scorers.qa import compute_score, exact_match, f1, normalise
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

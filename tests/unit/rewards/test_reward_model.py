@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl.rewards.model import Batcher, FakeRewardModel, Unscored
+from verl.rewards.models.model import Batcher, FakeRewardModel, ScoringFailure
 
 pytestmark = pytest.mark.unit
 
@@ -43,7 +43,7 @@ async def test_the_deadline_runs_from_the_start_of_the_batch_and_what_is_late_is
     outcomes = await asyncio.gather(batcher.score([1]), batcher.score([2]))
     assert model.sizes == [1, 1], "the second batch has its turn, and its own deadline"
     for outcome in outcomes:
-        assert isinstance(outcome, Unscored)
+        assert isinstance(outcome, ScoringFailure)
         assert outcome.kind == "timeout"
         assert "reward.deadline_s" in outcome.mend
 
@@ -58,7 +58,7 @@ async def test_a_sequence_that_fails_does_not_fail_those_beside_it() -> None:
     batcher = Batcher(Picky(), size=8, deadline_s=60)
     good, bad, other = await asyncio.gather(batcher.score([1]), batcher.score([13]), batcher.score([2]))
     assert (good, other) == (1.0, 2.0)
-    assert isinstance(bad, Unscored)
+    assert isinstance(bad, ScoringFailure)
     assert (bad.kind, bad.what) == ("error", "raised RuntimeError: out of luck")
 
 
@@ -69,7 +69,7 @@ async def test_a_score_that_is_no_finite_number_is_a_failure(number: float) -> N
             return [number] * len(batch)
 
     outcome = await Batcher(Broken(), size=8, deadline_s=60).score([1])
-    assert isinstance(outcome, Unscored)
+    assert isinstance(outcome, ScoringFailure)
     assert outcome.kind == "invalid"
     assert str(number) in outcome.what
 
@@ -81,7 +81,7 @@ async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> No
 
     batcher = Batcher(Forgetful(), size=8, deadline_s=60)
     for outcome in await asyncio.gather(batcher.score([1]), batcher.score([2])):
-        assert isinstance(outcome, Unscored)
+        assert isinstance(outcome, ScoringFailure)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> No
 )
 async def test_what_the_model_cannot_read_is_told_before_it_is_asked(tokens: list[int], why: str) -> None:
     outcome = await Batcher(FakeRewardModel(), size=8, deadline_s=60).score(tokens)
-    assert isinstance(outcome, Unscored)
+    assert isinstance(outcome, ScoringFailure)
     assert why in outcome.what
 
 

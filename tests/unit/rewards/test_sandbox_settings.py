@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 
-from verl.config.findings import keys_below
 from verl.config.load import load
 from verl.config.mutes import mute_of
+from verl.config.problems import keys_below
 from verl.config.schema import Config
 from verl.errors import ConfigError, RewardError
-from verl.rewards import code, sandbox, sandbox_remote
-from verl.rewards.sandbox import Limits, Outcome
-from verl.rewards.score import load_reward
-from verl.trainer.translate import reward_arguments
+from verl.rewards.reward_function import load_reward
+from verl.rewards.sandbox import remote as sandbox_remote
+from verl.rewards.sandbox import sandbox
+from verl.rewards.sandbox.sandbox import Limits, Outcome
+from verl.rewards.scorers import code
+from verl.trainer.worker_settings import reward_arguments
 
 pytestmark = pytest.mark.unit
 
@@ -44,10 +46,10 @@ def test_every_setting_of_these_sections_is_in_the_table() -> None:
 def test_a_setting_reaches_the_scorer(key: str) -> None:
     value, told = TOLD[key]
     assert reward_arguments(config())["shipped"] == {}
-    assert reward_arguments(config(f"{key}={value}"))["shipped"] == {"verl.rewards.code": DEFAULT | told}
+    assert reward_arguments(config(f"{key}={value}"))["shipped"] == {"verl.rewards.scorers.code": DEFAULT | told}
 
 
-@pytest.mark.parametrize("path", [None, "verl.rewards.code"])
+@pytest.mark.parametrize("path", [None, "verl.rewards.scorers.code"])
 @pytest.mark.parametrize("way", ["alone", "among several"])
 async def test_the_scorer_is_called_with_them_however_it_was_chosen(
     path: str | None, way: str, monkeypatch: pytest.MonkeyPatch
@@ -59,7 +61,7 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
         return Outcome("ok", 0, "1", "", 0.0)
 
     monkeypatch.setattr(sandbox, "run", run)
-    shipped = {"verl.rewards.code": {"limits": Limits(seconds=3), "partial": True}}
+    shipped = {"verl.rewards.scorers.code": {"limits": Limits(seconds=3), "partial": True}}
     functions = [{"path": path}] if way == "among several" else []
     reward = load_reward(None if functions else path, functions=functions, shipped=shipped)
     score, _ = await reward.score("code", "print(1)", TWO_TESTS)
@@ -68,8 +70,8 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
 
 async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: Outcome("ok", 0, "1", "", 0.0))
-    shipped = {"verl.rewards.code": {"partial": False}}
-    reward = load_reward("verl.rewards.code", kwargs={"partial": True}, shipped=shipped)
+    shipped = {"verl.rewards.scorers.code": {"partial": False}}
+    reward = load_reward("verl.rewards.scorers.code", kwargs={"partial": True}, shipped=shipped)
     assert (await reward.score("mine", "print(1)", TWO_TESTS))[0] == 0.5
 
 
@@ -101,7 +103,7 @@ def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
     here: str, require: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: here)
-    shipped = {"verl.rewards.code": {"require": require}}
+    shipped = {"verl.rewards.scorers.code": {"require": require}}
     if not refused:
         load_reward(None, shipped=shipped)
         return
@@ -118,15 +120,15 @@ def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
-    load_reward(None, shipped={"verl.rewards.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
-    load_reward("verl.rewards.exact", shipped={"verl.rewards.code": {"require": "bubblewrap"}})
+    load_reward(None, shipped={"verl.rewards.scorers.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
+    load_reward("verl.rewards.scorers.exact_match", shipped={"verl.rewards.scorers.code": {"require": "bubblewrap"}})
 
 
 @pytest.mark.parametrize("key", TOLD)
 def test_a_setting_is_mute_where_a_function_of_ones_own_scores(key: str) -> None:
     own = "reward.custom_reward_function.path"
     assert mute_of(config(), key) is None
-    assert mute_of(config(f"{own}=verl.rewards.code"), key) is None
+    assert mute_of(config(f"{own}=verl.rewards.scorers.code"), key) is None
     assert mute_of(config("reward.functions=[{path: a.py}, {weight: 2}]"), key) is None
     assert mute_of(config("reward.functions=[{path: a.py}]"), key) is not None
     assert mute_of(config(f"{own}=my_reward.py"), key) is not None

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards import gsm8k
-from verl.rewards.score import RewardFunction, load_reward, scorer_of
+from verl.rewards.reward_function import RewardFunction, load_reward, scorer_of
+from verl.rewards.scorers import gsm8k
 
 pytestmark = pytest.mark.unit
 
@@ -48,7 +48,7 @@ async def test_an_async_function_and_an_async_object_score(tmp_path: Path) -> No
 
 
 async def test_a_module_name_works_like_a_file() -> None:
-    assert (await load_reward("verl.rewards.exact").score("x", " 7 ", "7"))[0] == 1.0
+    assert (await load_reward("verl.rewards.scorers.exact_match").score("x", " 7 ", "7"))[0] == 1.0
 
 
 async def test_reward_kwargs_and_extra_info_reach_the_function(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from importlib import import_module
 
 import pytest
 
-from verl.rewards.score import SHIPPED
+from verl.rewards.reward_function import SHIPPED
 
 pytestmark = pytest.mark.unit
 

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.outcome import Failed, FailureKind, Outcome, Scored, read
-from verl.rewards.tally import FailureTally
+from verl.rewards.failures import FailureTally
+from verl.rewards.result import Failed, FailureKind, Outcome, Scored, read
 
 pytestmark = pytest.mark.unit
 

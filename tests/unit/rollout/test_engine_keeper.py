@@ -8,9 +8,9 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.keeper import EngineEvent, EngineKeeper, EngineState, within
+from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, within
 from verl.weights.probe import Probe
-from verl.weights.publish import HostTransport, Publisher
+from verl.weights.sync import HostTransport, WeightSync
 
 pytestmark = pytest.mark.unit
 
@@ -103,8 +103,8 @@ class Crew:
     def __init__(self, count: int, **settings: Any) -> None:
         self.events: list[EngineEvent] = []
         self.model, self.engines = Model(), [Engine() for _ in range(count)]
-        self.keeper = EngineKeeper(self.engines, self.events.append, **settings)
-        self.publisher = Publisher(self.model, self.engines, HostTransport(), PROBE, self.keeper)
+        self.keeper = EngineSupervisor(self.engines, self.events.append, **settings)
+        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.keeper)
 
     async def start(self) -> None:
         self.keeper.start(self.publisher.join)

@@ -7,10 +7,10 @@ import torch
 from tiny import FAMILIES, WINDOW, save_family, tiny_family
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from verl.rewards.model_hf import HfRewardModel
+from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
-from verl.weights.names import as_saved
-from verl.weights.parcel import pack
+from verl.weights.bucket import pack
+from verl.weights.hf_names import as_saved
 
 pytestmark = pytest.mark.unit
 

@@ -8,8 +8,8 @@ from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.fake import FakeRolloutEngine
-from verl.rollout.keeper import EngineState
-from verl.rollout.pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.replica_pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.unit

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from verl.rollout import shared
-from verl.rollout.shared import PREFIX, shared_folder, sweep
-from verl.rollout.vllm import VllmEngine, VllmSettings
+from verl.rollout import shared_memory as shared
+from verl.rollout.shared_memory import PREFIX, shared_folder, sweep
+from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +73,7 @@ async def test_an_engine_that_starts_sweeps(memory: Path, monkeypatch: pytest.Mo
     def environment(settings: Any) -> dict[str, str]:
         raise SystemExit  # what comes next is vLLM
 
-    monkeypatch.setattr("verl.rollout.vllm.environment", environment)
+    monkeypatch.setattr("verl.rollout.vllm.engine.environment", environment)
     with pytest.raises(SystemExit):
         await VllmEngine(VllmSettings("model")).start()
     assert not folder.exists()

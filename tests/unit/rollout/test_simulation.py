@@ -11,12 +11,12 @@ from simulated_engines import SimulatedEngine
 from simulated_run import Violation, run_seed
 
 from verl.errors import ProcessLostError
-from verl.rollout import pool
-from verl.rollout.keeper import EngineKeeper, EngineState
-from verl.rollout.pool import EnginePool
+from verl.rollout import replica_pool as pool
+from verl.rollout.replica_pool import EnginePool
+from verl.rollout.supervisor import EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Completion, SamplingParams
-from verl.weights.publish import Publisher
+from verl.weights.sync import WeightSync
 
 pytestmark = pytest.mark.unit
 
@@ -66,7 +66,7 @@ async def _never(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-def _of_all(self: Publisher, numbers: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
+def _of_all(self: WeightSync, numbers: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
     for number, outcome in zip(numbers, outcomes, strict=True):
         if isinstance(outcome, ProcessLostError):
             self._crew.lost(number, outcome)
@@ -74,7 +74,7 @@ def _of_all(self: Publisher, numbers: Sequence[int], outcomes: Sequence[Any]) ->
 
 
 @asynccontextmanager
-async def _whenever(self: Publisher) -> AsyncIterator[None]:
+async def _whenever(self: WeightSync) -> AsyncIterator[None]:
     yield
 
 
@@ -106,12 +106,12 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
     "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back|does not see", 0),
     "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
     "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 226),
-    "a keeper that does not hear of losses": (EngineKeeper, "lost", lambda *_: None, "the run ended", 0),
-    "a keeper that does not ask": (EngineKeeper, "_beats", _never, "came back|does not see", 0),
-    "a keeper that does not wait for the end of the lost": (EngineKeeper, "silenced", _nothing, "written by", 136),
-    "a publisher that does not compare": (Publisher, "_compare", lambda *_: 0.0, "labelled", 0),
-    "a publisher that lets join at any time": (Publisher, "changing", _whenever, "changed while", 1),
-    "a publisher that hears those who were replaced": (Publisher, "_outcomes", _of_all, "did not reach", 35),
+    "a keeper that does not hear of losses": (EngineSupervisor, "lost", lambda *_: None, "the run ended", 0),
+    "a keeper that does not ask": (EngineSupervisor, "_beats", _never, "came back|does not see", 0),
+    "a keeper that does not wait for the end of the lost": (EngineSupervisor, "silenced", _nothing, "written by", 136),
+    "a publisher that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
+    "a publisher that lets join at any time": (WeightSync, "changing", _whenever, "changed while", 1),
+    "a publisher that hears those who were replaced": (WeightSync, "_outcomes", _of_all, "did not reach", 35),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
     "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),

@@ -97,7 +97,7 @@ def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str
 
 def test_rewards_that_are_all_the_same_are_shown_with_an_answer() -> None:
     same = HEALTHY | {"reward/min": 0.0, "reward/max": 0.0}
-    exhibit = "verl.rewards.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
+    exhibit = "verl.rewards.scorers.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
     [line] = Diagnosis().advise(same, 1, exhibit)
     assert line.endswith(exhibit)
     [line] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, exhibit)

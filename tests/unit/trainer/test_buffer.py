@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.order import InOrder
+from verl.data.samplers import SequentialSampler
 from verl.data.stream import PromptStream
 from verl.errors import DataError, RewardError, WeightSyncError
 from verl.trainer.buffer import EpisodeBuffer, differs
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.unit
 
 
 def stream() -> PromptStream:
-    return PromptStream(InOrder(1000))
+    return PromptStream(SequentialSampler(1000))
 
 
 def handle(group: int, version: int = 0) -> SampleHandle:
@@ -156,7 +156,7 @@ def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
             bound = max_batches if dynamic else 0
             return EpisodeBuffer(episode, order, batch, max_staleness=staleness, has_signal=signal, max_batches=bound)
 
-        feed = buffer(PromptStream(InOrder(3000)))
+        feed = buffer(PromptStream(SequentialSampler(3000)))
         for version in range(4):
             feed.advance(version)
             try:
@@ -165,7 +165,7 @@ def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
                 found.append("nothing with signal")
                 break
             if version == resume_at:
-                again = PromptStream(InOrder(3000))
+                again = PromptStream(SequentialSampler(3000))
                 again.load(feed.state())
                 await feed.close()
                 feed = buffer(again)

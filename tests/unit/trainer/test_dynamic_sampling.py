@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.order import InOrder
+from verl.data.samplers import SequentialSampler
 from verl.data.stream import PromptStream
 from verl.errors import ConfigError, RewardError, VerlError
 from verl.trainer.buffer import EpisodeBuffer, differs
@@ -92,7 +92,7 @@ def test_takes_follow_the_stream_within_the_bound_also_after_a_resume(
         )
 
     async def run() -> None:
-        stream = PromptStream(InOrder(7))
+        stream = PromptStream(SequentialSampler(7))
         feed, first = buffer(stream), 0
         for step, pause in enumerate(pauses):
             world.version = step
@@ -124,7 +124,7 @@ def test_takes_follow_the_stream_within_the_bound_also_after_a_resume(
                 state = feed.state()
                 await feed.close()
                 world.started = list(range(first))
-                stream = PromptStream(InOrder(7))
+                stream = PromptStream(SequentialSampler(7))
                 stream.load(state)
                 feed = buffer(stream)
         assert len(set(world.started)) == len(world.started), "no prompt is drawn twice"
@@ -143,7 +143,7 @@ async def test_a_replacement_starts_while_others_still_run() -> None:
             await others.wait()
         return group_of(position, [0.0, 0.0] if position == 0 else [0.0, 1.0])
 
-    buffer = EpisodeBuffer(run_group, PromptStream(InOrder(9)), 2, has_signal=differs("score"))
+    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"))
     buffer.advance(0)
     taking = asyncio.ensure_future(buffer.take(2))
     for _ in range(5):
@@ -165,7 +165,7 @@ async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() 
         stored.update(sample.ref for sample in samples)
         return samples
 
-    buffer = EpisodeBuffer(run_group, PromptStream(InOrder(9)), 2, has_signal=differs("score"))
+    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"))
     buffer.advance(0)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -175,7 +175,9 @@ async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() 
 
 async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None:
     world = World([True, False, False, False], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(InOrder(9)), 2, has_signal=differs("score"), max_batches=2)
+    buffer = EpisodeBuffer(
+        world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"), max_batches=2
+    )
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0]
     [words] = buffer.warnings
@@ -198,7 +200,11 @@ async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None
 async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
     world, said = World([False] * 85 + [True] * 2, 0), []
     buffer = EpisodeBuffer(
-        world.run_group, PromptStream(InOrder(9)), 2, has_signal=differs("score"), say=lambda text: said.append(text)
+        world.run_group,
+        PromptStream(SequentialSampler(9)),
+        2,
+        has_signal=differs("score"),
+        say=lambda text: said.append(text),
     )
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [85, 86]
@@ -208,7 +214,7 @@ async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
 
 async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
     world = World([False], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(InOrder(9)), 2, max_batches=1)
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, max_batches=1)
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0, 1]
     assert (buffer.metrics(), buffer.warnings) == ({}, [])
@@ -216,7 +222,7 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
 
 async def test_a_judgement_that_fails_fails_the_take() -> None:
     world = World([True], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(InOrder(9)), 2, has_signal=differs("acc"))
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("acc"))
     buffer.advance(0)
     with pytest.raises(VerlError, match=r"filter_groups\.metric=acc"):
         await buffer.take(2)

@@ -6,8 +6,8 @@ import pytest
 
 from verl.config.load import load
 from verl.trainer.build import _absolute
-from verl.trainer.loop import Timetable
-from verl.trainer.running import own_folder
+from verl.trainer.launcher import own_folder
+from verl.trainer.rl_trainer import LoopSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -42,6 +42,6 @@ def test_local_paths_are_made_absolute_and_names_on_a_hub_are_left_alone(
 
 @pytest.mark.parametrize(("every", "due"), [(-1, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_saving_comes_at_its_interval_and_at_the_end(every: int, due: list[int]) -> None:
-    timetable = Timetable(batch=1, total_steps=5, save_every=every, validate_every=every)
+    timetable = LoopSchedule(batch=1, total_steps=5, save_every=every, validate_every=every)
     assert [step for step in range(1, 6) if timetable.saves_at(step)] == due
     assert [step for step in range(1, 6) if timetable.validates_at(step)] == due

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verl.trainer.evaluate import Evaluator
+from verl.trainer.evaluator import Evaluator
 from verl.types import Failed, SampleHandle
 
 pytestmark = pytest.mark.unit

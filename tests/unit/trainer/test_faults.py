@@ -7,8 +7,8 @@ import pytest
 
 from verl.config.schema.trainer import FaultsConfig
 from verl.errors import ProcessLostError
-from verl.rollout.keeper import EngineEvent, EngineState
-from verl.trainer.faults import Faults
+from verl.rollout.supervisor import EngineEvent, EngineState
+from verl.trainer.restarts import RestartTracker
 
 pytestmark = pytest.mark.unit
 
@@ -27,9 +27,9 @@ class Lines:
     advice = note
 
 
-def faults(**settings: Any) -> tuple[Faults, list[str]]:
+def faults(**settings: Any) -> tuple[RestartTracker, list[str]]:
     console: Any = Lines()
-    return Faults(console, FaultsConfig(**settings)), console.lines
+    return RestartTracker(console, FaultsConfig(**settings)), console.lines
 
 
 def test_a_run_that_loses_nothing_has_no_metrics_of_it() -> None:

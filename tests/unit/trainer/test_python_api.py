@@ -20,13 +20,13 @@ from verl.data import prompts as module
 from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
-from verl.trainer.fitting import Timetable
+from verl.trainer.train_loop import LoopSchedule
 from verl.workers import RolloutWorker, TrainerWorker
 
 pytestmark = pytest.mark.unit
 
 OFFERED = {
-    "verl": {"GRPOTrainer", "PPOTrainer", "Training", "TrainingConfig", "__version__"},
+    "verl": {"GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig", "__version__"},
     "verl.trainer": {"TrainingConfig"},
     "verl.workers": {"Rollout", "RolloutWorker", "TrainerWorker"},
 }
@@ -81,7 +81,7 @@ def test_any_setting_has_the_last_word_and_a_wrong_one_is_named(tmp_path: Path) 
 def test_validation_looks_at_the_model_before_and_after_training(tmp_path: Path) -> None:
     def validated(**more: Any) -> list[int]:
         trainer = loaded(GRPOTrainer("some/model", prompts=["a"], folder=tmp_path / "run", **more)).config.trainer
-        table = Timetable(1, 30, validate_every=trainer.test_freq)
+        table = LoopSchedule(1, 30, validate_every=trainer.test_freq)
         return [step for step in range(1, 31) if table.validates_at(step)]
 
     assert validated(validation=["b"]) == [30]

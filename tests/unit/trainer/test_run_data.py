@@ -14,7 +14,7 @@ from verl.config.load import load_dict
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.data import dataset as dataset_module
-from verl.data.order import Order
+from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.data import check_files, open_tokenizer, read_data
 
@@ -44,7 +44,7 @@ def config(model: Path, tmp_path: Path) -> Any:
     return made
 
 
-def rows(order: Order, count: int | None = None) -> list[int]:
+def rows(order: Sampler, count: int | None = None) -> list[int]:
     return [order.row(position) for position in range(order.length if count is None else count)]
 
 

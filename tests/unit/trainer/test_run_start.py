@@ -14,9 +14,9 @@ from verl.config.load import load, load_sft
 from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
-from verl.trainer.fitting import Timetable
+from verl.trainer.setup import WithRunInfo, open_tracker, resume
 from verl.trainer.sft_build import _timetable as sft_timetable
-from verl.trainer.start import Signed, open_tracker, resume
+from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -51,7 +51,7 @@ def test_that_nothing_will_be_saved_is_said_unless_it_was_asked_for(
     tmp_path: Path, settings: list[str], warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = run_of(tmp_path, *settings)
-    open_tracker(config, Console(), Timetable(1, 3, save_every=config.trainer.save_freq), 0).close()
+    open_tracker(config, Console(), LoopSchedule(1, 3, save_every=config.trainer.save_freq), 0).close()
     assert ("nothing will be saved (trainer.save_freq=-1)" in capsys.readouterr().out) == warned
 
 
@@ -83,7 +83,7 @@ class Stream:
 
 async def save_as(config: Config | SftConfig) -> None:
     directory = CheckpointDir(config.trainer.checkpoint_dir).begin(3)
-    await Signed(Ranks(), config).save(str(directory), {"data": {"position": 3}})  # type: ignore[arg-type]
+    await WithRunInfo(Ranks(), config).save(str(directory), {"data": {"position": 3}})  # type: ignore[arg-type]
 
 
 async def resumed(config: Config | SftConfig) -> int:

@@ -21,10 +21,10 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.config.schema import SftConfig
 from verl.errors import CheckpointError, ProcessLostError
 from verl.tracking.console import Console
-from verl.trainer.faults import Faults
-from verl.trainer.fitting import Fitting, Timetable
-from verl.trainer.running import run
-from verl.trainer.saving import Saver
+from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.launcher import run
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
 pytestmark = pytest.mark.unit
 
@@ -44,7 +44,7 @@ class Ranks:
         raise ProcessLostError("train worker 1: saved: its process has died")
 
 
-class Dying(Fitting):
+class Dying(TrainLoop):
     """It saves after its first step, and loses a process in its second."""
 
     async def step(self, version: int) -> Any:
@@ -73,11 +73,11 @@ async def modes_of_two_starts(config: SftConfig, ranks: Ranks) -> list[str]:
     console, tracker = Console(io.StringIO()), SimpleNamespace(log=lambda *_: None)
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
         modes.append(config.trainer.resume_mode)
-        saver = Saver(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
+        saver = Checkpointer(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
         total = 1 if len(modes) == 2 else 10  # the second run has nothing left to do
-        yield Dying(saver, Timetable(1, total, save_every=1), tracker, console, faults, version=len(modes) - 1)  # type: ignore[arg-type]
+        yield Dying(saver, LoopSchedule(1, total, save_every=1), tracker, console, faults, version=len(modes) - 1)  # type: ignore[arg-type]
 
     assert await run(config, console, assemble) == 0
     return modes
@@ -94,7 +94,7 @@ async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_star
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lock, "PATIENCE_HERE_S", 0.0)
-    async with lock.sole_run(tmp_path, print):
+    async with lock.run_lock(tmp_path, print):
         with pytest.raises(CheckpointError, match="the folder of another run"):
             await modes_of_two_starts(settings(tmp_path), Ranks(commits=True))
     assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
@@ -104,7 +104,7 @@ async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigte
     closed: list[str] = []
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.Event().wait()
@@ -130,10 +130,10 @@ async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_aga
             raise ProcessLostError("train worker 1: update: its process has died")
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: Faults) -> AsyncIterator[Fitting]:
+    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
         starts.append(1)
-        saver = Saver(Ranks(commits=False), CheckpointDir(tmp_path), console)
-        yield Asked(saver, Timetable(1, 10), tracker, console, faults)  # type: ignore[arg-type]
+        saver = Checkpointer(Ranks(commits=False), CheckpointDir(tmp_path), console)
+        yield Asked(saver, LoopSchedule(1, 10), tracker, console, faults)  # type: ignore[arg-type]
 
     assert await run(settings(tmp_path), console, assemble) == 143
     assert starts == [1]

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from verl.checkpoint.files import write
-from verl.checkpoint.manifest import CheckpointDir, damage_of
-from verl.cluster.waits import WAITS, Deadline
+from verl.checkpoint.manifest import CheckpointDir, find_corruption
+from verl.cluster.hangs.pending_calls import WAITS, Deadline
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
-from verl.trainer.saving import Saver, find_checkpoint
+from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
 pytestmark = pytest.mark.unit
 
@@ -62,7 +62,7 @@ class Screen(Console):
 
 async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
     policy, screen = Writing(), Screen()
-    saver = Saver(policy, CheckpointDir(tmp_path), screen)
+    saver = Checkpointer(policy, CheckpointDir(tmp_path), screen)
     await saver.save(1, {})
     await saver.look()
     assert CheckpointDir(tmp_path).latest() is None, "it is still being written"
@@ -75,7 +75,7 @@ async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
 
 async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Path) -> None:
     policy = Writing()
-    saver = Saver(policy, CheckpointDir(tmp_path), Screen(), keep=1)
+    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), keep=1)
     policy.done = True
     for step in (1, 2, 3):
         await saver.save(step, {})
@@ -85,7 +85,7 @@ async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Pat
 
 async def test_an_error_is_raised_at_the_next_opportunity_and_only_there(tmp_path: Path) -> None:
     policy = Writing()
-    saver = Saver(policy, CheckpointDir(tmp_path), Screen())
+    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen())
     await saver.save(1, {})
     policy.error = CheckpointError("checkpoint .../global_step_1: no space")
     with pytest.raises(CheckpointError, match="global_step_1: no space"):
@@ -108,7 +108,7 @@ A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
 
 async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    saver = Saver(Writing(), hanging, Screen(), deadline=A_MOMENT)
+    saver = Checkpointer(Writing(), hanging, Screen(), deadline=A_MOMENT)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}: waited .* to begin a checkpoint .*checkpoint=0.05"):
         await saver.save(1, {})
     hanging.let_go.set()
@@ -116,7 +116,7 @@ async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_
 
 async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    saving = asyncio.ensure_future(Saver(Writing(), hanging, Screen()).save(1, {}))
+    saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, Screen()).save(1, {}))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     found = [(wait.what, str(wait.of)) for wait in WAITS.open()]
@@ -127,7 +127,7 @@ async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path
 
 async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_path: Path) -> None:
     hanging, screen = Hanging(tmp_path, "prune"), Screen()
-    saver = Saver(Writing(), hanging, screen)
+    saver = Checkpointer(Writing(), hanging, screen)
     await saver.save(1, {})
     saver._deadline = A_MOMENT
     await saver.finish()
@@ -151,7 +151,7 @@ async def test_the_longest_save_is_known_however_late_it_is_looked_at(tmp_path: 
             await super().save(directory, trainer)
 
     policy = Copying()
-    saver = Saver(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
+    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
     for step, seconds in ((1, 5.0), (2, 20.0), (3, 1.0)):
         policy.seconds = seconds
         await saver.save(step, {})
@@ -169,7 +169,7 @@ def saved(root: Path, *steps: int) -> CheckpointDir:
 
 
 async def verify(directory: str) -> list[str]:
-    return damage_of(Path(directory))
+    return find_corruption(Path(directory))
 
 
 async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path: Path) -> None:

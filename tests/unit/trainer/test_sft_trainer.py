@@ -14,17 +14,17 @@ import pytest
 import rich.console
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.data.examples import Example
-from verl.data.order import InOrder, Shuffled
 from verl.data.plan import Limit
-from verl.data.supervised import Share, shares
+from verl.data.samplers import SequentialSampler, ShuffledSampler
+from verl.data.sft_batches import Share, shares
+from verl.data.sft_examples import Example
 from verl.tracking.console import Console
-from verl.trainer.faults import Faults
-from verl.trainer.fitting import Timetable
-from verl.trainer.saving import Saver
+from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.restarts import RestartTracker
 from verl.trainer.sft import SftTrainer
-from verl.trainer.sft_data import Feed, HeldOut
-from verl.trainer.stopping import Stopping
+from verl.trainer.sft_data import SFTDataLoader, ValidationLoader
+from verl.trainer.shutdown import StopController
+from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
 
@@ -71,21 +71,21 @@ class Log:
 def trainer_of(
     tmp_path: Path,
     model: FakeModel,
-    feed: Feed,
-    timetable: Timetable,
+    feed: SFTDataLoader,
+    timetable: LoopSchedule,
     version: int = 0,
-    held_out: HeldOut | None = None,
+    held_out: ValidationLoader | None = None,
 ):
     out = io.StringIO()
     console = Console(out=rich.console.Console(file=out))
-    saver = Saver(model, CheckpointDir(tmp_path), console)
+    saver = Checkpointer(model, CheckpointDir(tmp_path), console)
     log = Log()
-    return SftTrainer(feed, model, held_out, saver, timetable, log, console, Faults(console), version), log, out
+    return SftTrainer(feed, model, held_out, saver, timetable, log, console, RestartTracker(console), version), log, out
 
 
 async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_path: Path) -> None:
-    model, order = FakeModel(), Shuffled(len(ROWS), seed=3)
-    trainer, log, _ = trainer_of(tmp_path, model, Feed(ROWS, order, 2, CUT), Timetable(2, 5, save_every=2))
+    model, order = FakeModel(), ShuffledSampler(len(ROWS), seed=3)
+    trainer, log, _ = trainer_of(tmp_path, model, SFTDataLoader(ROWS, order, 2, CUT), LoopSchedule(2, 5, save_every=2))
     await trainer.fit()
     drawn = [[order.row(position) for position in range(2 * step, 2 * step + 2)] for step in range(5)]
     assert model.trained == [sorted(rows) for rows in drawn]
@@ -99,16 +99,19 @@ async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_
 
 async def test_a_resumed_run_goes_on_at_its_position_also_with_another_batch_size(tmp_path: Path) -> None:
     model = FakeModel()
-    feed = Feed(ROWS, InOrder(len(ROWS)), 3, CUT, start=4, version=2)
-    trainer, _, _ = trainer_of(tmp_path, model, feed, Timetable(3, 4), version=2)
+    feed = SFTDataLoader(ROWS, SequentialSampler(len(ROWS)), 3, CUT, start=4, version=2)
+    trainer, _, _ = trainer_of(tmp_path, model, feed, LoopSchedule(3, 4), version=2)
     await trainer.fit()
     assert model.trained == [[0, 1, 4], [2, 3, 4]]
 
 
 async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_and_at_the_end(tmp_path: Path) -> None:
     model = FakeModel()
-    held_out = HeldOut(ROWS, 2, CUT)
-    feed, timetable = Feed(ROWS, InOrder(5), 1, CUT), Timetable(1, 3, validate_every=2, validate_last=True)
+    held_out = ValidationLoader(ROWS, 2, CUT)
+    feed, timetable = (
+        SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
+        LoopSchedule(1, 3, validate_every=2, validate_last=True),
+    )
     trainer, log, _ = trainer_of(tmp_path, model, feed, timetable, held_out=held_out)
     await trainer.fit()
     found = [(step, metrics["val/loss"]) for step, metrics in log.lines if "val/loss" in metrics]
@@ -120,16 +123,20 @@ async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_
 
 
 async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_path: Path) -> None:
-    timetable = Timetable(1, 3, validate_first=False, validate_last=True)
+    timetable = LoopSchedule(1, 3, validate_first=False, validate_last=True)
     trainer, log, _ = trainer_of(
-        tmp_path, FakeModel(), Feed(ROWS, InOrder(5), 1, CUT), timetable, held_out=HeldOut(ROWS, 9, CUT)
+        tmp_path,
+        FakeModel(),
+        SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
+        timetable,
+        held_out=ValidationLoader(ROWS, 9, CUT),
     )
     await trainer.fit()
     assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
 
 
 async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_path: Path) -> None:
-    stopping = Stopping()
+    stopping = StopController()
 
     class Asked(FakeModel):
         async def update(self, parts: Sequence[Share]) -> dict[str, float]:
@@ -137,20 +144,22 @@ async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_p
             return await super().update(parts)
 
     model = Asked()
-    trainer, _, out = trainer_of(tmp_path, model, Feed(ROWS, InOrder(5), 1, CUT), Timetable(1, 5))
+    trainer, _, out = trainer_of(tmp_path, model, SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT), LoopSchedule(1, 5))
     await trainer.fit(stopping)
     assert [state["position"] for state in model.saved_at] == [1]
     assert "saved and ended after step 1" in out.getvalue()
 
 
 async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
-    trainer, _, out = trainer_of(tmp_path, FakeModel(), Feed(ROWS, InOrder(5), 1, CUT, start=4), Timetable(1, 1))
+    trainer, _, out = trainer_of(
+        tmp_path, FakeModel(), SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT, start=4), LoopSchedule(1, 1)
+    )
     await trainer.fit()
     assert "step 1 moved no weights: the gradient's norm is nan" in out.getvalue()
 
 
 async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
-    feed = Feed(ROWS, InOrder(5), 2, CUT)
+    feed = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
     first, third = await feed.take(0), await feed.take(2)
     assert sorted({int(token) for share in first.shares for token in share.tokens}) == [0, 1]
     assert sorted({int(token) for share in third.shares for token in share.tokens}) == [0, 4]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from verl.errors import NoAnswerError, ProcessLostError, SourceLostError
-from verl.trainer.faults import Faults
-from verl.trainer.loop import Timetable, Trainer
-from verl.trainer.stopping import OUT_OF_TIME, TERMINATED, Stopping
+from verl.errors import ProcessLostError, TrainerLostError, WorkerTimeoutError
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.rl_trainer import LoopSchedule, RLTrainer
+from verl.trainer.shutdown import OUT_OF_TIME, TERMINATED, StopController
 
 pytestmark = pytest.mark.unit
 
@@ -27,7 +27,7 @@ class Clock:
         return self.now
 
 
-def stepping(stopping: Stopping, clock: Clock, *durations: float) -> None:
+def stepping(stopping: StopController, clock: Clock, *durations: float) -> None:
     stopping.begin()
     for seconds in durations:
         clock.now += seconds
@@ -36,7 +36,7 @@ def stepping(stopping: Stopping, clock: Clock, *durations: float) -> None:
 
 def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
     clock = Clock()
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     stepping(stopping, clock, 30, 5)  # 65 s are left; 30 + 20 + 10 are needed
     assert stopping.reason(20) is None
     assert stopping.exit_code == 0
@@ -60,7 +60,7 @@ def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
 )
 def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str | None) -> None:
     clock = Clock()
-    stopping = Stopping.by_time(hours, 60, {"SLURM_JOB_END_TIME": slurm}, clock)
+    stopping = StopController.by_time(hours, 60, {"SLURM_JOB_END_TIME": slurm}, clock)
     assert stopping.reason() is None
     stepping(stopping, clock, 1e6)
     reason = stopping.reason()
@@ -70,7 +70,7 @@ def test_the_sooner_deadline_counts(hours: float | None, slurm: str, limit: str 
 
 def test_what_a_restart_takes_is_no_step() -> None:
     clock = Clock()
-    stopping = Stopping(clock.now + 1000, "the end", clock=clock)
+    stopping = StopController(clock.now + 1000, "the end", clock=clock)
     stepping(stopping, clock, 10)
     clock.now += 500
     stepping(stopping, clock, 10)
@@ -82,7 +82,7 @@ def test_what_a_restart_takes_is_no_step() -> None:
 
 
 async def test_sigterm_ends_after_the_step_and_a_second_one_at_once() -> None:
-    stopping = Stopping()
+    stopping = StopController()
     with stopping.on_sigterm():
         assert stopping.reason() is None
         os.kill(os.getpid(), signal.SIGTERM)
@@ -130,14 +130,27 @@ class Recorder:
         return {"position": 0}
 
 
-class Stepping(Trainer):
+class Stepping(RLTrainer):
     """Its step takes `seconds` of the clock; a signal arrives in the step of `signalled`."""
 
-    def __init__(self, around: Recorder, clock: Clock, seconds: float, stopping: Stopping, signalled: int = -1) -> None:
+    def __init__(
+        self, around: Recorder, clock: Clock, seconds: float, stopping: StopController, signalled: int = -1
+    ) -> None:
         nothing: Any = SimpleNamespace()
         seen: Any = around
         super().__init__(
-            seen, nothing, nothing, seen, None, seen, Timetable(1, 10), seen, seen, nothing, nothing, Faults(seen)
+            seen,
+            nothing,
+            nothing,
+            seen,
+            None,
+            seen,
+            LoopSchedule(1, 10),
+            seen,
+            seen,
+            nothing,
+            nothing,
+            RestartTracker(seen),
         )
         self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
         self.validated: list[int] = []
@@ -157,7 +170,7 @@ class Stepping(Trainer):
 
 
 async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     await Stepping(around, clock, 1, stopping, signalled=3).fit(stopping)
     assert around.saves == [4]
     assert around.finished == 1
@@ -167,7 +180,7 @@ async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() ->
 async def test_a_run_ends_in_time_for_its_deadline() -> None:
     around, clock = Recorder(), Clock()
     around.longest_s = 5.0
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     await Stepping(around, clock, 20, stopping).fit(stopping)
     # After 4 steps 20 s are left, and 35 are needed; after 3 it was 40.
     assert around.saves == [4]
@@ -176,7 +189,7 @@ async def test_a_run_ends_in_time_for_its_deadline() -> None:
 
 async def test_the_step_that_has_just_ended_counts() -> None:
     around, clock = Recorder(), Clock()
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     await Stepping(around, clock, 60, stopping).fit(stopping)
     assert around.saves == [1], "another step of 60 s does not end within the 40 that are left"
     assert stopping.exit_code == OUT_OF_TIME
@@ -184,7 +197,7 @@ async def test_the_step_that_has_just_ended_counts() -> None:
 
 def test_what_a_save_took_is_known_after_a_restart() -> None:
     clock = Clock()
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     stepping(stopping, clock, 30)
     assert stopping.reason(20) is None
     clock.now += 15  # a restart, whose saver has seen no save yet
@@ -194,7 +207,7 @@ def test_what_a_save_took_is_known_after_a_restart() -> None:
 
 
 async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
-    around, clock, stopping = Recorder(), Clock(), Stopping()
+    around, clock, stopping = Recorder(), Clock(), StopController()
     await Stepping(around, clock, 1, stopping).fit(stopping)
     assert (around.saves, around.notes, around.finished, stopping.exit_code) == ([], [], 1, 0)
 
@@ -204,12 +217,12 @@ async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
     [
         (ValueError("a reward function"), 1),
         (ProcessLostError("episode worker 0: run: its process has died"), 1),
-        (NoAnswerError("waited 3600 s for train worker 0 to update"), 0),
-        (SourceLostError("train worker 0: pack_weights: its process has died"), 1),
+        (WorkerTimeoutError("waited 3600 s for train worker 0 to update"), 0),
+        (TrainerLostError("train worker 0: pack_weights: its process has died"), 1),
     ],
 )
 async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Exception, finished: int) -> None:
-    around, clock, stopping = Recorder(), Clock(), Stopping()
+    around, clock, stopping = Recorder(), Clock(), StopController()
     trainer = Stepping(around, clock, 1, stopping)
 
     async def fails(version: int) -> Any:
@@ -222,21 +235,21 @@ async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Ex
 
 
 async def test_who_waited_in_vain_for_a_train_worker_to_pack_does_not_wait_again() -> None:
-    around, clock, stopping = Recorder(), Clock(), Stopping()
+    around, clock, stopping = Recorder(), Clock(), StopController()
     trainer = Stepping(around, clock, 1, stopping)
 
     async def fails(version: int) -> Any:
-        raise SourceLostError("no answer") from NoAnswerError("no answer")
+        raise TrainerLostError("no answer") from WorkerTimeoutError("no answer")
 
     trainer.step = fails  # type: ignore[method-assign]
-    with pytest.raises(SourceLostError):
+    with pytest.raises(TrainerLostError):
         await trainer.fit(stopping)
     assert around.finished == 0
 
 
 @pytest.mark.parametrize("second", [ProcessLostError, RuntimeError])
 async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second: type[Exception]) -> None:
-    around, clock, stopping = Recorder(), Clock(), Stopping()
+    around, clock, stopping = Recorder(), Clock(), StopController()
     trainer = Stepping(around, clock, 1, stopping)
 
     async def fails(*_: Any) -> Any:
@@ -252,26 +265,26 @@ async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second
 
 
 async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping, signalled=3)
-    trainer.timetable = Timetable(1, 10, validate_every=2)
+    trainer.timetable = LoopSchedule(1, 10, validate_every=2)
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated) == ([4], [0, 2])
 
 
 async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
     around, clock = Recorder(), Clock()
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     trainer = Stepping(around, clock, 20, stopping)
-    trainer.timetable = Timetable(1, 10, validate_every=4)
+    trainer.timetable = LoopSchedule(1, 10, validate_every=4)
     await trainer.fit(stopping)  # after 4 steps 20 s are left, and 30 are needed
     assert (around.saves, trainer.validated) == ([4], [0])
 
 
 async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is_asked_anew() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping)
-    trainer.timetable = Timetable(1, 10, validate_every=4, validate_first=False)
+    trainer.timetable = LoopSchedule(1, 10, validate_every=4, validate_first=False)
     trainer.during_validation = stopping.ask
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated, trainer.version) == ([4], [], 4)
@@ -283,25 +296,25 @@ async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is
 
 async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
     around, clock = Recorder(), Clock()
-    stopping = Stopping(clock.now + 100, "the end", margin_s=10, clock=clock)
+    stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     trainer = Stepping(around, clock, 20, stopping)
-    trainer.timetable = Timetable(1, 10, validate_every=2, validate_first=False)
+    trainer.timetable = LoopSchedule(1, 10, validate_every=2, validate_first=False)
     trainer.during_validation = lambda: setattr(clock, "now", clock.now + 35)
     await trainer.fit(stopping)  # after 2 steps and a validation 25 s are left, and 30 are needed
     assert (around.saves, trainer.validated, stopping.exit_code) == ([2], [2], OUT_OF_TIME)
 
 
 async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked_to_end() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping, signalled=9)
-    trainer.timetable = Timetable(1, 10, save_every=10, validate_every=10)
+    trainer.timetable = LoopSchedule(1, 10, save_every=10, validate_every=10)
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated, stopping.exit_code) == ([10], [0], 0)
     assert around.notes == ["asked to end: the validation after step 10 is left out"]
 
 
 async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_saves_nothing() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping)
     trainer.during_validation = stopping.ask
     await trainer.fit(stopping)
@@ -310,7 +323,7 @@ async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_s
 
 
 async def test_an_error_of_a_validation_is_the_runs() -> None:
-    around, stopping, clock = Recorder(), Stopping(), Clock()
+    around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping)
 
     def fails() -> None:
@@ -323,7 +336,7 @@ async def test_an_error_of_a_validation_is_the_runs() -> None:
 
 async def test_a_run_in_another_thread_leaves_signals_alone() -> None:
     async def run() -> str:
-        with Stopping().on_sigterm():
+        with StopController().on_sigterm():
             return "ran"
 
     before = signal.getsignal(signal.SIGTERM)

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from verl.algorithms.settings import Correction, EstimatorOptions, KlController, Method
+from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController
 from verl.config.checks import hints
 from verl.config.load import load_dict, load_yaml
 from verl.config.schema.root import Config
-from verl.data.order import InOrder
 from verl.data.plan import UpdateSizes
+from verl.data.samplers import SequentialSampler
 from verl.errors import ConfigError
 from verl.rewards.overlong import Overlong
 from verl.trainer.build import _absolute
 from verl.trainer.data import RunData
-from verl.trainer.start import shown_by_device
-from verl.trainer.translate import engine_settings, episode_settings, method, planner, train_settings
+from verl.trainer.setup import shown_by_device
+from verl.trainer.worker_settings import engine_settings, episode_settings, method, planner, train_settings
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
 
@@ -96,7 +96,7 @@ def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -
 
 def test_the_defaults_are_those_of_the_records() -> None:
     found = method(config_of("data.max_response_length=77"))
-    assert found == Method(scale=77)
+    assert found == AlgorithmSettings(scale=77)
 
 
 def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
@@ -252,14 +252,18 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
 
 
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
-    data = RunData(datasets={}, order=InOrder(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    data = RunData(
+        datasets={}, order=SequentialSampler(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[]
+    )
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
     assert episode_settings(config_of(*shaped), data, 1).overlong == Overlong(20, 1.0, 100)
     assert episode_settings(config_of(), data, 1).overlong is None
 
 
 def test_episode_workers_share_the_scoring_processes() -> None:
-    data = RunData(datasets={}, order=InOrder(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[])
+    data = RunData(
+        datasets={}, order=SequentialSampler(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[]
+    )
     prime = config_of("reward.reward_manager.name=prime", "reward.num_workers=8")
     assert episode_settings(prime, data, 3).reward["workers"] == 3
     assert episode_settings(config_of("reward.num_workers=8"), data, 1).reward["workers"] == 1

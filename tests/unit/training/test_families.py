@@ -7,7 +7,7 @@ import transformers
 from tiny import FAMILIES, WINDOW, save_family
 
 from verl.training.model import load_model
-from verl.weights.names import as_saved, check_names
+from verl.weights.hf_names import as_saved, check_names
 
 pytestmark = pytest.mark.unit
 

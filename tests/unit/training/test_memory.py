@@ -2,13 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-from verl.training.memory import Parking, in_host_memory, moments_of
+from verl.training.offload import Offloader, in_host_memory, moments_of
 
 pytestmark = pytest.mark.unit
 
 
 def parked(tensors, **how):
-    parking = Parking(lambda: tensors, active=True, **how)
+    parking = Offloader(lambda: tensors, active=True, **how)
     parking.park()
     return parking
 
@@ -78,7 +78,7 @@ def test_tensors_of_one_storage_are_parked_once():
 
 def test_nothing_happens_unless_it_is_asked_for():
     weight = torch.ones(4)
-    parking = Parking(lambda: [weight], active=False)
+    parking = Offloader(lambda: [weight], active=False)
     parking.park()
     with parking.here():
         pass
@@ -88,7 +88,7 @@ def test_nothing_happens_unless_it_is_asked_for():
 def test_moments_are_parked_as_soon_as_there_are_some():
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    parking = Parking(lambda: moments_of(optimizer), active=True)
+    parking = Offloader(lambda: moments_of(optimizer), active=True)
     plain = nn.Linear(3, 2)
     plain.load_state_dict(model.state_dict())
     other = torch.optim.AdamW(plain.parameters(), lr=0.1)

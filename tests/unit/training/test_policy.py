@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from verl.algorithms.advantages import ESTIMATORS, Episodes
+from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
-from verl.algorithms.settings import Correction, EstimatorOptions, KlController, LossOptions, Method
+from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
 from verl.checkpoint.save import load, save
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.errors import ConfigError
 from verl.training.fake import FakeSettings, FakeTrainEngine
-from verl.training.policy import Policy, ProcessRewards
+from verl.training.policy import Policy, PrimeRewardModel
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
@@ -117,11 +117,11 @@ def told(samples: Sequence[Sample], engine: Table, gap: float | dict[int, float]
 
 
 @pytest.fixture
-def episodes(monkeypatch: pytest.MonkeyPatch) -> list[Episodes]:
+def episodes(monkeypatch: pytest.MonkeyPatch) -> list[AdvantageInputs]:
     """What an estimator of the name `seen` was shown."""
-    shown: list[Episodes] = []
+    shown: list[AdvantageInputs] = []
 
-    def seen(x: Episodes) -> Tensor:
+    def seen(x: AdvantageInputs) -> Tensor:
         shown.append(x)
         return x.per_token(x.scores)
 
@@ -149,9 +149,9 @@ def resumed(fresh: Policy, saved: Policy, tmp_path: Any) -> Policy:
 # Rewards
 
 
-def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[Episodes]) -> None:
+def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[AdvantageInputs]) -> None:
     step = step_of(SAMPLES)
-    Policy(Table(), Method("seen")).prepare(step.samples, step.plan)
+    Policy(Table(), AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     (x,) = episodes
     assert x.scores.tolist() == [one.score for one in step.samples]
     batch = FlatBatch.from_samples(step.samples).with_(mask=torch.ones_like(x.mask))
@@ -170,13 +170,13 @@ def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[Epi
     ("kind", "estimate"), [("kl", lambda x: -x), ("mse", lambda x: x**2 / 2), ("low_var_kl", lambda x: x.exp() - x - 1)]
 )
 def test_kl_in_the_reward_is_taken_off_every_generated_token(
-    episodes: list[Episodes], kind: str, estimate: Any
+    episodes: list[AdvantageInputs], kind: str, estimate: Any
 ) -> None:
     actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES)
-    method = Method("seen", reward_kl=KlController(0.5), reward_kl_type=kind)
+    method = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type=kind)
     metrics = Policy(actor, method, reference=reference).prepare(step.samples, step.plan)
     plain = step_of(SAMPLES)
-    Policy(actor, Method("seen")).prepare(plain.samples, plain.plan)
+    Policy(actor, AlgorithmSettings("seen")).prepare(plain.samples, plain.plan)
     with_kl, without = episodes
     batch = FlatBatch.from_samples(step.samples)
     kl = estimate(reference.says(batch) - actor.says(batch)).double() * batch.mask
@@ -197,19 +197,19 @@ def exact_kl(actor: Table, reference: Table, batch: FlatBatch) -> Tensor:
     return torch.zeros(batch.num_tokens).index_copy(0, places, rows[batch.tokens[places - 1]])
 
 
-def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[Episodes]) -> None:
+def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[AdvantageInputs]) -> None:
     actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES, micro=2)
-    method = Method("seen", reward_kl=KlController(0.5), reward_kl_type="full")
+    method = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type="full")
     metrics = Policy(actor, method, reference=reference).prepare(step.samples, step.plan)
     kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
     assert metrics["actor/reward_kl"] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
-    Policy(actor, Method("seen")).prepare(step.samples, step.plan)
+    Policy(actor, AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     torch.testing.assert_close(episodes[0].rewards, episodes[1].rewards - 0.5 * kl.double(), atol=1e-6, rtol=1e-5)
 
 
 def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
     actor, reference, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
-    policy = Policy(actor, Method(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
+    policy = Policy(actor, AlgorithmSettings(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
     kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
     found = [step.run(policy)["actor/kl_loss"] for _ in range(6)]
     assert found[0] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
@@ -219,7 +219,7 @@ def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
 def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: Any) -> None:
     def policy(beta: float) -> Policy:
         controller = KlController(beta, adaptive=True, target=1e-3, horizon=20)
-        return Policy(Table(), Method(reward_kl=controller), reference=Table(seed=1))
+        return Policy(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
 
     step, first = step_of(SAMPLES), policy(0.5)
     assert step.run(first)["actor/reward_kl_coef"] == 0.5
@@ -235,7 +235,7 @@ def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
     before: KlController | None, tmp_path: Any
 ) -> None:
     def policy(controller: KlController | None) -> Policy:
-        return Policy(Table(), Method(reward_kl=controller), reference=Table(seed=1))
+        return Policy(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
 
     step = step_of(SAMPLES)
     assert step.run(resumed(policy(KlController(0.1)), policy(before), tmp_path))["actor/reward_kl_coef"] == 0.1
@@ -259,7 +259,10 @@ def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str
 
 
 def test_a_fixed_weight_of_the_kl_stays() -> None:
-    step, policy = step_of(SAMPLES), Policy(Table(), Method(reward_kl=KlController(0.5)), reference=Table(seed=1))
+    step, policy = (
+        step_of(SAMPLES),
+        Policy(Table(), AlgorithmSettings(reward_kl=KlController(0.5)), reference=Table(seed=1)),
+    )
     assert {step.run(policy)["actor/reward_kl_coef"] for _ in range(3)} == {0.5}
 
 
@@ -281,7 +284,7 @@ CRITIC_SIZES = {"critic": UpdateSizes(9, 9, None)}
 def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to() -> None:
     known = torch.linspace(-1, 1, VOCABULARY)
     actor, valuer, step = Table(), critic(known), step_of(SAMPLES, **CRITIC_SIZES)
-    metrics = step.run(Policy(actor, Method("gae", EstimatorOptions(0.9, 0.8)), critic=valuer))
+    metrics = step.run(Policy(actor, AlgorithmSettings("gae", EstimatorOptions(0.9, 0.8)), critic=valuer))
     (trained,), (policy,) = valuer.seen, actor.seen
     returns, advantages = by_token(trained, trained.returns), by_token(policy, policy.advantages)
     raw = {}
@@ -305,7 +308,7 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
 
 def test_the_critic_comes_to_know_the_returns() -> None:
     step = step_of(SAMPLES, critic=UpdateSizes(1, 1, None, epochs=2))
-    policy = Policy(Table(lr=1e-6), Method("gae"), critic=critic())
+    policy = Policy(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
     found = [step.run(policy) for _ in range(25)]
     assert found[-1]["critic/vf_loss"] < 0.5 * found[0]["critic/vf_loss"]
     assert found[-1]["critic/explained_variance"] > 0.3 > found[0]["critic/explained_variance"]
@@ -314,7 +317,10 @@ def test_the_critic_comes_to_know_the_returns() -> None:
 
 def test_while_the_critic_warms_up_the_policy_stays_as_it_is() -> None:
     actor, valuer, step = Table(), critic(), step_of(SAMPLES, **CRITIC_SIZES)
-    policy, start = Policy(actor, Method("gae", critic_warmup=2), critic=valuer), actor.table.detach().clone()
+    policy, start = (
+        Policy(actor, AlgorithmSettings("gae", critic_warmup=2), critic=valuer),
+        actor.table.detach().clone(),
+    )
     for number in range(1, 4):
         values = valuer.table.detach().clone()
         metrics = step.run(policy)
@@ -325,7 +331,7 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is() -> None:
 
 def test_the_warm_up_of_the_critic_goes_on_where_it_was_saved(tmp_path: Any) -> None:
     def policy() -> Policy:
-        return Policy(Table(), Method("gae", critic_warmup=2), critic=critic())
+        return Policy(Table(), AlgorithmSettings("gae", critic_warmup=2), critic=critic())
 
     step, whole, saved = step_of(SAMPLES, **CRITIC_SIZES), policy(), policy()
     step.run(saved)
@@ -342,7 +348,7 @@ def test_the_warm_up_of_the_critic_goes_on_where_it_was_saved(tmp_path: Any) -> 
 def test_remax_takes_the_score_of_the_greedy_answer_off() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else -1.0) for one in SAMPLES]
     actor, step = Table(), step_of(samples)
-    step.run(Policy(actor, Method("remax")))
+    step.run(Policy(actor, AlgorithmSettings("remax")))
     advantages = by_token(actor.seen[0], actor.seen[0].advantages)
     for one in samples:
         assert advantages[tuple(one.tokens)] == [one.score - one.baseline] * int(one.mask.sum())
@@ -352,7 +358,7 @@ def test_remax_without_greedy_answers_says_what_is_missing() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else None) for one in SAMPLES]
     step = step_of(samples)
     with pytest.raises(ValueError, match="no greedy baseline; run a greedy episode"):
-        step.run(Policy(Table(), Method("remax")))
+        step.run(Policy(Table(), AlgorithmSettings("remax")))
 
 
 # The engine that generated
@@ -388,7 +394,7 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
     samples = told(SAMPLES, actor, {0: 0.3, 3: -0.25, 4: 0.1})
     expected = {0: 0.3, 3: -0.25, 4: 0.1}
     step = step_of(samples)
-    metrics = step.run(Policy(actor, Method(correction=correction)))
+    metrics = step.run(Policy(actor, AlgorithmSettings(correction=correction)))
     without = step.run(Policy(plain))
     batch = actor.seen[0]
     weights, advantages = by_token(batch, batch.weights), by_token(batch, batch.advantages)
@@ -412,7 +418,7 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
 def test_a_weight_of_one_changes_nothing() -> None:
     actor, plain = Table(), Table()
     step = step_of(told(SAMPLES, actor))
-    step.run(Policy(actor, Method(correction=Correction("sequence", normalize=True, reject="sequence"))))
+    step.run(Policy(actor, AlgorithmSettings(correction=Correction("sequence", normalize=True, reject="sequence"))))
     step.run(Policy(plain))
     torch.testing.assert_close(actor.table, plain.table, atol=1e-5, rtol=1e-5)
 
@@ -424,7 +430,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
     actor, plain = Table(), Table()
     samples = told(SAMPLES, actor, {0: 1.0, 5: -0.5})  # exp(3) and exp(-0.5): one out, one in
     step = step_of(samples)
-    metrics = step.run(Policy(actor, Method(correction=REJECTING)))
+    metrics = step.run(Policy(actor, AlgorithmSettings(correction=REJECTING)))
     step.run(Policy(plain))
     batch, whole = actor.seen[0], plain.seen[0]
     assert [len(numbers) for numbers in by_token(batch, batch.advantages).values()].count(
@@ -443,7 +449,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
 def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
     actor, valuer = Table(), critic(torch.linspace(-1, 1, VOCABULARY))
     step = step_of(told(SAMPLES, actor, {0: 1.0}), **CRITIC_SIZES)
-    step.run(Policy(actor, Method("gae", correction=REJECTING), critic=valuer))
+    step.run(Policy(actor, AlgorithmSettings("gae", correction=REJECTING), critic=valuer))
     assert int(actor.seen[0].mask.sum()) == GENERATED - 3
     assert int(valuer.seen[0].mask.sum()) == GENERATED
     assert by_token(valuer.seen[0], valuer.seen[0].returns)[tuple(SAMPLES[0].tokens)] == pytest.approx([1.0] * 3)
@@ -452,7 +458,7 @@ def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
 def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> None:
     actor = Table()
     start, step = actor.table.detach().clone(), step_of(told(SAMPLES, actor, 5.0), prompts=1)
-    metrics = step.run(Policy(actor, Method(correction=Correction(reject="token"))))
+    metrics = step.run(Policy(actor, AlgorithmSettings(correction=Correction(reject="token"))))
     assert torch.equal(actor.table, start)
     assert metrics["actor/skipped_steps"] == 2
     assert metrics["training/rollout_rejected"] == 1.0
@@ -461,10 +467,10 @@ def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> No
 # Losses
 
 
-def method_of(loss_mode: str, **changes: Any) -> Method:
+def method_of(loss_mode: str, **changes: Any) -> AlgorithmSettings:
     options = LossOptions(clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4, kl_cov_ratio=0.3)
     estimator = "win_rate" if loss_mode == "sppo" else "grpo"
-    return replace(Method(estimator, loss_mode=loss_mode, loss_options=options), **changes)
+    return replace(AlgorithmSettings(estimator, loss_mode=loss_mode, loss_options=options), **changes)
 
 
 @pytest.mark.parametrize("prompts", [1, 2])
@@ -613,8 +619,8 @@ def test_a_reference_that_stays_is_not_in_the_checkpoint() -> None:
 
 
 def prime_policy(**changes: Any) -> Policy:
-    process = ProcessRewards(Table(role="process", **changes), Table(trainable=False), beta=0.5, coef=2.0)
-    return Policy(Table(), Method("prime"), process=process)
+    process = PrimeRewardModel(Table(role="process", **changes), Table(trainable=False), beta=0.5, coef=2.0)
+    return Policy(Table(), AlgorithmSettings("prime"), process=process)
 
 
 def test_the_process_model_learns_to_tell_right_answers_from_wrong_ones() -> None:
@@ -673,7 +679,7 @@ def mine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mine")
 def test_an_estimator_of_the_user() -> None:
     actor, step = Table(), step_of(SAMPLES)
-    step.run(Policy(actor, Method("mine_of_this_test:doubled")))
+    step.run(Policy(actor, AlgorithmSettings("mine_of_this_test:doubled")))
     advantages = by_token(actor.seen[0], actor.seen[0].advantages)
     for one in SAMPLES:
         assert advantages[tuple(one.tokens)] == [2 * one.score] * int(one.mask.sum())
@@ -682,7 +688,7 @@ def test_an_estimator_of_the_user() -> None:
 @pytest.mark.usefixtures("mine")
 def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
     valuer, step = critic(), step_of(SAMPLES, **CRITIC_SIZES)
-    metrics = step.run(Policy(Table(), Method("mine_of_this_test:with_returns"), critic=valuer))
+    metrics = step.run(Policy(Table(), AlgorithmSettings("mine_of_this_test:with_returns"), critic=valuer))
     returns = by_token(valuer.seen[0], valuer.seen[0].returns)
     for one in SAMPLES:
         assert returns[tuple(one.tokens)] == [one.score + 1] * int(one.mask.sum())
@@ -693,15 +699,15 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
 def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_the_mend() -> None:
     step = step_of(SAMPLES, **CRITIC_SIZES)
     with pytest.raises(ConfigError, match=r"doubled returned advantages and no returns .* critic.enable=false"):
-        step.run(Policy(Table(), Method("mine_of_this_test:doubled"), critic=critic()))
+        step.run(Policy(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
 
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name: str) -> None:
     own, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
-    metrics = step.run(Policy(own, Method(loss_mode=f"mine_of_this_test:{name}")))
-    step.run(Policy(shipped, Method(loss_mode="gpg")))
+    metrics = step.run(Policy(own, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
+    step.run(Policy(shipped, AlgorithmSettings(loss_mode="gpg")))
     assert torch.equal(own.table, shipped.table)
     assert metrics["actor/pg_clipfrac_upper"] == (1.0 if name == "clipped" else 0.0)
 
@@ -718,9 +724,9 @@ def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name
 )
 def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {said}"):
-        Policy(Table(), Method(name))
+        Policy(Table(), AlgorithmSettings(name))
     with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {said}"):
-        Policy(Table(), Method(loss_mode=name))
+        Policy(Table(), AlgorithmSettings(loss_mode=name))
 
 
 # All together

@@ -7,7 +7,7 @@ from tiny import tiny_qwen2
 
 from verl.algorithms.aggregate import MODES, totals_of
 from verl.algorithms.values import ValueObjective
-from verl.data.batch import FlatBatch
+from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training import attention
 from verl.training.model import load_model

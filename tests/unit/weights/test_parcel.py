@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.weights.parcel import pack, unpack
+from verl.weights.bucket import pack, unpack
 
 pytestmark = pytest.mark.unit
 

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl.errors import ProcessLostError, SourceLostError, WeightSyncError
+from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
-from verl.weights.publish import DeviceTransport, Everybody, HostTransport, Publisher
+from verl.weights.sync import DeviceTransport, HostTransport, StaticMembership, WeightSync
 
 pytestmark = pytest.mark.unit
 
@@ -49,7 +49,7 @@ class Engine(Model):
 
 async def test_every_engine_gets_the_weights_and_the_version() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    publisher = Publisher(model, engines, HostTransport(), PROBE)
+    publisher = WeightSync(model, engines, HostTransport(), PROBE)
     for version in range(3):
         model.weight = 1.5 * version
         metrics = await publisher.publish(version)
@@ -60,7 +60,7 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
 
 async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
     model = Model()
-    publisher = Publisher(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
+    publisher = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
     await publisher.publish(0)
     model.weight = 0.5
     with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still answers as version 0"):
@@ -68,7 +68,7 @@ async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause
 
 
 async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
-    publisher = Publisher(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
+    publisher = WeightSync(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
     with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
         await publisher.publish(0)
 
@@ -89,11 +89,11 @@ def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
 
 
 async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None:
-    class Nobody(Everybody):
+    class Nobody(StaticMembership):
         def present(self) -> Sequence[int]:
             return []
 
-    metrics = await Publisher(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).publish(3)
+    metrics = await WeightSync(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).publish(3)
     assert metrics["weights/version"] == 3
     assert "weights/probe_gap" not in metrics
 
@@ -104,7 +104,7 @@ async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
             raise ProcessLostError("it has died")
 
     with pytest.raises(ProcessLostError, match="it has died"):
-        await Publisher(Model(), [Engine(), Dying()], HostTransport(), PROBE).publish(0)
+        await WeightSync(Model(), [Engine(), Dying()], HostTransport(), PROBE).publish(0)
 
 
 async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines() -> None:
@@ -113,7 +113,7 @@ async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines
             raise WeightSyncError("weights do not fit")
 
     with pytest.raises(WeightSyncError, match="do not fit"):
-        await Publisher(Model(), [Refusing()], HostTransport(), PROBE).publish(0)
+        await WeightSync(Model(), [Refusing()], HostTransport(), PROBE).publish(0)
 
 
 class Sending(Model):
@@ -129,7 +129,7 @@ class Sending(Model):
         self.sent.append((len(receivers), version))
 
 
-class Present(Everybody):
+class Present(StaticMembership):
     def __init__(self, *numbers: int) -> None:
         super().__init__(len(numbers))
         self.numbers: Sequence[int] = numbers
@@ -140,11 +140,11 @@ class Present(Everybody):
 
 async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
     model, crew = Sending(), Present(0, 1)
-    publisher = Publisher(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, crew)
+    publisher = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, crew)
     await publisher.publish(0)
     await publisher.publish(1)
     crew.numbers = [0]
-    with pytest.raises(SourceLostError, match=r"1 of 2 rollout engines .* version 2: weight_transport=nccl .*=host"):
+    with pytest.raises(TrainerLostError, match=r"1 of 2 rollout engines .* version 2: weight_transport=nccl .*=host"):
         await publisher.publish(2)
     assert model.sent == [(2, 0), (2, 1)]
 
@@ -152,16 +152,16 @@ async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines()
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
     model = Sending()
-    publisher = Publisher(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
+    publisher = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
     await publisher.publish(0)
-    with pytest.raises(SourceLostError, match=r"rollout engine 0 was lost and is back.*weight_transport=host"):
+    with pytest.raises(TrainerLostError, match=r"rollout engine 0 was lost and is back.*weight_transport=host"):
         await publisher.join(0)
     assert model.sent == [(count, 0)]
 
 
 async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    publisher = Publisher(model, engines, HostTransport(), PROBE)
+    publisher = WeightSync(model, engines, HostTransport(), PROBE)
     await publisher.publish(0)
     model.weight, engines[1].weight = 0.0, 7.0
     await publisher.join(1)

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, save_family
 from transformers import AutoModelForCausalLM
 
-from verl.weights.names import as_saved, write_saved
+from verl.weights.hf_names import as_saved, write_saved
 
 pytestmark = pytest.mark.unit
 

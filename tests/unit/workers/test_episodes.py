@@ -11,7 +11,7 @@ from verl.agents.episode import Transcript
 from verl.agents.runner import EpisodeRunner
 from verl.errors import ProcessLostError
 from verl.rewards.overlong import Overlong
-from verl.types import Completion, Exhibit, Prompt, Sample, SamplingParams, Scored
+from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, Job
 
 pytestmark = pytest.mark.unit
@@ -75,7 +75,7 @@ async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker)
     assert await pool.exhibit("val") is None
     await worker.run(Job("val", 0, 8, [5, 6], SAMPLING))
     await worker.run(Job("train", 0, 9, [7], SAMPLING))
-    assert await pool.exhibit("val") == Exhibit("sums", "5", "46", 5.0)
+    assert await pool.exhibit("val") == SamplePreview("sums", "5", "46", 5.0)
     assert await pool.exhibit("val", "sums") == await pool.exhibit("val")
     assert await pool.exhibit("val", "others") is None
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl.cluster.group import ActorGroup
-from verl.cluster.waits import WAITS
+from verl.cluster.hangs.pending_calls import WAITS
 from verl.errors import ProcessLostError
 from verl.workers.train import PolicyGroup, TrainWorker
 

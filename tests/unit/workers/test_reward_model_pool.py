@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from simulated_clock import simulate
 
-from verl.errors import ConfigError, EngineError, NoAnswerError, ProcessLostError
-from verl.rewards.model import FakeRewardModel, Unscored
-from verl.rollout.pool import MOST_LOSSES
+from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
+from verl.rewards.models.model import FakeRewardModel, ScoringFailure
+from verl.rollout.replica_pool import MOST_LOSSES
 from verl.workers import rewards
 from verl.workers.rewards import RewardActor, RewardModelPool, RewardModelSettings
 
@@ -29,7 +29,7 @@ class Model:
         self.refusals: list[Exception] = []  # of the next starts
         self._is_up, self._death, self._turn = True, asyncio.Event(), asyncio.Lock()
 
-    async def score(self, token_ids: Sequence[int]) -> float | Unscored:
+    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         self.asked.append(list(token_ids))
         return await self._before_death(self._score(list(token_ids)))
 
@@ -45,7 +45,7 @@ class Model:
     async def ready(self) -> bool:
         if self.hangs:
             await asyncio.sleep(60)
-            raise NoAnswerError("waited 60 s for reward model to ready and gave up")
+            raise WorkerTimeoutError("waited 60 s for reward model to ready and gave up")
         if self._death.is_set():
             raise ProcessLostError("ready: its process has died")
         return self._is_up
@@ -93,7 +93,7 @@ def after(seconds: float, act: Callable[[], None]) -> None:
     asyncio.get_running_loop().call_later(seconds, act)
 
 
-def scored(pool: RewardModelPool, conversations: Sequence[list[int]]) -> asyncio.Future[list[float | Unscored]]:
+def scored(pool: RewardModelPool, conversations: Sequence[list[int]]) -> asyncio.Future[list[float | ScoringFailure]]:
     return asyncio.gather(*(pool.score(tokens) for tokens in conversations))
 
 
@@ -142,7 +142,7 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
     lost.die()
     pool = RewardModelPool([lost], patience_s=1260)
     for failed in (*await scored(pool, [[1], [2], [3]]), await pool.score([4])):
-        assert isinstance(failed, Unscored)
+        assert isinstance(failed, ScoringFailure)
         assert failed.kind == "died"
         assert "no reward model came back within 1260 s" in failed.what
         assert "its process has died; and it did not start again: no memory left on the device" in failed.what
@@ -170,7 +170,7 @@ async def test_one_that_does_not_answer_any_more_is_ended_and_started_again() ->
 @in_simulated_time
 async def test_a_start_that_is_never_done_is_ended_and_tried_again() -> None:
     lost = Model(1)
-    lost.refusals = [NoAnswerError("waited 1200 s for reward model 0 to start and gave up")]
+    lost.refusals = [WorkerTimeoutError("waited 1200 s for reward model 0 to start and gave up")]
     lost.die()
     assert await RewardModelPool([lost]).score([7]) == 1
     assert (lost.ended, lost.starts) == (1, 2)
@@ -184,7 +184,7 @@ async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do
     conversations = [[number] for number in range(20)]
     *others, failed = await scored(RewardModelPool(models), [*conversations, [6, 6, 6]])
     assert others == [1] * 20
-    assert isinstance(failed, Unscored)
+    assert isinstance(failed, ScoringFailure)
     assert failed.kind == "died"
     assert f"a conversation of 3 tokens when its process was lost, {MOST_LOSSES} times" in failed.what
     assert sum(model.asked.count([6, 6, 6]) for model in models) == MOST_LOSSES
@@ -196,7 +196,7 @@ async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_com
     for model in models:
         model.die()
     found = await RewardModelPool(models).score([7])
-    assert not isinstance(found, Unscored)
+    assert not isinstance(found, ScoringFailure)
     assert sum(len(model.asked) for model in models) == 2
 
 
@@ -208,7 +208,7 @@ async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() 
     actor = RewardActor(settings())
     await actor.start()
     assert await asyncio.gather(*(actor.score([number]) for number in range(5))) == [0, 1, 2, 3, 4]
-    assert isinstance(await actor.score([8]), Unscored)
+    assert isinstance(await actor.score([8]), ScoringFailure)
     await actor.close()
 
 

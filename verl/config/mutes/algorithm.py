@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from verl.config.findings import ACTOR, REF, ROLLOUT, keys_below, keys_of, value_of
-from verl.config.mutes.mute import Mute
-from verl.config.needs import is_own_function, uses_critic, uses_preferences, uses_reference
+from verl.config.features import is_own_function, uses_critic, uses_preferences, uses_reference
+from verl.config.mutes.mute import IgnoredRule
+from verl.config.problems import ACTOR, REF, ROLLOUT, keys_below, keys_of, value_of
 from verl.config.schema import Config
 
 __all__ = ["ALGORITHM", "POLICY_LOSS"]
@@ -13,14 +13,14 @@ _ESTIMATOR, _LOSS = "algorithm.adv_estimator", f"{ACTOR}.policy_loss.loss_mode"
 _CORRECTION = "algorithm.rollout_correction"
 
 
-def _only(choice: str, *names: str, use: tuple[str, ...]) -> Mute:
+def _only(choice: str, *names: str, use: tuple[str, ...]) -> IgnoredRule:
     """Settings that only these estimators or losses use. One of the user's own may use any."""
 
     def others(config: Config) -> bool:
         chosen = str(value_of(config, choice))
         return chosen not in names and not is_own_function(chosen)
 
-    return Mute(use, others, f"only {choice}={' or '.join(names)} uses it", (choice,))
+    return IgnoredRule(use, others, f"only {choice}={' or '.join(names)} uses it", (choice,))
 
 
 def _aggregates_by_sequence_alone(config: Config) -> bool:
@@ -31,7 +31,7 @@ def _aggregates_by_sequence_alone(config: Config) -> bool:
 
 
 ALGORITHM = (
-    Mute(
+    IgnoredRule(
         (
             *keys_of("algorithm", "adv_estimator", "gamma", "lam", "norm_adv_by_std_in_grpo"),
             *("trainer.critic_warmup", *keys_below("critic")),
@@ -40,7 +40,7 @@ ALGORITHM = (
         f"{_LOSS}=dpo and sppo compare scores, without advantages",
         (_LOSS,),
     ),
-    Mute(
+    IgnoredRule(
         ("algorithm.gamma",),
         lambda c: (
             not c.reward.prime.enable
@@ -52,49 +52,49 @@ ALGORITHM = (
     ),
     _only(_ESTIMATOR, "gae", use=("algorithm.lam",)),
     _only(_ESTIMATOR, "grpo", "grpo_vectorized", "grpo_passk", use=("algorithm.norm_adv_by_std_in_grpo",)),
-    Mute(
+    IgnoredRule(
         ("trainer.critic_warmup", *(key for key in keys_below("critic") if key != "critic.enable")),
         lambda c: not uses_critic(c),
         f"only {_ESTIMATOR}=gae trains a critic, or one of your own with critic.enable=true",
         (_ESTIMATOR, "critic.enable"),
     ),
-    Mute(
+    IgnoredRule(
         ("algorithm.kl_penalty", *keys_below("algorithm.kl_ctrl")),
         lambda c: not c.algorithm.use_kl_in_reward,
         f"algorithm.use_kl_in_reward=false; set it to true, or weigh the KL of the loss by {ACTOR}.kl_loss_coef",
         ("algorithm.use_kl_in_reward",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of("algorithm.kl_ctrl", "horizon", "target_kl"),
         lambda c: c.algorithm.kl_ctrl.type != "adaptive",
         "algorithm.kl_ctrl.type=fixed does not steer",
         ("algorithm.kl_ctrl.type",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of("algorithm.filter_groups", "metric", "max_num_gen_batches"),
         lambda c: not c.algorithm.filter_groups.enable,
         "algorithm.filter_groups.enable=false",
         ("algorithm.filter_groups.enable",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(_CORRECTION, "rollout_is_threshold", "rollout_is_batch_normalize"),
         lambda c: c.algorithm.rollout_correction.rollout_is is None,
         f"{_CORRECTION}.rollout_is=null",
         (f"{_CORRECTION}.rollout_is",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(_CORRECTION, "rollout_rs_threshold", "rollout_rs_threshold_lower"),
         lambda c: c.algorithm.rollout_correction.rollout_rs is None,
         f"{_CORRECTION}.rollout_rs=null",
         (f"{_CORRECTION}.rollout_rs",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of("reward.overlong_buffer", "len", "penalty_factor"),
         lambda c: not c.reward.overlong_buffer.enable,
         "reward.overlong_buffer.enable=false",
         ("reward.overlong_buffer.enable",),
     ),
-    Mute(
+    IgnoredRule(
         tuple(key for key in keys_below("reward.prime") if key != "reward.prime.enable"),
         lambda c: not c.reward.prime.enable,
         "reward.prime.enable=false",
@@ -114,37 +114,37 @@ POLICY_LOSS = (
     _only(_LOSS, "kl_cov", use=keys_of(f"{ACTOR}.policy_loss", "kl_cov_ratio", "ppo_kl_coef")),
     _only(_LOSS, "dpo", use=(f"{ACTOR}.policy_loss.dpo_beta",)),
     _only(_LOSS, "sppo", use=(f"{ACTOR}.policy_loss.sppo_eta",)),
-    Mute(
+    IgnoredRule(
         keys_of(ACTOR, "loss_agg_mode", "loss_scale_factor"),
         _aggregates_by_sequence_alone,
         f"{_LOSS}=gspo, geo_mean, dpo and sppo are means over sequences by definition",
         (_LOSS, *keys_of(ACTOR, "use_kl_loss", "entropy_coeff")),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ACTOR, "loss_scale_factor"),
         lambda c: c.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
         f"only {ACTOR}.loss_agg_mode=seq-mean-token-sum-norm divides by it",
         (f"{ACTOR}.loss_agg_mode",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ACTOR, "clip_ratio"),
         lambda c: None not in (c.actor_rollout_ref.actor.clip_ratio_low, c.actor_rollout_ref.actor.clip_ratio_high),
         "clip_ratio_low and clip_ratio_high are both given",
         keys_of(ACTOR, "clip_ratio_low", "clip_ratio_high"),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ACTOR, "kl_loss_coef", "kl_loss_type"),
         lambda c: not c.actor_rollout_ref.actor.use_kl_loss,
         f"{ACTOR}.use_kl_loss=false",
         (f"{ACTOR}.use_kl_loss",),
     ),
-    Mute(
+    IgnoredRule(
         ("trainer.ref_update_freq", *keys_below(REF)),
         lambda c: not uses_reference(c),
         "there is no reference; use_kl_loss, use_kl_in_reward, loss_mode=dpo or sppo, or reward.prime would make one",
         (f"{ACTOR}.use_kl_loss", "algorithm.use_kl_in_reward", _LOSS, "reward.prime.enable"),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(REF, "log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu"),
         lambda c: True,
         f"the reference is cut as {ROLLOUT}.log_prob_micro_batch_size_per_gpu and log_prob_max_token_len_per_gpu say",

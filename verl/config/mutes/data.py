@@ -2,43 +2,43 @@
 
 from __future__ import annotations
 
-from verl.config.findings import keys_of
-from verl.config.mutes.mute import Mute
+from verl.config.mutes.mute import IgnoredRule
+from verl.config.problems import keys_of
 
 __all__ = ["DATA"]
 
 DATA = (
-    Mute(
+    IgnoredRule(
         keys_of("data", "val_batch_size", "val_max_samples"),
         lambda c: c.data.val_files is None,
         "data.val_files is not given",
         ("data.val_files",),
     ),
-    Mute(
+    IgnoredRule(
         ("data.truncation",),
         lambda c: c.data.filter_overlong_prompts,
         "data.filter_overlong_prompts=true leaves nothing to cut",
         ("data.filter_overlong_prompts",),
     ),
-    Mute(
+    IgnoredRule(
         ("data.seed",),
         lambda c: not c.data.shuffle and c.data.sampler is None and c.data.train_weights is None,
         "data.shuffle=false",
         ("data.shuffle", "data.sampler", "data.train_weights"),
     ),
-    Mute(
+    IgnoredRule(
         ("data.shuffle",),
         lambda c: c.data.sampler is not None,
         "data.sampler is given, and has the last word on the order",
         ("data.sampler",),
     ),
-    Mute(
+    IgnoredRule(
         ("data.shuffle_buffer_size",),
         lambda c: c.data.streaming is False or not c.data.shuffle or bool(c.data.curriculum_key or c.data.sampler),
         "only a streamed data set (data.streaming=true) is shuffled by buffer, with data.shuffle=true",
         keys_of("data", "streaming", "shuffle", "curriculum_key", "sampler"),
     ),
-    Mute(
+    IgnoredRule(
         keys_of("data", "num_workers", "cache_dir"),
         lambda c: c.data.streaming is True and c.data.val_files is None,
         "data.streaming=true measures prompts when they are read",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verl.config.findings import ROLLOUT, keys_of
-from verl.config.mutes.mute import Mute
+from verl.config.mutes.mute import IgnoredRule
+from verl.config.problems import ROLLOUT, keys_of
 
 __all__ = ["GENERATION"]
 
@@ -19,37 +19,37 @@ _ENGINE_ONLY = (
 )
 
 GENERATION = (
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, "calculate_log_probs"),
         lambda c: True,
         "the engine gives the log-probs of what it draws at no cost, and they are always compared",
         (),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, *_ENGINE_ONLY),
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
         f"{ROLLOUT}.name=hf",
         (f"{ROLLOUT}.name",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, "val_kwargs.temperature", "val_kwargs.top_p", "val_kwargs.top_k"),
         lambda c: c.actor_rollout_ref.rollout.val_kwargs.do_sample is False,
         f"{ROLLOUT}.val_kwargs.do_sample=false is greedy",
         (f"{ROLLOUT}.val_kwargs.do_sample",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, "val_kwargs.top_p", "val_kwargs.top_k"),
         lambda c: c.actor_rollout_ref.rollout.val_kwargs.temperature == 0,
         f"{ROLLOUT}.val_kwargs.temperature=0 is greedy",
         (f"{ROLLOUT}.val_kwargs.temperature",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, "gpu_memory_utilization"),
         lambda c: c.trainer.device == "cpu",
         f"trainer.device=cpu; {ROLLOUT}.cpu_cache_gib is what counts",
         ("trainer.device",),
     ),
-    Mute(
+    IgnoredRule(
         keys_of(ROLLOUT, "cpu_cache_gib"),
         lambda c: c.trainer.device == "cuda",
         f"trainer.device=cuda; {ROLLOUT}.gpu_memory_utilization is what counts",

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Mute"]
+__all__ = ["IgnoredRule"]
 
 
 @dataclass(frozen=True, slots=True)
-class Mute:
+class IgnoredRule:
     """Settings that do nothing while `when` holds."""
 
     keys: tuple[str, ...]

@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.findings import ACTOR, REF, ROLLOUT, keys_of
-from verl.config.mutes.mute import Mute
-from verl.config.needs import reference_is_policy
+from verl.config.batch_sizes import critic_cut
+from verl.config.features import reference_is_policy
+from verl.config.mutes.mute import IgnoredRule
+from verl.config.problems import ACTOR, REF, ROLLOUT, keys_of
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
-from verl.config.sizes import critic_cut
 
 __all__ = ["OF_ANY_RUN", "TRAINING", "of_schedule", "of_sharding", "without_adapter"]
 
 
-def of_schedule(section: str, optim: Callable[[Any], OptimConfig]) -> tuple[Mute, Mute]:
+def of_schedule(section: str, optim: Callable[[Any], OptimConfig]) -> tuple[IgnoredRule, IgnoredRule]:
     """Of the optimiser whose settings stand in `section`."""
     return (
-        Mute(
+        IgnoredRule(
             (f"{section}.lr_warmup_steps_ratio",),
             lambda c: optim(c).lr_warmup_steps is not None,
             f"{section}.lr_warmup_steps is given",
             (f"{section}.lr_warmup_steps",),
         ),
-        Mute(
+        IgnoredRule(
             (f"{section}.min_lr_ratio",),
             lambda c: optim(c).lr_scheduler_type == "constant",
             f"{section}.lr_scheduler_type=constant",
@@ -33,25 +33,25 @@ def of_schedule(section: str, optim: Callable[[Any], OptimConfig]) -> tuple[Mute
 
 
 OF_ANY_RUN = (
-    Mute(
+    IgnoredRule(
         ("trainer.total_epochs",),
         lambda c: c.trainer.total_training_steps is not None,
         "trainer.total_training_steps is given",
         ("trainer.total_training_steps",),
     ),
-    Mute(
+    IgnoredRule(
         ("trainer.max_ckpts_to_keep", "trainer.save_hf"),
         lambda c: c.trainer.save_freq == -1,
         "trainer.save_freq=-1 saves none",
         ("trainer.save_freq",),
     ),
-    Mute(
+    IgnoredRule(
         ("trainer.resume_from_path",),
         lambda c: c.trainer.resume_mode != "path",
         "trainer.resume_mode is not path",
         ("trainer.resume_mode",),
     ),
-    Mute(
+    IgnoredRule(
         ("trainer.wandb_proxy",),
         lambda c: "wandb" not in c.trainer.logger,
         "trainer.logger does not name wandb",
@@ -61,16 +61,16 @@ OF_ANY_RUN = (
 """Whatever the run trains by."""
 
 
-def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[Mute, Mute]:
+def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[IgnoredRule, IgnoredRule]:
     """Of a section with sharded training: what is offloaded twice, or from host memory to host memory."""
     return (
-        Mute(
+        IgnoredRule(
             keys_of(section, "param_offload", "optimizer_offload", "offload_policy"),
             lambda c: c.trainer.device == "cpu",
             _NO_DEVICE,
             ("trainer.device",),
         ),
-        Mute(
+        IgnoredRule(
             keys_of(section, "param_offload", "optimizer_offload"),
             lambda c: fsdp(c).offload_policy,
             f"{section}.offload_policy=true keeps weights, gradients and moments in host memory as it is",
@@ -82,9 +82,9 @@ def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[Mute, 
 _NO_DEVICE = "on a CPU (trainer.device) all is in host memory"
 
 
-def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str) -> Mute:
+def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str) -> IgnoredRule:
     """Of a section with an adapter: what says more of one that there is not."""
-    return Mute(
+    return IgnoredRule(
         (*keys_of(section, "lora_alpha", "target_modules"), *more),
         lambda c: peft(c).lora_rank == 0,
         f"{section}.lora_rank=0 is no adapter",
@@ -95,31 +95,31 @@ def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str)
 _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 
 TRAINING = (
-    Mute(
+    IgnoredRule(
         (f"{REF}.fsdp_config.param_offload",),
         lambda c: reference_is_policy(c) and not c.reward.prime.enable,
         f"with an adapter the reference is the policy itself, and {ACTOR}.fsdp_config.param_offload counts",
         (f"{ACTOR}.peft.lora_rank", "trainer.ref_update_freq"),
     ),
-    Mute(
+    IgnoredRule(
         (f"{ACTOR}.ppo_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_max_token_len_per_gpu"),
         lambda c: not c.actor_rollout_ref.actor.use_dynamic_bsz,
         f"{ACTOR}.use_dynamic_bsz=false",
         (f"{ACTOR}.use_dynamic_bsz",),
     ),
-    Mute(
+    IgnoredRule(
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu"),
         lambda c: c.actor_rollout_ref.actor.use_dynamic_bsz,
         f"{ACTOR}.use_dynamic_bsz=true counts tokens",
         (f"{ACTOR}.use_dynamic_bsz",),
     ),
-    Mute(
+    IgnoredRule(
         ("critic.ppo_max_token_len_per_gpu",),
         lambda c: critic_cut(c).micro_batch_tokens is None,
         "the critic's use_dynamic_bsz is false",
         _DYNAMIC,
     ),
-    Mute(
+    IgnoredRule(
         ("critic.ppo_micro_batch_size_per_gpu",),
         lambda c: critic_cut(c).micro_batch_samples is None,
         "the critic's use_dynamic_bsz is true, and counts tokens",
@@ -131,13 +131,13 @@ TRAINING = (
     *of_sharding("critic.fsdp_config", lambda c: c.critic.fsdp_config),
     without_adapter(f"{ACTOR}.peft", lambda c: c.actor_rollout_ref.actor.peft, f"{ROLLOUT}.lora_transport"),
     without_adapter("critic.peft", lambda c: c.critic.peft),
-    Mute(
+    IgnoredRule(
         (f"{REF}.fsdp_config.param_offload",),
         lambda c: c.trainer.device == "cpu",
         _NO_DEVICE,
         ("trainer.device",),
     ),
-    Mute(
+    IgnoredRule(
         (f"{ACTOR}.checkpoint.load_contents", "critic.checkpoint.load_contents"),
         lambda c: c.trainer.resume_mode == "disable",
         "trainer.resume_mode=disable loads nothing",

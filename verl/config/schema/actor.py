@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl.config.schema.base import Dtype, OwnFunction, Section, section, setting
+from verl.config.schema.base import CustomFunction, Dtype, Section, section, setting
 
 __all__ = [
     "ActorCheckpointConfig",
@@ -72,7 +72,7 @@ class OptimConfig(Section):
 
 
 class PolicyLossConfig(Section):
-    loss_mode: PolicyLoss | OwnFunction = setting(
+    loss_mode: PolicyLoss | CustomFunction = setting(
         "vanilla", "Policy loss; dpo and sppo compare the scored answers to a prompt, against the reference."
     )
     tau_pos: float = setting(1.0, "How steeply sapo's gate closes where the advantage is positive.", gt=0)

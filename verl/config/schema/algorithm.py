@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl.config.schema.actor import KlKind
-from verl.config.schema.base import OwnFunction, Section, section, setting
+from verl.config.schema.base import CustomFunction, Section, section, setting
 
 __all__ = ["AlgorithmConfig"]
 
@@ -49,7 +49,7 @@ class RolloutCorrectionConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Estimator | OwnFunction = setting("grpo", "Advantage estimator.")
+    adv_estimator: Estimator | CustomFunction = setting("grpo", "Advantage estimator.")
     gamma: float = setting(1.0, "Discount of later rewards (gae, reinforce_plus_plus).", ge=0, le=1)
     lam: float = setting(1.0, "Lambda of gae.", ge=0, le=1)
     norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation; false: Dr.GRPO.")

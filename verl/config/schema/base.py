@@ -13,12 +13,12 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 __all__ = [
+    "CUSTOM_FUNCTION",
     "MISSING",
-    "OWN_FUNCTION",
+    "CustomFunction",
     "Dtype",
-    "Every",
+    "Interval",
     "OneOrMany",
-    "OwnFunction",
     "Section",
     "Setting",
     "section",
@@ -29,7 +29,7 @@ __all__ = [
 MISSING = "???"
 """The value of a required setting that nobody has given: Hydra's own mark for it."""
 
-OWN_FUNCTION = "package.module:function"
+CUSTOM_FUNCTION = "package.module:function"
 """How a function of the user's own is written, where a setting takes one beside the names that are shipped."""
 
 
@@ -114,9 +114,9 @@ class Setting:
         return tuple(_choices(self.annotation))
 
     @property
-    def takes_own_function(self) -> bool:
+    def takes_custom_function(self) -> bool:
         """Whether, beside its choices, the setting takes a function of the user's own."""
-        return OwnFunction in get_args(self.annotation)
+        return CustomFunction in get_args(self.annotation)
 
     @property
     def type_name(self) -> str:
@@ -177,8 +177,8 @@ _WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or 
 
 def _type_name(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
-    if annotation is OwnFunction:
-        return OWN_FUNCTION
+    if annotation is CustomFunction:
+        return CUSTOM_FUNCTION
     if origin is Annotated:
         return _type_name(parts[0])
     if origin is Literal:
@@ -202,7 +202,7 @@ def _never_or_positive(value: int) -> int:
 
 def _module_and_function(value: str) -> str:
     if not re.fullmatch(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*", value):
-        raise ValueError(f"must be written as {OWN_FUNCTION}")
+        raise ValueError(f"must be written as {CUSTOM_FUNCTION}")
     return value
 
 
@@ -210,10 +210,10 @@ def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-Every = Annotated[int, AfterValidator(_never_or_positive)]
+Interval = Annotated[int, AfterValidator(_never_or_positive)]
 """A frequency in steps: -1 is never."""
 
-OwnFunction = Annotated[str, AfterValidator(_module_and_function)]
+CustomFunction = Annotated[str, AfterValidator(_module_and_function)]
 """A function of the user's own. Only the form is checked here; the run finds out whether it can be imported."""
 
 OneOrMany = BeforeValidator(_one_or_many)

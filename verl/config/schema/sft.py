@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.config.schema.actor import ActorCheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
-from verl.config.schema.base import Every, Section, section, setting
+from verl.config.schema.base import Interval, Section, section, setting
 from verl.config.schema.trainer import RayConfig, RunConfig
 
 __all__ = ["SftConfig", "SftDataConfig"]
@@ -58,7 +58,7 @@ class SftOptimConfig(OptimConfig):
 
 
 class SftRunConfig(RunConfig):
-    save_freq: Every | None = setting(
+    save_freq: Interval | None = setting(
         None,
         "A checkpoint every so many steps, and after the last; null: after the last alone; -1: never.",
         unit="steps",

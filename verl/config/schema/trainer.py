@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from verl.config.schema.base import Every, OneOrMany, Section, section, setting
+from verl.config.schema.base import Interval, OneOrMany, Section, section, setting
 
 __all__ = ["DeadlinesConfig", "RayConfig", "RunConfig", "TrainerConfig"]
 
@@ -70,10 +70,10 @@ class RunConfig(Section):
     total_training_steps: int | None = setting(
         None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
     )
-    save_freq: Every | None = setting(
+    save_freq: Interval | None = setting(
         -1, "A checkpoint every so many steps, and after the last; null: after the last alone; -1: never.", unit="steps"
     )
-    test_freq: Every = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
+    test_freq: Interval = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
     val_before_train: bool = setting(True, "Validate before the first step, if there are val_files.")
     save_hf: bool = setting(
         False,
@@ -119,7 +119,7 @@ class RunConfig(Section):
 
 class TrainerConfig(RunConfig):
     critic_warmup: int = setting(0, "First steps, in which only the critic is trained.", unit="steps", ge=0)
-    ref_update_freq: Every = setting(
+    ref_update_freq: Interval = setting(
         -1, "The reference becomes the current policy every so many steps (SPIN); -1: never.", unit="steps"
     )
     max_staleness: int = setting(

@@ -1,0 +1,218 @@
+"""The sizes that follow from the batch settings: what a step is made of, and how each number comes about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.config.features import uses_critic
+from verl.config.schema import Config, SftConfig
+
+__all__ = [
+    "Cut",
+    "Size",
+    "actor_cut",
+    "critic_cut",
+    "critic_optimiser_steps",
+    "derived_sizes",
+    "engine_count",
+    "how_ranks",
+    "max_sequence_tokens",
+    "optimiser_steps",
+    "policy_steps",
+    "render_sizes",
+    "total_steps",
+    "train_ranks",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One row of the table."""
+
+    name: str
+    value: int
+    how: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the answers of a step are cut to train one model: mini-batches of prompts, micro-batches of either unit."""
+
+    mini_batch: int
+    epochs: int
+    micro_batch_samples: int | None
+    micro_batch_tokens: int | None
+
+    def optimiser_steps(self, prompts: int) -> int:
+        return _ceil(prompts, self.mini_batch) * self.epochs
+
+
+def actor_cut(config: Config) -> Cut:
+    """How the policy's training is cut."""
+    actor = config.actor_rollout_ref.actor
+    return Cut(
+        mini_batch=actor.ppo_mini_batch_size,
+        epochs=actor.ppo_epochs,
+        micro_batch_samples=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+    )
+
+
+def critic_cut(config: Config) -> Cut:
+    """How the critic's training is cut: as the actor's, where its own settings do not say otherwise."""
+    critic, actor = config.critic, config.actor_rollout_ref.actor
+    dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
+    tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
+    return Cut(
+        mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
+        epochs=critic.ppo_epochs or actor.ppo_epochs,
+        micro_batch_samples=None if dynamic else critic.ppo_micro_batch_size_per_gpu,
+        micro_batch_tokens=tokens if dynamic else None,
+    )
+
+
+def train_ranks(config: Config | SftConfig) -> int:
+    """Processes that train: one per device, or as many as asked for on a machine without any."""
+    if config.trainer.local:
+        return 1
+    return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def engine_count(config: Config) -> int:
+    """Rollout engines of the run; at least one."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.num_engines is not None and not config.trainer.local:
+        return rollout.num_engines
+    return max(1, train_ranks(config) // rollout.tensor_model_parallel_size)
+
+
+def max_sequence_tokens(config: Config) -> int:
+    """The longest sequence, prompt and answer, that any part of the run must hold."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return config.actor_rollout_ref.rollout.max_model_len or longest
+
+
+def total_steps(config: Config | SftConfig, prompts: int) -> int:
+    """Steps of the run over `prompts` training prompts, or examples; a step may reach over the end of an epoch."""
+    if config.trainer.total_training_steps is not None:
+        return config.trainer.total_training_steps
+    return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
+
+
+def optimiser_steps(config: Config, steps: int = 1) -> int:
+    """Optimiser steps of the policy in so many steps that train it."""
+    return steps * actor_cut(config).optimiser_steps(config.data.train_batch_size)
+
+
+def critic_optimiser_steps(config: Config, steps: int = 1) -> int:
+    """Optimiser steps of the critic in so many steps of the run."""
+    return steps * critic_cut(config).optimiser_steps(config.data.train_batch_size)
+
+
+def policy_steps(config: Config, steps: int) -> int:
+    """Of the first so many steps of the run, those that train the policy: not those of trainer.critic_warmup."""
+    return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
+
+
+def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
+    """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
+    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    ranks, engines, longest = train_ranks(config), engine_count(config), max_sequence_tokens(config)
+    answers = data.train_batch_size * rollout.n
+    rows = [
+        Size("prompts a step", data.train_batch_size, "data.train_batch_size"),
+        Size("answers a step", answers, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
+        Size("tokens of a sequence, at most", longest, _how_longest(config)),
+        Size("engines", engines, _how_engines(config)),
+        Size(
+            "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
+        ),
+        Size("train ranks", ranks, how_ranks(config)),
+        Size(
+            "optimiser steps a step",
+            optimiser_steps(config),
+            f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
+            f"ppo_epochs={actor.ppo_epochs}",
+        ),
+        *_pieces(config, actor_cut(config), "actor", whose="a"),
+    ]
+    if uses_critic(config):
+        cut = critic_cut(config)
+        how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={cut.mini_batch}) x ppo_epochs={cut.epochs}"
+        rows.append(Size("optimiser steps of the critic a step", critic_optimiser_steps(config), how))
+        rows += _pieces(config, cut, "critic", whose="the critic's")
+    if prompts is not None:
+        rows.append(
+            Size(
+                "steps an epoch",
+                max(1, prompts // data.train_batch_size),
+                f"{prompts} prompts / {data.train_batch_size}",
+            )
+        )
+        rows.append(Size("steps of the run", total_steps(config, prompts), _how_steps(config, prompts)))
+    return rows
+
+
+def _pieces(config: Config, cut: Cut, section: str, *, whose: str) -> list[Size]:
+    """The mini-batch and the micro-batches of a model's training."""
+    n, ranks, longest = config.actor_rollout_ref.rollout.n, train_ranks(config), max_sequence_tokens(config)
+    mini_prompts = min(cut.mini_batch, config.data.train_batch_size)
+    mini = mini_prompts * n
+    on_rank = _ceil(mini, ranks)
+    rows = [
+        Size(f"samples of {whose} mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
+        Size("... on one rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
+    ]
+    if cut.micro_batch_samples is None:
+        assert cut.micro_batch_tokens is not None
+        how = f"{section}.ppo_max_token_len_per_gpu"
+        return [*rows, Size(f"tokens of {whose} micro-batch and rank", cut.micro_batch_tokens, how)]
+    micro = min(cut.micro_batch_samples, on_rank)
+    return [
+        *rows,
+        Size(f"samples of {whose} micro-batch and rank", micro, f"{section}.ppo_micro_batch_size_per_gpu"),
+        Size("... tokens of it, at most", micro * longest, f"{micro} samples x {longest} tokens"),
+        Size(f"micro-batches of {whose} mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
+    ]
+
+
+def render_sizes(rows: list[Size]) -> str:
+    """The table as text: name, number, how it comes about."""
+    values = [f"{row.value:,}" for row in rows]
+    names = max(len(row.name) for row in rows)
+    digits = max(len(value) for value in values)
+    return "\n".join(
+        f"{row.name:<{names}}  {value:>{digits}}  {row.how}" for row, value in zip(rows, values, strict=True)
+    )
+
+
+def _how_longest(config: Config) -> str:
+    if config.actor_rollout_ref.rollout.max_model_len is not None:
+        return "rollout.max_model_len"
+    return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
+
+
+def how_ranks(config: Config | SftConfig) -> str:
+    """How the number of train ranks comes about."""
+    if config.trainer.local:
+        return "trainer.local"
+    return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"
+
+
+def _how_engines(config: Config) -> str:
+    rollout = config.actor_rollout_ref.rollout
+    if config.trainer.local:
+        return "trainer.local"
+    if rollout.num_engines is not None:
+        return "rollout.num_engines"
+    return f"{train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
+
+
+def _how_steps(config: Config, prompts: int) -> str:
+    if config.trainer.total_training_steps is not None:
+        return "trainer.total_training_steps"
+    return f"{prompts} prompts x trainer.total_epochs={config.trainer.total_epochs} / {config.data.train_batch_size}"
+
+
+def _ceil(total: int, part: int) -> int:
+    return -(-total // part)

@@ -1,0 +1,1 @@
+"""Reward models: the interface, its inputs, and the transformers implementation."""

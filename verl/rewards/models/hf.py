@@ -1,0 +1,123 @@
+"""transformers as a reward model: any `AutoModelForSequenceClassification` with one label, whose logit is the score."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
+
+from verl.errors import ConfigError
+from verl.model_safety import PICKLED, attention_for, fetched, model_problems
+from verl.rewards.models.model import SETTING, unreadable
+
+__all__ = ["HfRewardModel", "read_config"]
+
+
+class HfRewardModel:
+    """Scores on a thread of its own, one batch after the other.
+
+    What a sequence gets is what transformers gives to it alone. Batches are padded on the right, and causal models read
+    their score at the last token that has not the id that pads: that id is the model's own or, where it has none, one
+    that ends no sequence of the batch.
+    """
+
+    def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
+        self._path, self._dtype, self._device, self._trust = model_path, dtype, device, trust
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="reward-model")
+
+    async def start(self) -> None:
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+
+    def refuses(self, token_ids: Sequence[int]) -> str | None:
+        return unreadable(token_ids, self._limit, self._vocabulary)
+
+    async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, batch)
+
+    async def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _load(self) -> None:
+        config = read_config(self._path, trust=self._trust)
+        try:
+            model, told = AutoModelForSequenceClassification.from_pretrained(
+                self._path,
+                config=config,
+                dtype=getattr(torch, self._dtype),
+                attn_implementation=attention_for(config),
+                trust_remote_code=self._trust,
+                output_loading_info=True,
+            )
+        except pickle.UnpicklingError as error:
+            raise ConfigError([f"{SETTING}.model_path={self._path}: {PICKLED}"]) from error
+        except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+            raise ConfigError([f"{SETTING}.model_path={self._path}: cannot be loaded: {error}"]) from error
+        missing = sorted(told["missing_keys"])
+        if missing:  # transformers makes them up, and a made-up head scores at random
+            raise ConfigError(
+                [
+                    f"{SETTING}.model_path={self._path}: lacks the weights {', '.join(missing[:3])}"
+                    f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, so it is no trained reward model; "
+                    "name one that was saved as AutoModelForSequenceClassification"
+                ]
+            )
+        self._model: PreTrainedModel = model.to(self._device).eval()
+        self._padding = config.get_text_config().pad_token_id
+        self._limit = _positions(model)
+        self._vocabulary = model.get_input_embeddings().num_embeddings
+
+    @torch.inference_mode()
+    def _score(self, batch: Sequence[Sequence[int]]) -> list[float]:
+        padding = self._padding
+        if padding is None:
+            padding = min(set(range(len(batch) + 1)) - {tokens[-1] for tokens in batch})
+            self._model.config.get_text_config().pad_token_id = padding
+        longest = max(map(len, batch))
+        ids = torch.tensor([[*tokens, *[padding] * (longest - len(tokens))] for tokens in batch], device=self._device)
+        real = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in batch], device=ids.device)
+        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
+        return self._model(**arguments).logits[:, 0].float().tolist()
+
+
+def read_config(path: str, *, trust: bool = False) -> PreTrainedConfig:
+    """The model's configuration; a `ConfigError` unless it has one label, and nothing that must not be loaded."""
+    if problems := [*model_problems(fetched(path), trust_remote_code=trust)]:
+        raise ConfigError([f"{SETTING}.model_path: {problem}" for problem in problems])
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    except (OSError, ValueError) as error:
+        raise ConfigError([f"{SETTING}.model_path={path}: no model is found there: {error}"]) from error
+    made_for = ", ".join(config.architectures or ["a model"])
+    classifies = "SequenceClassification" in made_for or not config.architectures
+    if not classifies and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
+        raise ConfigError(
+            [
+                f"{SETTING}.model_path={path}: was saved as {made_for}, and a reward model is an "
+                "AutoModelForSequenceClassification; a model that judges in words is asked by "
+                "reward.custom_reward_function.path=verl.rewards.judge"
+            ]
+        )
+    if config.num_labels != 1:
+        raise ConfigError(
+            [
+                f"{SETTING}.model_path={path}: {made_for} has {config.num_labels} labels, and which of them is the "
+                "reward cannot be known; a reward model has one (num_labels: 1 in its config.json)"
+            ]
+        )
+    return config
+
+
+def _positions(model: PreTrainedModel) -> int | None:
+    """How many tokens it reads; of a table of positions, some models leave the first rows to padding."""
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return None if limit is None or limit <= 0 else int(limit)

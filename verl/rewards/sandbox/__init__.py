@@ -1,0 +1,1 @@
+"""Isolation for programs that a model wrote. Imported by the code scorer."""

@@ -1,0 +1,1 @@
+"""Built-in reward functions, chosen by a row's data source."""

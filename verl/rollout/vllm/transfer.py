@@ -1,0 +1,126 @@
+"""What we bring into vLLM's worker processes: the receiving end of the host-memory transport, and their end.
+
+vLLM lets a weight-transfer engine be registered by name. Naming this module in `worker_extension_cls` makes vLLM import
+it in each worker process, which is all that the registration needs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from verl.weights.bucket import Slot, unpack
+
+__all__ = ["BACKEND", "EXTENSION", "HostTransferEngine", "WorkerExtension"]
+
+BACKEND = "verl_host"
+EXTENSION = "verl.rollout.vllm.transfer.WorkerExtension"
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker. Empty: importing this module is what registers the engine below."""
+
+
+@dataclass
+class HostInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand: each parcel describes itself."""
+
+
+@dataclass
+class HostUpdateInfo(WeightTransferUpdateInfo):
+    """A parcel in shared memory: the file that holds its bytes, and its slots as plain tuples."""
+
+    path: str
+    size: int
+    slots: list[Any]
+
+
+class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
+    """Maps parcels that the rollout actor laid into shared memory and loads them as a checkpoint would be."""
+
+    init_info_cls = HostInitInfo
+    update_info_cls = HostUpdateInfo
+
+    def init_transfer_engine(self, init_info: HostInitInfo) -> None:
+        """Nothing to set up."""
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+
+    def update_weights(self, update_info: dict[str, Any]) -> None:
+        # The base class ends with torch.accelerator.synchronize(), which has no meaning for host memory.
+        self.receive_weights(self.parse_update_info(update_info))
+
+    def receive_weights(self, update_info: HostUpdateInfo) -> None:
+        slots = [Slot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.slots]
+        data = torch.from_file(update_info.path, shared=False, size=update_info.size, dtype=torch.uint8)
+        self.model.load_weights(unpack(slots, data))  # type: ignore[operator]
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        refresh_packed_embeddings(self.model)
+        repack_experts(self.model)
+
+    def shutdown(self) -> None:
+        """Nothing is held between updates."""
+
+
+def refresh_packed_embeddings(model: torch.nn.Module) -> None:
+    """Repack the embeddings that also serve as output heads.
+
+    vLLM 0.32, CPU: with tied embeddings the packed copy used as `lm_head` is not refreshed by a layerwise reload, and
+    log-probs are silently wrong. Remove this when a reload of a tied model passes the probe without it.
+    """
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            process = getattr(module.quant_method, "process_weights_after_loading", None)
+            if process is not None:
+                process(module)
+
+
+def repack_experts(model: torch.nn.Module) -> None:
+    """Bring the experts of a mixture into the layout that their kernel reads.
+
+    vLLM 0.32, CPU: they are packed when the kernel is made, and a layerwise reload copies new ones over them as they
+    come; log-probs are silently wrong. Remove this when a reload of a mixture passes the probe without it.
+    """
+    for module in model.modules():
+        kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
+        experts = getattr(kernel, "fused_experts", None)
+        if isinstance(experts, CPUUnquantizedExperts):
+            experts.process_weights_after_loading(module)
+
+
+def end_with_parent() -> None:
+    """End this process when the one that started it is gone, however that ended.
+
+    vLLM's processes wait for ever for one that was killed, and keep their memory. Ray ends what a dead actor has
+    started, unless it is killed together with it. A process that nobody started as a child is left alone.
+    """
+    if parent := multiprocessing.parent_process():
+
+        def wait() -> None:
+            parent.join()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        threading.Thread(target=wait, name="parent", daemon=True).start()
+
+
+end_with_parent()
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, HostTransferEngine)

@@ -1,0 +1,88 @@
+"""A run from its settings to its last step, whatever it trains by. It begins again when a part of its state is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
+
+from verl.checkpoint.lock import run_lock
+from verl.config.load import Loaded
+from verl.config.schema import Config, SftConfig
+from verl.errors import ProcessLostError
+from verl.tracking.console import Console
+from verl.trainer.restarts import RestartTracker, goes_on
+from verl.trainer.shutdown import StopController
+from verl.trainer.train_loop import TrainLoop
+
+__all__ = ["own_folder", "run", "run_all"]
+
+C = TypeVar("C", Config, SftConfig)
+
+
+async def run(
+    config: C, console: Console, assemble: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
+) -> int:
+    """Assemble, fit, close; the exit code. The run's folder is its own over all restarts."""
+    async with run_lock(config.trainer.checkpoint_dir, console.note):
+        return await _run(config, console, assemble)
+
+
+async def _run(
+    config: C, console: Console, assemble: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
+) -> int:
+    stopping = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
+    if outlook := stopping.outlook():
+        console.note(outlook)
+    faults = RestartTracker(console, config.trainer.faults)
+    with stopping.on_sigterm():
+        while True:
+            trainer = None
+            try:
+                stopping.is_starting = True
+                async with assemble(config, faults) as trainer:
+                    stopping.is_starting = False
+                    await trainer.fit(stopping)
+                return stopping.exit_code
+            except ProcessLostError as error:
+                if trainer is not None and await trainer.saver.has_saved():
+                    config = goes_on(config)
+                if reason := stopping.reason():
+                    console.advice(f"{error}\n    {reason}: ended; start again to go on from the last checkpoint")
+                    return stopping.exit_code
+                faults.restart(error, None if trainer is None else trainer.version)
+            except asyncio.CancelledError:
+                if not stopping.exit_code:
+                    raise
+                when = "while it started" if stopping.is_starting else "twice"
+                console.note(f"asked to end at once (SIGTERM {when})")
+                return stopping.exit_code
+
+
+def run_all(points: Sequence[Loaded[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:
+    """Every point of a sweep (one without `-m`), one after another; the exit code."""
+    for loaded in points:
+        console = Console()
+        for hint in loaded.hints:
+            console.note(f"hint: {hint}")
+        if loaded.sweep:
+            console.note(f"sweep: {' '.join(loaded.sweep)}")
+        if code := asyncio.run(train(own_folder(loaded), console)):
+            return code
+    return 0
+
+
+def own_folder(loaded: Loaded[C]) -> C:
+    """The settings of one point of a sweep, with a checkpoint directory of its own: points must not resume each other.
+
+    >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir
+    PosixPath('checkpoints/verl/default/trainer.seed=2')
+    """
+    if not loaded.sweep:
+        return loaded.config
+    point = re.sub(r"[^\w.=+-]+", "_", ",".join(loaded.sweep))
+    trainer = loaded.config.trainer
+    changed = trainer.model_copy(update={"default_local_dir": str(trainer.checkpoint_dir / point)})
+    return loaded.config.model_copy(update={"trainer": changed})

@@ -1,0 +1,414 @@
+"""From settings to the records that workers, engines and planner are built from: names and units change, no more."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
+from verl.cluster.hangs.pending_calls import Deadlines
+from verl.config.batch_sizes import (
+    actor_cut,
+    critic_cut,
+    critic_optimiser_steps,
+    max_sequence_tokens,
+    optimiser_steps,
+    policy_steps,
+)
+from verl.config.features import (
+    VLLM_RANKS,
+    is_own_function,
+    process_shares_reference,
+    publishes_adapter,
+    reference_is_policy,
+    saves_hf,
+    uses_critic,
+    uses_preferences,
+    uses_reference,
+    uses_reward_function,
+)
+from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
+from verl.config.schema.reward import RewardConfig
+from verl.config.schema.root import Config
+from verl.config.schema.sft import SftConfig
+from verl.data.plan import Planner, UpdateSizes
+from verl.errors import ConfigError
+from verl.rewards.function_io import packed
+from verl.rewards.overlong import Overlong
+from verl.rewards.sandbox.sandbox import Limits
+from verl.trainer.data import RunData
+from verl.training.schedule import Schedule
+from verl.training.settings import FsdpSettings, LoraSettings
+from verl.workers.episodes import EpisodeSettings, ModelReward
+from verl.workers.rewards import RewardModelSettings
+from verl.workers.train import TrainSettings
+
+__all__ = [
+    "compute_dtype",
+    "deadlines",
+    "engine_settings",
+    "episode_settings",
+    "lora",
+    "method",
+    "optimiser",
+    "planner",
+    "reward_arguments",
+    "reward_model_settings",
+    "rollout_dtype",
+    "scoring",
+    "sharding",
+    "train_settings",
+    "transport_name",
+]
+
+
+def deadlines(config: Config | SftConfig) -> Deadlines:
+    """How long one process waits for another; in one process nobody does."""
+    return Deadlines.unhurried() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
+
+
+def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
+    """The models of a train worker: the policy, and what its algorithm needs beside it."""
+    model, actor, critic, prime = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+        config.critic,
+        config.reward.prime,
+    )
+    common: dict[str, Any] = {
+        "temperature": config.actor_rollout_ref.rollout.temperature,
+        "device": device,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    compiled = actor.use_torch_compile and device != "cpu"
+    own = {**common, **sharding(actor.fsdp_config, device), "compile": compiled}
+    held = own | {  # of what is compared with, and not trained
+        "param_offload": device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
+        "optimizer_offload": False,
+        "offload_policy": False,
+    }
+    updates = optimiser_steps(config, policy_steps(config, total_steps))
+    if not updates:
+        warmup = config.trainer.critic_warmup
+        raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
+    process_path = prime.model_path or model.path
+    adapter = lora(actor.peft, config.trainer.seed)
+    return TrainSettings(
+        seed=config.trainer.seed,
+        deadlines=deadlines(config),
+        actor=FsdpSettings(
+            model.path,
+            lora=adapter,
+            grad_clip=actor.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            **own,
+            **optimiser("actor_rollout_ref.actor.optim", actor.optim, updates),
+        ),
+        reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
+        if uses_reference(config) and not reference_is_policy(config)
+        else None,
+        reference_is_actor=reference_is_policy(config),
+        critic=FsdpSettings(
+            critic.model.path or model.path,
+            head="value",
+            role="critic",
+            lora=lora(critic.peft, config.trainer.seed),
+            grad_clip=critic.grad_clip,
+            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+            **common | sharding(critic.fsdp_config, device),
+            **optimiser("critic.optim", critic.optim, critic_optimiser_steps(config, total_steps)),
+        )
+        if uses_critic(config)
+        else None,
+        process=FsdpSettings(
+            process_path,
+            role="process",
+            lr=prime.lr,
+            grad_clip=prime.grad_clip,
+            gradient_checkpointing=model.enable_gradient_checkpointing,
+            **own,
+        )
+        if prime.enable
+        else None,
+        process_reference=FsdpSettings(process_path, trainable=False, **held)
+        if prime.enable and not process_shares_reference(config)
+        else None,
+        method=method(config),
+        publish_dtype=rollout_dtype(config, device),
+        publish_adapter=publishes_adapter(config),
+        tokenizer_path=model.tokenizer_path,
+        save_hf=saves_hf(config),
+        save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
+        load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
+    )
+
+
+def sharding(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
+    """Types and places of a model's numbers, as `FsdpSettings` names them. On a CPU there is no other place."""
+    away, policy = device != "cpu", fsdp.offload_policy
+    return {
+        "param_dtype": fsdp.model_dtype,
+        "compute_dtype": _dtype(fsdp.dtype, device),
+        "reshard_after_forward": fsdp.reshard_after_forward,
+        "param_offload": away and fsdp.param_offload and not policy,
+        "optimizer_offload": away and fsdp.optimizer_offload and not policy,
+        "offload_policy": away and policy,
+    }
+
+
+def lora(peft: PeftConfig, seed: int) -> LoraSettings | None:
+    """The adapter that is asked for, if any."""
+    if peft.lora_rank == 0:
+        return None
+    targets = peft.target_modules if isinstance(peft.target_modules, str) else tuple(peft.target_modules)
+    return LoraSettings(peft.lora_rank, peft.lora_alpha, targets, seed)
+
+
+def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:
+    """Of the folders of a checkpoint; what belongs to neither follows the actor."""
+    return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
+
+
+def method(config: Config) -> AlgorithmSettings:
+    """The algorithm, as the train workers run it."""
+    algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
+    loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
+    low, high = actor.clip_range
+    return AlgorithmSettings(
+        estimator=_estimator(config),
+        estimator_options=EstimatorOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo),
+        loss_mode=loss.loss_mode,
+        loss_options=LossOptions(
+            clip_low=low, clip_high=high, clip_c=actor.clip_ratio_c, **loss.model_dump(exclude={"loss_mode"})
+        ),
+        agg_mode=actor.loss_agg_mode,
+        scale=actor.loss_scale_factor or config.data.max_response_length,
+        entropy_coeff=actor.entropy_coeff,
+        loss_kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
+        loss_kl_type=actor.kl_loss_type,
+        reward_kl=KlController(kl.kl_coef, kl.type == "adaptive", kl.target_kl, kl.horizon)
+        if algorithm.use_kl_in_reward
+        else None,
+        reward_kl_type=algorithm.kl_penalty,
+        correction=Correction(
+            weigh=correction.rollout_is,
+            threshold=correction.rollout_is_threshold,
+            normalize=correction.rollout_is_batch_normalize,
+            reject=correction.rollout_rs,
+            upper=correction.rollout_rs_threshold,
+            lower=correction.rollout_rs_threshold_lower or 1 / correction.rollout_rs_threshold,
+        ),
+        value_clip=critic.cliprange_value,
+        value_agg_mode=critic.loss_agg_mode,
+        critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
+        ref_update_freq=config.trainer.ref_update_freq,
+        process_beta=config.reward.prime.beta,
+        process_coef=config.reward.prime.coef,
+    )
+
+
+def _estimator(config: Config) -> str:
+    """Where another part of the algorithm decides it: SPPO aims at win rates, and DPO, which pairs answers itself, may
+    see them too; PRIME adds its rewards to those of rloo."""
+    chosen = config.algorithm.adv_estimator
+    if uses_preferences(config):
+        return "win_rate"
+    return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
+
+
+def optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
+    """What an engine is told of its optimiser; `section` is where its settings stand."""
+    warmup = optim.lr_warmup_steps
+    warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
+    try:
+        Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
+    except ValueError as error:  # only now is it known how many steps the data gives
+        raise ConfigError([f"{section}: {error}"]) from error
+    if warmup > updates:
+        raise ConfigError(
+            [f"{section}.lr_warmup_steps: {warmup} must not be more than the {updates} optimiser steps of the run"]
+        )
+    return {
+        "lr": optim.lr,
+        "betas": optim.betas,
+        "eps": optim.eps,
+        "weight_decay": optim.weight_decay,
+        "schedule": optim.lr_scheduler_type,
+        "warmup_steps": warmup,
+        "total_steps": updates,
+        "min_lr_ratio": optim.min_lr_ratio,
+    }
+
+
+def planner(config: Config, ranks: int) -> Planner:
+    """How the samples of a step are cut."""
+    actor, rollout, cut = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, actor_cut(config)
+    return Planner(
+        ranks,
+        cut.mini_batch,
+        micro_batch_samples=cut.micro_batch_samples,
+        micro_batch_tokens=cut.micro_batch_tokens,
+        forward_micro_batch_samples=None if actor.use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu,
+        forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        epochs=cut.epochs,
+        shuffle_seed=config.trainer.seed if actor.shuffle else None,
+        critic=_critic_sizes(config) if uses_critic(config) else None,
+    )
+
+
+def _critic_sizes(config: Config) -> UpdateSizes:
+    cut = critic_cut(config)
+    return UpdateSizes(cut.mini_batch, cut.micro_batch_samples, cut.micro_batch_tokens, cut.epochs)
+
+
+def episode_settings(
+    config: Config, data: RunData, workers: int, reward: Callable[..., Any] | None = None
+) -> EpisodeSettings:
+    """What each of so many episode workers reads and how it scores: by `reward`, if a function was given as one."""
+    model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
+    return EpisodeSettings(
+        model.tokenizer_path or model.path,
+        data.datasets,
+        scoring(config, workers, reward) if uses_reward_function(config) else None,
+        _model_reward(config),
+        model.trust_remote_code,
+        Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
+        deadlines(config),
+    )
+
+
+def _model_reward(config: Config) -> ModelReward | None:
+    model = config.reward.reward_model
+    if not model.enable:
+        return None
+    assert model.model_path is not None
+    return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)
+
+
+def reward_model_settings(config: Config, device: str, number: int) -> RewardModelSettings:
+    """What the process of that number builds itself from, which holds the reward model."""
+    model, trust = config.reward.reward_model, config.actor_rollout_ref.model.trust_remote_code
+    arguments: dict[str, Any] = {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device}
+    if model.rollout.name == "vllm":
+        arguments |= {
+            "load_format": "auto",
+            "max_num_seqs": model.micro_batch_size_per_gpu,
+            "memory_fraction": model.rollout.gpu_memory_utilization,
+            "trust_remote_code": trust,
+            "cpu_cores": _core(-1 - number) if device == "cpu" else "",
+        }
+    else:
+        arguments["trust"] = trust
+    return RewardModelSettings(model.rollout.name, arguments, model.micro_batch_size_per_gpu, config.reward.deadline_s)
+
+
+def _core(number: int) -> str:
+    """A core for an engine of its own, counted round and round; from the last one down below 0."""
+    return str(number % (os.cpu_count() or 1))
+
+
+def reward_arguments(config: Config) -> dict[str, Any]:
+    """The arguments of `load_reward`."""
+    reward, function = config.reward, config.reward.custom_reward_function
+    return {
+        "path": function.path,
+        "name": function.name,
+        "kwargs": function.reward_kwargs,
+        "functions": [dict(one) for one in reward.functions],
+        "batched": reward.reward_manager.name == "batch",
+        "shipped": _shipped_arguments(reward),
+    }
+
+
+def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
+    """What shipped scorers are called with beside the answer; nothing where all is as they have it themselves."""
+    sandbox, code = reward.sandbox, reward.code
+    if (sandbox, code) == (type(sandbox)(), type(code)()):
+        return {}
+    limits = Limits(
+        seconds=sandbox.seconds,
+        memory_bytes=sandbox.memory_mb << 20,
+        processes=sandbox.processes,
+        output_bytes=sandbox.output_mb << 20,
+    )
+    arguments = {"limits": limits, "sandbox_url": sandbox.url, "require": sandbox.require, "partial": code.partial}
+    return {"verl.rewards.scorers.code": arguments}
+
+
+def scoring(
+    config: Config, workers: int, given: Callable[..., Any] | None = None, *, prompts: bool = False
+) -> dict[str, Any]:
+    """The arguments of `scores` in each of so many episode workers: they share the processes.
+
+    `prompts`: whether they are kept in any case, and not only where the settings ask for it.
+    """
+    reward, local = config.reward, config.trainer.local
+    arguments = reward_arguments(config) | {"prompts": prompts or config.data.return_raw_input_ids}
+    batched = arguments.pop("batched")
+    if given is not None:
+        arguments["function"] = given if local else packed(given)
+    processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
+    return {
+        "reward": arguments,
+        "workers": 0 if local else -(-processes // workers),
+        "deadline_s": reward.deadline_s,
+        "memory_mb": reward.memory_mb,
+        "batch_size": reward.batch_size if batched else None,
+    }
+
+
+def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
+    """The arguments of a rollout engine."""
+    model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
+    dtype = rollout_dtype(config, device)
+    if rollout.name == "hf":
+        return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
+    adapter = _engine_adapter(config) if publishes_adapter(config) else None
+    return {
+        "model_path": model.path,
+        "dtype": dtype,
+        "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
+        "adapter": adapter,
+        "max_model_len": max_sequence_tokens(config),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "tensor_parallel": rollout.tensor_model_parallel_size,
+        "memory_fraction": rollout.gpu_memory_utilization,
+        "enforce_eager": rollout.enforce_eager,
+        "trust_remote_code": model.trust_remote_code,
+        "weight_backend": transport_name(config),
+        "seed": config.trainer.seed + number,
+        "device": device,
+        "cpu_cache_gib": rollout.cpu_cache_gib,
+        "cpu_cores": _core(number) if device == "cpu" else "",
+        "kwargs": rollout.engine_kwargs.vllm,
+    }
+
+
+def _engine_adapter(config: Config) -> dict[str, Any]:
+    """What an engine must know of the adapters that it will get, and how much room they need."""
+    peft = config.actor_rollout_ref.actor.peft
+    room = next(rank for rank in VLLM_RANKS if rank >= peft.lora_rank)
+    return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "room": room}
+
+
+def compute_dtype(config: Config, device: str) -> str:
+    """In which type the policy computes."""
+    return _dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
+
+
+def rollout_dtype(config: Config, device: str) -> str:
+    """In which type the engines compute, and the weights travel."""
+    wanted = config.actor_rollout_ref.rollout.dtype
+    return compute_dtype(config, device) if wanted == "auto" else wanted
+
+
+def transport_name(config: Config) -> str:
+    """How weights travel to the engines."""
+    wanted = config.actor_rollout_ref.rollout.weight_transport
+    return "host" if wanted == "auto" else wanted
+
+
+def _dtype(wanted: str, device: str) -> str:
+    return wanted if wanted != "auto" else ("float32" if device == "cpu" else "bfloat16")
