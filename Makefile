@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo python)
 PYTEST = $(PYTHON) -m pytest -q
 BY_FILE = -n 2 --dist loadfile # an engine serves the tests of one file; while one starts, others work
-SHOWS = $(basename $(notdir $(wildcard tests/show/[a-z]*.py)))
+SHOWS = $(basename $(notdir $(wildcard tests/acceptance/[a-z]*.py)))
 
 .PHONY: help setup pins fmt check unit test e2e bench docs show-short
 help: ## this list
@@ -43,7 +43,7 @@ docs: ## regenerate the settings reference
 	$(PYTHON) -m verl.config.reference > docs/settings.md
 
 show-%:
-	$(PYTHON) tests/show/$(subst -,_,$*).py $(ARGS)
+	$(PYTHON) tests/acceptance/$(subst -,_,$*).py $(ARGS)
 
 # Two at a time: what starts no cluster first, then what does. Nothing in a short form is bounded by the clock.
 LIGHT = surface settings formulas gradient sft sandbox unearned hostile_rewards grading simulation torn disk reshard merge offload
@@ -54,4 +54,4 @@ show-short: ## the short form of every proof that CI runs
 	@$(MAKE) --no-print-directory -k -j2 --output-sync=target $(addprefix short-,$(HEAVY))
 
 short-%:
-	$(PYTHON) tests/show/$*.py --short
+	$(PYTHON) tests/acceptance/$*.py --short

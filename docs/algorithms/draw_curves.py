@@ -1,6 +1,6 @@
 """Draws the learning curves of the pages beside it: FOLDER/NAME/metrics.jsonl of every run -> curves/NAME.svg.
 
-python tests/show/algorithms.py --all --keep runs
+python tests/acceptance/algorithms.py --all --keep runs
 python docs/algorithms/draw_curves.py runs
 """
 
@@ -138,5 +138,5 @@ def draw(folder: Path, target: Path = CURVES) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what `tests/show/algorithms.py --keep` was given")
+    parser.add_argument("folder", type=Path, help="what `tests/acceptance/algorithms.py --keep` was given")
     sys.stdout.write("drawn: " + " ".join(draw(parser.parse_args().folder)) + "\n")

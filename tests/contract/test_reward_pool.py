@@ -305,7 +305,7 @@ async def test_a_batched_function_gets_what_is_waiting(pool: Pool) -> None:
 async def test_a_batch_that_fails_fails_for_each_of_its_answers(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, body: str, part: str
 ) -> None:
-    monkeypatch.setattr("verl.rewards.pool._MOMENT_S", 60.0)  # the batch is sent when it is full
+    monkeypatch.setattr("verl.rewards.pool.pool._MOMENT_S", 60.0)  # the batch is sent when it is full
     ready = await started(pool(body, BATCH, batch_size=3))
     found = await asyncio.gather(*(one(ready) for _ in range(3)))
     assert all(isinstance(outcome, Failed) and part in outcome.message for outcome in found)

@@ -31,7 +31,7 @@ def train(assets: Assets, folder: Path, example: str, *overrides: str) -> subpro
         "data.max_response_length=4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=4",
         "actor_rollout_ref.actor.optim.lr=1e-3",
-        f"reward.custom_reward_function.path={ROOT / 'tests/show/_rewards.py'}",  # one that untrained models can climb
+        f"reward.custom_reward_function.path={ROOT / 'tests/acceptance/_rewards.py'}",
         "trainer.n_gpus_per_node=1",
         "trainer.val_before_train=False",
         "trainer.total_training_steps=2",

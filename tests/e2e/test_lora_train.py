@@ -40,7 +40,7 @@ def train(assets: Assets, folder: Path, *overrides: str) -> subprocess.Completed
         "actor_rollout_ref.actor.lora_rank=8",
         "actor_rollout_ref.actor.optim.lr=1e-2",
         "actor_rollout_ref.rollout.n=4",
-        f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'show' / '_rewards.py'}",
+        f"reward.custom_reward_function.path={Path(__file__).parents[1] / 'acceptance' / '_rewards.py'}",
         "trainer.n_gpus_per_node=1",
         f"trainer.default_local_dir={folder}",
         *overrides,

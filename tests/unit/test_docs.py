@@ -137,7 +137,9 @@ def test_every_command_is_understood(command: Piece) -> None:
     elif program == "make":
         targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         for target in arguments:
-            shown = target.startswith("show-") and (ROOT / f"tests/show/{target[5:].replace('-', '_')}.py").exists()
+            shown = (
+                target.startswith("show-") and (ROOT / f"tests/acceptance/{target[5:].replace('-', '_')}.py").exists()
+            )
             assert target in targets or shown, f"the Makefile has no {target!r}"
     else:
         assert program in OTHER_PROGRAMS, f"{program!r}: a command that no test knows"

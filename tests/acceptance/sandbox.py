@@ -1,6 +1,6 @@
 """Programs that mean harm, in the sandbox: none does any, outlives its deadline by more than 1 s or leaves a process.
 
-python tests/show/sandbox.py [--short] [--kind bubblewrap|namespaces]
+python tests/acceptance/sandbox.py [--short] [--kind bubblewrap|namespaces]
 
 Then the speed: small good programs with 2 workers, beside a bare `subprocess.run` of the same.
 """

@@ -1,6 +1,6 @@
 """Every formula against a slow reference of its own: random cases, values and gradients, on one to three ranks.
 
-python tests/show/formulas.py [--short]
+python tests/acceptance/formulas.py [--short]
 
 The reference (tests/references.py) is plain Python on lists, with gradients by hand. A case is a random batch: several
 turns, groups of one to six in any order, empty masks, equal scores, advantages of zero, log-ratios up to +-50. What

@@ -1,6 +1,6 @@
 """Log-probs and entropies of 4,096 tokens over a vocabulary of 151,936, forward and backward: memory, time, equality.
 
-python tests/show/vocabulary.py [--short]
+python tests/acceptance/vocabulary.py [--short]
 
 The plain way (logits, log-softmax, gather) and ours each run in a process of their own. The figure is the peak of
 resident memory over what the process held when its inputs were made. `--short` takes an eighth of the tokens.

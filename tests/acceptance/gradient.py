@@ -1,6 +1,6 @@
 """The gradient does not depend on how the work is cut: many random cuts of one mini-batch, every term, every mode.
 
-python tests/show/gradient.py [--short]
+python tests/acceptance/gradient.py [--short]
 
 A cut is an order, micro-batches of a size or under a token budget, and one or two FSDP2 ranks. Its gradient is compared
 with that of the whole mini-batch in one piece on one rank: ||g - g0|| / ||g0||, over all parameters. Terms are every

@@ -1,6 +1,6 @@
 """Answers that try to win without solving: none scores, and none escapes its 0 by an error. The honest one scores.
 
-python tests/show/unearned.py [--short]
+python tests/acceptance/unearned.py [--short]
 
 The task, in each form that tests have (a program, a function, assertions, a check): the length of a Collatz sequence.
 `--short` tries every cheat in the form that it is made for; otherwise each in all of them.

@@ -1,6 +1,6 @@
 """The public surface against a snapshot: settings, commands with their options, public names. Nothing may disappear.
 
-python tests/show/surface.py [--short] [--write]
+python tests/acceptance/surface.py [--short] [--write]
 
 A setting is compared by name, type and default, a command by the options that its help lists, a public module by its
 `__all__`. What the snapshot has and the code has not, or has differently, fails; what is new is listed. `--write` takes

@@ -1,6 +1,6 @@
 """What each setting of memory saves, and that it changes no result: one model, two ranks, every setting in turn.
 
-python tests/show/offload.py [--short]
+python tests/acceptance/offload.py [--short]
 
 Counted are the bytes of all tensors that are alive, whenever an operation of torch makes one: those that would be on
 the device, and apart from them those that a setting puts into host memory. There is no accelerator here: both are the
@@ -200,7 +200,7 @@ def main():
 
 
 def savings(used, shard):
-    """(what must be saved, whether it is), by the formulas of docs/memory.md: moments are two shards of weights."""
+    """(what must be saved, whether it is), as in docs/out_of_memory.md: moments are two shards of weights."""
     plain = used["plain"]
     for name, update, idle in (
         ("param_offload", 0, shard),

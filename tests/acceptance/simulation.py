@@ -65,7 +65,7 @@ def main() -> None:
                 prints[seed] = found
             if wrong:
                 broken.append(seed)
-                print(f"seed {seed}: {wrong}\n  again: python tests/show/simulation.py --seed {seed}", flush=True)
+                print(f"seed {seed}: {wrong}\n  again: python tests/acceptance/simulation.py --seed {seed}", flush=True)
             if number % 5_000 == 0:
                 print(f"{watch.seconds():6.1f}s {number:,} seeds, {len(broken)} broken", flush=True)
     unlike = [seed for seed, found in prints.items() if look(seed)[3] != found]

@@ -1,6 +1,6 @@
 """Every family of models: trained, published to a real vLLM, saved, resumed and merged. One table.
 
-python tests/show/families.py [--short] [family ...]
+python tests/acceptance/families.py [--short] [family ...]
 
 A tiny random model of each family is trained by the real train worker. Before the first and after the second update its
 weights are published to vLLM, and the log-probs of sequences longer than its window are compared: <= 1e-4 on average in

@@ -1,6 +1,6 @@
 """On GSM8K's 1,319 test problems every reference solution scores 1, and every shifted answer 0.
 
-python tests/show/gsm8k.py [FOLDER]
+python tests/acceptance/gsm8k.py [FOLDER]
 
 The folder holds test.jsonl as it is published ("question" and "answer" in each line); it is the argument, or GSM8K, or
 ../shared/data/gsm8k beside this checkout. The same final answers go through the scorer for MATH, in a box, as they are
