@@ -397,7 +397,7 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
         f"{HEAD}    if os.fork() == 0:\n        os.setsid()\n        time.sleep(600)\n    time.sleep(600)\n"
     )
     (tmp_path / "owner.py").write_text(
-        "import asyncio, sys\nfrom verl.rewards.pool.pool import ScorePool\n"
+        "import asyncio, sys\nfrom verl.rewards.pool.pool import RewardPool\n"
         "async def main():\n"
         "    pool = ScorePool({'path': sys.argv[1]})\n"
         "    await pool.start()\n"
