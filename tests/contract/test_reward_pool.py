@@ -399,7 +399,7 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
     (tmp_path / "owner.py").write_text(
         "import asyncio, sys\nfrom verl.rewards.pool.pool import RewardPool\n"
         "async def main():\n"
-        "    pool = ScorePool({'path': sys.argv[1]})\n"
+        "    pool = RewardPool({'path': sys.argv[1]})\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
         "    await pool.score('', '', '')\n"
