@@ -1,15 +1,16 @@
 """On GSM8K's 1,319 test problems every reference solution scores 1, and every shifted answer 0.
 
-python tests/acceptance/gsm8k.py [FOLDER]
+python tests/acceptance/gsm8k.py [FOLDER] [--short]
 
 The folder holds test.jsonl as it is published ("question" and "answer" in each line); it is the argument, or GSM8K, or
 ../shared/data/gsm8k beside this checkout. The same final answers go through the scorer for MATH, in a box, as they are
-and as a fraction of their doubles, from the main thread and from another.
+and as a fraction of their doubles, from the main thread and from another. `--short` grades every tenth problem, and is
+skipped where the file is missing.
 """
 
+import argparse
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
 from decimal import Decimal
@@ -30,21 +31,28 @@ SHIFTS: dict[str, Callable[[Decimal], Decimal]] = {
 
 
 def main() -> None:
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else os.environ.get("GSM8K", ROOT.parent / "shared/data/gsm8k"))
-    file = folder / "test.jsonl"
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", nargs="?", default=os.environ.get("GSM8K", ROOT.parent / "shared/data/gsm8k"))
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args()
+    file = Path(options.folder, "test.jsonl")
     if not file.is_file():
+        if options.short:
+            finish("gsm8k", True, skipped=f"{file} does not exist")
         print(f"{file} is not there: give the folder of GSM8K's test.jsonl as an argument, or as GSM8K=...")
         finish("gsm8k", False, problems=0, missing="test.jsonl")
     solutions = [json.loads(line)["answer"] for line in file.read_text().splitlines()]
+    complete = len(solutions) == 1319
+    solutions = solutions[:: 10 if options.short else 1]
     watch = Stopwatch()
     results = {"gsm8k": graded(solutions, in_gsm8k), "math": graded(solutions, in_math)}
     thread = threading.Thread(target=lambda: results.update(math_in_a_thread=graded(solutions, as_fraction)))
     thread.start()
     thread.join()
-    passed = [figures["right"] == figures["of"] == 1319 and not figures["unearned"] for figures in results.values()]
+    passed = [figures["right"] == figures["of"] and not figures["unearned"] for figures in results.values()]
     finish(
         "gsm8k",
-        len(passed) == 3 and all(passed),
+        complete and len(passed) == 3 and all(passed),
         problems=len(solutions),
         **results,
         shifts=list(SHIFTS),

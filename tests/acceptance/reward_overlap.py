@@ -3,7 +3,8 @@
 `verl train` with real engines that write a few answers at once, and a reward that is told how long to take: nothing at
 first; then as much that the scoring processes are busy as long as generation lasted. Waiting for scored answers may
 then take 1.25 times as long; one after the other it would take 2. `--pool` measures the pool alone instead, with a
-stand-in for the engine, for plain, async and batched functions.
+stand-in for the engine, for plain, async and batched functions. `--short` (CI) is a run of two steps with rewards that
+take as long as generation: every response is scored, and no time is held.
 """
 
 from __future__ import annotations
@@ -37,17 +38,20 @@ PROMPTS, ANSWERS_A_PROMPT, STEPS = 16, 8, 6
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pool", action="store_true", help="the pool alone, with a stand-in for the engine")
-    parser.add_argument("--short", action="store_true", help="of --pool: a third of the answers")
+    parser.add_argument("--short", action="store_true", help="two steps, or a third of the responses of --pool")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="verl-overlap-") as folder:
         if options.pool:
             of_the_pool(Path(folder), 64 if options.short else 192)
-        of_a_run(Path(folder))
+        of_a_run(Path(folder), short=options.short)
 
 
-def of_a_run(folder: Path) -> None:
+def of_a_run(folder: Path, *, short: bool) -> None:
     make_assets(folder)
     written(folder, "plain", PLAIN)
+    if short:
+        seconds = seconds_to_answers(folder, "short", reward_s=0.05, steps=2)
+        finish("reward_overlap", True, answers=PROMPTS * ANSWERS_A_PROMPT, with_reward_s=round(seconds, 2))
     alone = seconds_to_answers(folder, "alone", reward_s=0.0)
     reward_s = alone * SEATS / (PROMPTS * ANSWERS_A_PROMPT)  # all answers of a step, over all processes: as long again
     both = seconds_to_answers(folder, "both", reward_s)
@@ -63,7 +67,7 @@ def of_a_run(folder: Path) -> None:
     )
 
 
-def seconds_to_answers(folder: Path, name: str, reward_s: float) -> float:
+def seconds_to_answers(folder: Path, name: str, reward_s: float, steps: int = STEPS) -> float:
     """How long a step waits for its answers and their scores: the median over the steps but the first."""
     code, _ = train(
         *sized_for_addition(folder),
@@ -78,14 +82,16 @@ def seconds_to_answers(folder: Path, name: str, reward_s: float) -> float:
         f"reward.num_workers={SEATS}",
         "trainer.n_gpus_per_node=1",
         "trainer.val_before_train=False",
-        f"trainer.total_training_steps={STEPS}",
+        f"trainer.total_training_steps={steps}",
         f"trainer.default_local_dir={folder / name}",
         deadline_s=900,
     )
     if code != 0:
         finish("reward_overlap", False, failed=name, exit_code=code)
-    steps = [line for line in metrics_of(folder / name) if "reward/mean" in line]
-    return statistics.median(line["timing_s/gen"] for line in steps[1:])
+    lines = [line for line in metrics_of(folder / name) if "reward/mean" in line]
+    if len(lines) != steps or any(line["reward/error_rate"] or line["reward/timeout_rate"] for line in lines):
+        finish("reward_overlap", False, failed=name, reason="a step is missing, or a response was not scored")
+    return statistics.median(line["timing_s/gen"] for line in lines[1:])
 
 
 def of_the_pool(folder: Path, answers: int) -> None:

@@ -1,11 +1,12 @@
 """From the command to the first optimiser step of the demo's RL part: <= 60 s on 2 cores.
 
 Runs `verl demo --steps 1` as a user would and reads the moments from the metrics that the run writes. The parts of the
-breakdown overlap: they are started side by side.
+breakdown overlap: they are started side by side. `--short` (CI) runs the same and holds no time.
 """
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 import tempfile
@@ -18,11 +19,15 @@ ALLOWED_S = 60.0
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="verl-start-") as directory:
         folder = Path(directory, "demo")
         command = [sys.executable, "-m", "verl", "demo", "--dir", str(folder), "--steps", "1"]
         start, watch = time.time(), Stopwatch()
-        code = subprocess.run([*command, "trainer.val_before_train=False", *sys.argv[1:]], timeout=600).returncode
+        code = subprocess.run([*command, "trainer.val_before_train=False", *options.overrides], timeout=600).returncode
         if code != 0:
             finish("start", False, exit_code=code)
         stolen = watch.stolen()
@@ -32,7 +37,7 @@ def main() -> None:
     parts = {key.removeprefix("timing_s/start_"): v for line in lines for key, v in line.items() if "/start_" in key}
     finish(
         "start",
-        stepped * (1 - stolen) <= ALLOWED_S,
+        options.short or stepped * (1 - stolen) <= ALLOWED_S,
         seconds_to_first_optimiser_step=round(stepped * (1 - stolen), 1),
         allowed=ALLOWED_S,
         stolen_by_the_host=round(stolen, 3),
