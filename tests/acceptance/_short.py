@@ -1,0 +1,104 @@
+"""Run the short form of the acceptance scripts, two at a time, and print the seconds that each took.
+
+python tests/acceptance/_short.py [--all] [NAME ...]
+
+Most scripts run at every commit. Those in `ROTATION` start engines several times and take minutes: one group of them
+runs, chosen by the number of commits, so that every script runs at least once in three landings. `--all` runs all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+ROTATION = (
+    ("api", "algorithms", "save_cost"),
+    ("lora", "families", "reward_overlap"),
+    ("trust", "stall", "dapo", "start", "dataplane"),
+)
+LONG = ("learning", "kills", "parity", "resume")  # of those that always run; started first, with those of the rotation
+AT_ONCE = 2  # while one waits for its engines to start, the other works
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    name: str
+    seconds: float
+    passed: bool
+    output: str
+
+    @property
+    def figures(self) -> str:
+        """The JSON line at the end, or what there is instead."""
+        lines = self.output.strip().splitlines()
+        return lines[-1] if lines else "no output"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", action="store_true", help="every script, whatever the rotation says")
+    parser.add_argument("names", nargs="*", help="these alone")
+    options = parser.parse_args()
+    names = options.names or choose(scripts(), len(ROTATION) if options.all else commit_count())
+    start = time.monotonic()
+    with ThreadPoolExecutor(AT_ONCE) as workers:
+        results = []
+        for result in workers.map(run, names):
+            results.append(result)
+            print(result.figures if result.passed else result.output, flush=True)
+    print(f"\n{'script':<18}{'seconds':>8}")
+    for result in sorted(results, key=lambda result: -result.seconds):
+        print(f"{result.name:<18}{result.seconds:>8.0f}{'' if result.passed else '  FAILED'}")
+    if rested := sorted(set(scripts()) - set(names)):
+        print(f"not in this rotation: {', '.join(rested)}")
+    failed = [result.name for result in results if not result.passed]
+    print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
+    print(f"{time.monotonic() - start:.0f} s in all")
+    sys.exit(bool(failed))
+
+
+def scripts() -> list[str]:
+    return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
+
+
+def choose(names: list[str], commits: int) -> list[str]:
+    """Those that run at this commit, the long ones first; all of them for `commits == len(ROTATION)`."""
+    rotating = {name for group in ROTATION for name in group}
+    if unknown := (rotating | set(LONG)) - set(names):
+        raise SystemExit(f"no such acceptance script: {', '.join(sorted(unknown))}")
+    chosen = rotating if commits == len(ROTATION) else set(ROTATION[commits % len(ROTATION)])
+    first = [name for name in names if name in chosen or name in LONG]
+    return first + [name for name in names if name not in rotating and name not in LONG]
+
+
+def commit_count() -> int:
+    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=FOLDER, stdout=subprocess.PIPE, text=True)
+    return int(done.stdout) % len(ROTATION) if done.returncode == 0 else 0
+
+
+def run(name: str) -> Result:
+    start = time.monotonic()
+    command = [sys.executable, str(FOLDER / f"{name}.py"), "--short"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = Result(name, time.monotonic() - start, done.returncode == 0, done.stdout)
+    return result if is_a_pass(result) else Result(name, result.seconds, False, result.output)
+
+
+def is_a_pass(result: Result) -> bool:
+    """A script that ends with code 0 has also to say that it passed, in JSON and under its own name."""
+    try:
+        figures = json.loads(result.figures)
+    except ValueError:
+        return False
+    return result.passed and figures.get("pass") is True and figures.get("name", "").startswith(result.name)
+
+
+if __name__ == "__main__":
+    main()
