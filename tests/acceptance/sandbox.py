@@ -21,8 +21,7 @@ from pathlib import Path
 from _common import finish
 from _hostile_programs import PROGRAMS
 
-from verl.rewards.sandbox import isolation as sandbox_walls
-from verl.rewards.sandbox import sandbox
+from verl.rewards.sandbox import isolation, sandbox
 from verl.rewards.sandbox.sandbox import Limits
 
 LATEST_SECONDS = 1.0
@@ -129,11 +128,11 @@ def main():
     parser.add_argument("--short", action="store_true", help="shorter deadlines and fewer good programs")
     parser.add_argument("--kind", choices=["bubblewrap", "namespaces"], help="the walls, instead of the best there are")
     arguments = parser.parse_args()
-    kind = arguments.kind or sandbox.isolation()
+    kind = arguments.kind or sandbox.best_isolation()
     os.environ["CANARY_SECRET"] = TOKEN
-    sandbox_walls.ENVIRONMENT["SHOW"] = TOKEN.removeprefix("canary-") if (user := sandbox_walls.user()) else TOKEN
+    isolation.ENVIRONMENT["SHOW"] = TOKEN.removeprefix("canary-") if (user := isolation.user()) else TOKEN
     if user:
-        sandbox_walls.user = lambda: user  # one for all, so that whatever is left can be found
+        isolation.user = lambda: user  # one for all, so that whatever is left can be found
     limits = Limits(
         seconds=0.7 if arguments.short else 2.0,
         memory_bytes=256 << 20,

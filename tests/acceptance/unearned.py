@@ -11,7 +11,7 @@ import time
 
 from _common import finish
 
-from verl.rewards.sandbox.sandbox import Limits, isolation
+from verl.rewards.sandbox.sandbox import Limits, best_isolation
 from verl.rewards.scorers.code import compute_score
 
 LENGTHS = {27: 111, 97: 118, 871: 178, 6171: 261}
@@ -179,7 +179,7 @@ def main():
     finish(
         "unearned",
         not won and len(CHEATS) >= 15 and all(result["score"] == 1.0 for result in honest.values()),
-        isolation=isolation(),
+        isolation=best_isolation(),
         cheats=len(CHEATS),
         tried=tried,
         won=won,

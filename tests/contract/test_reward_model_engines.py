@@ -23,7 +23,7 @@ from transformers import (
 
 from verl.errors import ConfigError
 from verl.rewards.models.hf import HfRewardModel
-from verl.rewards.models.model import FakeRewardModel, RewardModel
+from verl.rewards.models.interface import FakeRewardModel, RewardModel
 from verl.rollout.vllm.engine import VllmSettings
 from verl.rollout.vllm.reward_model import VllmRewardModel
 
@@ -137,14 +137,14 @@ async def test_the_last_token_counts_unless_it_pads(made: tuple[RewardModel, Pat
 
 async def test_as_many_tokens_as_the_model_reads_and_no_more(model: RewardModel) -> None:
     longest = [7] * LONGEST
-    assert model.refuses(longest) is None
+    assert model.check_input(longest) is None
     assert len(await model.score([longest])) == 1
-    assert f"{LONGEST + 1} tokens, and the model reads at most {LONGEST}" in str(model.refuses([*longest, 7]))
+    assert f"{LONGEST + 1} tokens, and the model reads at most {LONGEST}" in str(model.check_input([*longest, 7]))
 
 
 async def test_tokens_that_the_model_does_not_know_are_refused(model: RewardModel) -> None:
-    assert model.refuses([63]) is None
-    assert "token 64" in str(model.refuses([5, 64]))
+    assert model.check_input([63]) is None
+    assert "token 64" in str(model.check_input([5, 64]))
 
 
 @pytest.mark.parametrize(

@@ -15,18 +15,17 @@ from pathlib import Path
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import isolation as sandbox_walls
-from verl.rewards.sandbox import sandbox
-from verl.rewards.sandbox.sandbox import Limits, isolation, run
+from verl.rewards.sandbox import isolation, sandbox
+from verl.rewards.sandbox.sandbox import Limits, best_isolation, run
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    isolation.cache_clear()
+    best_isolation.cache_clear()
     yield
-    isolation.cache_clear()
+    best_isolation.cache_clear()
 
 
 def owner(process: Path) -> int | None:
@@ -43,7 +42,7 @@ def works(kind: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", sandbox_walls.KINDS)
+@pytest.mark.parametrize("kind", isolation.KINDS)
 def test_a_program_reads_prints_and_ends(kind: str) -> None:
     if not works(kind):
         pytest.skip(f"{kind} does not work on this machine")
@@ -88,8 +87,8 @@ def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
 
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_without_namespaces_daemons_are_ended_too(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = sandbox_walls.user()
-    monkeypatch.setattr(sandbox_walls, "user", lambda: user)
+    user = isolation.user()
+    monkeypatch.setattr(isolation, "user", lambda: user)
     source = f"""
 import os, time
 for name in range(3):
@@ -108,7 +107,7 @@ time.sleep({60 if seconds < 30 else 0})
 
 
 def test_processes_of_one_program_are_limited_together() -> None:
-    if not sandbox_walls.counts_processes(isolation()):
+    if not isolation.counts_processes(best_isolation()):
         pytest.skip("this machine's kernel counts them with those of others")
     source = """
 import os, time
@@ -140,7 +139,7 @@ def test_nothing_of_the_environment_or_the_home_is_seen(tmp_path: Path, monkeypa
     monkeypatch.setenv("MY_TOKEN", "secret")
     (tmp_path / "secret.txt").write_text("secret")
     tmp_path.chmod(0o755)
-    if isolation() == "limits":
+    if best_isolation() == "limits":
         pytest.skip("limits hide no files")
     outcome = run(f"import os\nprint(dict(os.environ), os.path.exists('{tmp_path}'), os.listdir('/'), os.listdir())")
     assert "secret" not in outcome.stdout
@@ -176,10 +175,10 @@ def test_threads_run_programs_at_once_and_leave_no_descriptor() -> None:
 
 
 def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_walls, "build", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
+    monkeypatch.setattr(isolation, "build", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
     with pytest.raises(RewardError, match="bubblewrap did not start: no space"):
         run("print(1)", kind="bubblewrap")
-    monkeypatch.setattr(sandbox_walls, "build", lambda *_: None)
+    monkeypatch.setattr(isolation, "build", lambda *_: None)
     with pytest.raises(RewardError, match="not installed; install the package `bubblewrap`"):
         run("print(1)", kind="bubblewrap")
 
@@ -188,24 +187,22 @@ def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: py
 def test_missing_walls_are_a_warning_in_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build = sandbox_walls.build
-    monkeypatch.setattr(
-        sandbox_walls, "build", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest)
-    )
+    build = isolation.build
+    monkeypatch.setattr(isolation, "build", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest))
     if not works("namespaces"):
         pytest.skip("namespaces do not work on this machine")
     with caplog.at_level(logging.WARNING):
-        assert isolation() == "namespaces"
+        assert best_isolation() == "namespaces"
     assert "bubblewrap is missing" in caplog.text
     assert "install the package `bubblewrap`" in caplog.text
 
 
 @pytest.mark.usefixtures("fresh")
 def test_no_walls_at_all_are_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_walls, "build", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
+    monkeypatch.setattr(isolation, "build", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
     with pytest.raises(RewardError, match="no program can be run safely") as caught:
-        isolation()
-    assert all(f"{kind} is broken" in str(caught.value) for kind in sandbox_walls.KINDS)
+        best_isolation()
+    assert all(f"{kind} is broken" in str(caught.value) for kind in isolation.KINDS)
 
 
 def interpret(rules: bytes, arch: int, number: int, first: int = 0) -> int:
@@ -231,9 +228,9 @@ def interpret(rules: bytes, arch: int, number: int, first: int = 0) -> int:
 def test_the_filter_refuses_what_it_should(
     machine: str, arch: int, clone: int, socket: int, kill: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_walls.platform, "machine", lambda: machine)
+    monkeypatch.setattr(isolation.platform, "machine", lambda: machine)
     allow, refused, unknown = 0x7FFF0000, 0x50001, 0x50026
-    rules = sandbox_walls.system_calls(signals=True)
+    rules = isolation.system_calls(signals=True)
     assert interpret(rules, arch, read) == interpret(rules, arch, kill) == allow
     assert interpret(rules, arch, socket) == refused
     assert interpret(rules, arch, clone, first=17) == allow
@@ -241,20 +238,20 @@ def test_the_filter_refuses_what_it_should(
     assert interpret(rules, arch, 435) == unknown
     assert interpret(rules, arch, 1 << 30) == refused
     assert interpret(rules, arch ^ 1, read) == 0x80000000
-    assert interpret(sandbox_walls.system_calls(signals=False), arch, kill) == refused
+    assert interpret(isolation.system_calls(signals=False), arch, kill) == refused
 
 
 def test_an_unknown_processor_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_walls.platform, "machine", lambda: "riscv64")
-    assert sandbox_walls.system_calls(signals=True) == b""
+    monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
+    assert isolation.system_calls(signals=True) == b""
 
 
 def test_root_gives_each_run_a_user_of_its_own() -> None:
-    users = {sandbox_walls.user() for _ in range(8)}
+    users = {isolation.user() for _ in range(8)}
     assert users == {None} if os.geteuid() else len(users) == 8 and 0 not in users
 
 
 def test_the_records_are_what_the_scorer_relies_on() -> None:
-    assert sandbox.Outcome("ok", 0, "", "", 0.1) == sandbox.Outcome("ok", 0, "", "", 0.1)
+    assert sandbox.ProgramResult("ok", 0, "", "", 0.1) == sandbox.ProgramResult("ok", 0, "", "", 0.1)
     with pytest.raises(AttributeError):
         Limits().seconds = 3.0  # type: ignore[misc]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import remote as sandbox_remote
+from verl.rewards.sandbox import sandbox_fusion
 from verl.rewards.sandbox.sandbox import Limits, run
 from verl.rewards.scorers.code import compute_score
 
@@ -59,7 +59,7 @@ def finished(stdout: str = "", code: int | None = 0, status: str = "Finished") -
 
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
-    monkeypatch.setattr(sandbox_remote.time, "sleep", lambda _: None)
+    monkeypatch.setattr(sandbox_fusion.time, "sleep", lambda _: None)
     service = Service()
     thread = threading.Thread(target=service.server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
@@ -72,7 +72,7 @@ def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
 def test_a_program_is_sent_with_its_limits(service: Service) -> None:
     service.answers = [finished("42\n")]
     limits = Limits(seconds=3, memory_bytes=256 << 20)
-    outcome = sandbox_remote.run("print(42)", url=service.url, stdin="in", files={"a.txt": "text"}, limits=limits)
+    outcome = sandbox_fusion.run("print(42)", url=service.url, stdin="in", files={"a.txt": "text"}, limits=limits)
     assert (outcome.status, outcome.exit_code, outcome.stdout, outcome.seconds) == ("ok", 0, "42\n", 0.25)
     ((path, asked),) = service.asked
     assert path == "/run_code"
@@ -99,13 +99,13 @@ def test_the_end_of_a_program_is_told_as_by_the_local_sandbox(
     service: Service, answer: tuple[int, Any], status: str, code: int | None
 ) -> None:
     service.answers = [answer]
-    outcome = sandbox_remote.run("x", url=f"{service.url}/run_code")
+    outcome = sandbox_fusion.run("x", url=f"{service.url}/run_code")
     assert (outcome.status, outcome.exit_code) == (status, code)
 
 
 def test_a_busy_service_is_asked_again(service: Service) -> None:
     service.answers = [(503, {}), (429, {}), finished("late\n")]
-    assert sandbox_remote.run("x", url=f"{service.url}/").stdout == "late\n"
+    assert sandbox_fusion.run("x", url=f"{service.url}/").stdout == "late\n"
     assert [path for path, _ in service.asked] == ["/run_code"] * 3
 
 
@@ -122,14 +122,14 @@ def test_a_busy_service_is_asked_again(service: Service) -> None:
 def test_what_the_service_cannot_do_is_no_outcome(service: Service, answers: list[tuple[int, Any]], words: str) -> None:
     service.answers = list(answers)
     with pytest.raises(RewardError, match=words):
-        sandbox_remote.run("x", url=service.url)
+        sandbox_fusion.run("x", url=service.url)
     assert service.answers == []
 
 
 def test_a_service_that_is_away_is_an_error_that_names_it(service: Service) -> None:
     service.server.server_close()
     with pytest.raises(RewardError, match=r"check reward.sandbox.url"):
-        sandbox_remote.run("x", url="http://127.0.0.1:9")
+        sandbox_fusion.run("x", url="http://127.0.0.1:9")
 
 
 def test_programs_and_functions_are_scored_remotely(service: Service) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from verl.agents.episode import Transcript
-from verl.rewards.models.inputs import Read
-from verl.rewards.models.model import SETTING, ScoringFailure
+from verl.rewards.models.interface import SETTING, ScoringFailure
+from verl.rewards.models.tokenization import EncodeConversation
 from verl.rewards.result import Answer, failure
 from verl.types import Failed, Prompt, Scored
 
@@ -28,7 +28,7 @@ def by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Score
     return scored
 
 
-def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]) -> Score:
+def by_model(read: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]) -> Score:
     """A reward model that reads the whole conversation."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
@@ -40,7 +40,7 @@ def by_model(read: Read, score: Callable[[Sequence[int]], Awaitable[float | Scor
             return failure("error", SETTING, what, about, "mend the template, or the prompts that it does not take")
         found = await score(tokens)
         if isinstance(found, ScoringFailure):
-            return failure(found.kind, SETTING, found.what, about, found.mend)
+            return failure(found.kind, SETTING, found.message, about, found.fix)
         return Scored(found)
 
     return scored

@@ -163,7 +163,7 @@ def load_reward(
     paths = {one.get("path") for one in functions} if functions else {path}
     for module in shipped:
         if paths & {None, module}:
-            importlib.import_module(module).prepare(**shipped[module])
+            importlib.import_module(module).check_requirements(**shipped[module])
     if functions:
         return RewardFunction(compose.combine(functions, partial(_find, shipped=shipped, prompts=prompts)), where, {})
     if path is None:

@@ -127,7 +127,7 @@ class EpisodeWorker:
         """Who scores: a function in a pool of processes, the reward model, or both."""
         from verl.agents.scoring import added, by_function, by_model
         from verl.data.chat import load_tokenizer
-        from verl.rewards.models.inputs import reader
+        from verl.rewards.models.tokenization import build_encoder
         from verl.rewards.pool.pool import scores
 
         settings, model = self._settings, self._settings.model_reward
@@ -144,7 +144,7 @@ class EpisodeWorker:
             place = f"reward.reward_model.model_path={model.path}"
             raise ConfigError([f"{place}: no tokenizer found; save it beside the model: {error}"]) from error
         example = next(iter(next(iter(self._datasets.values()))))
-        read = reader(tokenizer, own, example, model_path=model.path, again=model.again)
+        read = build_encoder(tokenizer, own, example, model_path=model.path, retokenize=model.again)
         models = RewardModelPool(
             self._reward_models,
             look_s=settings.deadlines.reply.seconds,

@@ -16,7 +16,8 @@ from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadlines
 from verl.cluster.hangs.registry import tell_at_once
 from verl.cluster.remote import Remote
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rewards.models.model import SETTING, Batcher, RewardModel, ScoringFailure
+from verl.rewards.models.batcher import Batcher
+from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
 from verl.rollout.replica_pool import MOST_LOSSES, Member, PoisonRequestError, Pool, Seat
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
@@ -90,7 +91,7 @@ def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
 
         return VllmRewardModel(VllmSettings(**arguments))
     if name == "fake":
-        from verl.rewards.models.model import FakeRewardModel
+        from verl.rewards.models.interface import FakeRewardModel
 
         return FakeRewardModel(**arguments)
     raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])

@@ -7,7 +7,7 @@ import pytest
 
 from verl.agents.episode import Transcript
 from verl.agents.scoring import added, by_function, by_model
-from verl.rewards.models.model import ScoringFailure
+from verl.rewards.models.interface import ScoringFailure
 from verl.types import Failed, Prompt, Scored
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ from transformers import Qwen2Tokenizer
 
 from verl.demo.assets import make_tokenizer
 from verl.errors import ConfigError
-from verl.rewards.models.inputs import as_generated, reader
+from verl.rewards.models.tokenization import build_encoder, keep_tokens
 from verl.types import Prompt
 
 pytestmark = pytest.mark.unit
@@ -27,37 +27,37 @@ def tokenizer_of(*first: str, **changes: Any) -> Qwen2Tokenizer:
     return Qwen2Tokenizer(vocab=vocabulary, merges=[], pad_token=first[0], eos_token=first[1], **changes)
 
 
-def read_by(model: Any, raw: Any, *, again: bool) -> Any:
-    return reader(make_tokenizer(), model, Prompt(0, [1], raw=raw), model_path="rm", again=again)
+def read_by(model: Any, raw: Any, *, retokenize: bool) -> Any:
+    return build_encoder(make_tokenizer(), model, Prompt(0, [1], raw=raw), model_path="rm", retokenize=retokenize)
 
 
 def test_tokens_of_one_and_the_same_tokenizer_are_passed_on_as_they_were_drawn() -> None:
-    read = read_by(make_tokenizer(), None, again=False)
-    assert read is as_generated
+    read = read_by(make_tokenizer(), None, retokenize=False)
+    assert read is keep_tokens
     assert read(Prompt(0, [5, 6]), [5, 6, 9, 1], "x") == [5, 6, 9, 1]
 
 
 def test_a_model_without_a_template_of_its_own_takes_the_policys() -> None:
     model = make_tokenizer()
     model.chat_template = None
-    assert read_by(model, None, again=False) is as_generated
+    assert read_by(model, None, retokenize=False) is keep_tokens
 
 
 def test_another_vocabulary_needs_the_prompts_as_they_were() -> None:
     with pytest.raises(ConfigError, match=r"model_path=rm: its tokenizer is .*set data\.return_raw_input_ids=True"):
-        read_by(tokenizer_of("<pad>", "<eos>", "<more>"), None, again=False)
+        read_by(tokenizer_of("<pad>", "<eos>", "<more>"), None, retokenize=False)
 
 
 def test_another_template_needs_the_prompts_as_they_were() -> None:
     model = make_tokenizer()
     model.chat_template = TEMPLATE
     with pytest.raises(ConfigError, match=r"its chat template is .*set data\.return_raw_input_ids=True"):
-        read_by(model, None, again=False)
+        read_by(model, None, retokenize=False)
 
 
 def test_messages_are_written_by_the_models_own_template_with_the_answer_as_the_last() -> None:
     model = tokenizer_of("<pad>", "<eos>", "<more>", chat_template=TEMPLATE)
-    tokens = read_by(model, MESSAGES, again=True)(Prompt(0, [1], raw=MESSAGES), [1, 2], "046")
+    tokens = read_by(model, MESSAGES, retokenize=True)(Prompt(0, [1], raw=MESSAGES), [1, 2], "046")
     assert model.decode(tokens) == "<user>12+34=?;<assistant>046;"
 
 
@@ -65,7 +65,7 @@ def test_messages_are_written_by_the_models_own_template_with_the_answer_as_the_
 def test_an_answer_follows_a_finished_string_which_begins_once(text: str) -> None:
     model = tokenizer_of("<pad>", "<eos>", "<s>", bos_token="<s>")
     model.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 2)])
-    tokens = read_by(model, text, again=True)(Prompt(0, [1], raw=text), [1, 2], "046")
+    tokens = read_by(model, text, retokenize=True)(Prompt(0, [1], raw=text), [1, 2], "046")
     assert model.decode(tokens) == "<s>12+34=046"
 
 
@@ -73,12 +73,12 @@ def test_messages_without_a_template_to_write_them_are_refused_with_the_mend() -
     model = tokenizer_of("<pad>", "<eos>", "<more>")
     model.chat_template = None
     with pytest.raises(ConfigError, match=r"model_path=rm: its tokenizer has no chat template"):
-        read_by(model, MESSAGES, again=True)
-    assert callable(read_by(model, "12+34=", again=True)), "finished strings need none"
+        read_by(model, MESSAGES, retokenize=True)
+    assert callable(read_by(model, "12+34=", retokenize=True)), "finished strings need none"
 
 
 def test_where_passing_tokens_on_would_do_the_message_says_so() -> None:
     model = make_tokenizer()
     model.chat_template = None
     with pytest.raises(ConfigError, match=r"leave out data\.return_raw_input_ids"):
-        read_by(model, MESSAGES, again=True)
+        read_by(model, MESSAGES, retokenize=True)

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from verl.rewards.models.model import Batcher, FakeRewardModel, ScoringFailure
+from verl.rewards.models.batcher import Batcher
+from verl.rewards.models.interface import FakeRewardModel, ScoringFailure
 
 pytestmark = pytest.mark.unit
 
@@ -45,7 +46,7 @@ async def test_the_deadline_runs_from_the_start_of_the_batch_and_what_is_late_is
     for outcome in outcomes:
         assert isinstance(outcome, ScoringFailure)
         assert outcome.kind == "timeout"
-        assert "reward.deadline_s" in outcome.mend
+        assert "reward.deadline_s" in outcome.fix
 
 
 async def test_a_sequence_that_fails_does_not_fail_those_beside_it() -> None:
@@ -59,7 +60,7 @@ async def test_a_sequence_that_fails_does_not_fail_those_beside_it() -> None:
     good, bad, other = await asyncio.gather(batcher.score([1]), batcher.score([13]), batcher.score([2]))
     assert (good, other) == (1.0, 2.0)
     assert isinstance(bad, ScoringFailure)
-    assert (bad.kind, bad.what) == ("error", "raised RuntimeError: out of luck")
+    assert (bad.kind, bad.message) == ("error", "raised RuntimeError: out of luck")
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -71,7 +72,7 @@ async def test_a_score_that_is_no_finite_number_is_a_failure(number: float) -> N
     outcome = await Batcher(Broken(), size=8, deadline_s=60).score([1])
     assert isinstance(outcome, ScoringFailure)
     assert outcome.kind == "invalid"
-    assert str(number) in outcome.what
+    assert str(number) in outcome.message
 
 
 async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> None:
@@ -91,7 +92,7 @@ async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> No
 async def test_what_the_model_cannot_read_is_told_before_it_is_asked(tokens: list[int], why: str) -> None:
     outcome = await Batcher(FakeRewardModel(), size=8, deadline_s=60).score(tokens)
     assert isinstance(outcome, ScoringFailure)
-    assert why in outcome.what
+    assert why in outcome.message
 
 
 async def test_one_that_nobody_waits_for_any_more_harms_no_other() -> None:

@@ -12,9 +12,8 @@ from verl.config.problems import keys_below
 from verl.config.schema import Config
 from verl.errors import ConfigError, RewardError
 from verl.rewards.reward_function import load_reward
-from verl.rewards.sandbox import remote as sandbox_remote
-from verl.rewards.sandbox import sandbox
-from verl.rewards.sandbox.sandbox import Limits, Outcome
+from verl.rewards.sandbox import sandbox, sandbox_fusion
+from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 from verl.rewards.scorers import code
 from verl.trainer.worker_settings import reward_arguments
 
@@ -56,9 +55,9 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
 ) -> None:
     seen: list[Limits | None] = []
 
-    def run(source: str, *, stdin: str, limits: Limits) -> Outcome:
+    def run(source: str, *, stdin: str, limits: Limits) -> ProgramResult:
         seen.append(limits)
-        return Outcome("ok", 0, "1", "", 0.0)
+        return ProgramResult("ok", 0, "1", "", 0.0)
 
     monkeypatch.setattr(sandbox, "run", run)
     shipped = {"verl.rewards.scorers.code": {"limits": Limits(seconds=3), "partial": True}}
@@ -69,7 +68,7 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
 
 
 async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: Outcome("ok", 0, "1", "", 0.0))
+    monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: ProgramResult("ok", 0, "1", "", 0.0))
     shipped = {"verl.rewards.scorers.code": {"partial": False}}
     reward = load_reward("verl.rewards.scorers.code", kwargs={"partial": True}, shipped=shipped)
     assert (await reward.score("mine", "print(1)", TWO_TESTS))[0] == 0.5
@@ -78,11 +77,11 @@ async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkey
 async def test_programs_run_at_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
     urls: list[str] = []
 
-    def run(source: str, *, url: str, stdin: str, limits: Limits) -> Outcome:
+    def run(source: str, *, url: str, stdin: str, limits: Limits) -> ProgramResult:
         urls.append(url)
-        return Outcome("ok", 0, stdin, "", 0.0)
+        return ProgramResult("ok", 0, stdin, "", 0.0)
 
-    monkeypatch.setattr(sandbox_remote, "run", run)
+    monkeypatch.setattr(sandbox_fusion, "run", run)
     reward = load_reward(None, shipped=reward_arguments(config("reward.sandbox.url=http://sandbox"))["shipped"])
     assert (await reward.score("code", "print(input())", TWO_TESTS))[0] == 1.0
     assert urls == ["http://sandbox"] * 2
@@ -102,7 +101,7 @@ async def test_programs_run_at_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
     here: str, require: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "isolation", lambda: here)
+    monkeypatch.setattr(sandbox, "best_isolation", lambda: here)
     shipped = {"verl.rewards.scorers.code": {"require": require}}
     if not refused:
         load_reward(None, shipped=shipped)
@@ -119,7 +118,7 @@ def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
 def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sandbox, "isolation", lambda: "limits")
+    monkeypatch.setattr(sandbox, "best_isolation", lambda: "limits")
     load_reward(None, shipped={"verl.rewards.scorers.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
     load_reward("verl.rewards.scorers.exact_match", shipped={"verl.rewards.scorers.code": {"require": "bubblewrap"}})
 

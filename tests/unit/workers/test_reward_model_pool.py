@@ -8,7 +8,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rewards.models.model import FakeRewardModel, ScoringFailure
+from verl.rewards.models.interface import FakeRewardModel, ScoringFailure
 from verl.rollout.replica_pool import MOST_LOSSES
 from verl.workers import rewards
 from verl.workers.rewards import RewardActor, RewardModelPool, RewardModelSettings
@@ -144,9 +144,9 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
     for failed in (*await scored(pool, [[1], [2], [3]]), await pool.score([4])):
         assert isinstance(failed, ScoringFailure)
         assert failed.kind == "died"
-        assert "no reward model came back within 1260 s" in failed.what
-        assert "its process has died; and it did not start again: no memory left on the device" in failed.what
-        assert "micro_batch_size_per_gpu" in failed.mend
+        assert "no reward model came back within 1260 s" in failed.message
+        assert "its process has died; and it did not start again: no memory left on the device" in failed.message
+        assert "micro_batch_size_per_gpu" in failed.fix
     assert asyncio.get_running_loop().time() == pytest.approx(1260)
     assert 2 < lost.ended < 30, "each try has a process of its own, after ever longer pauses"
 
@@ -186,7 +186,7 @@ async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do
     assert others == [1] * 20
     assert isinstance(failed, ScoringFailure)
     assert failed.kind == "died"
-    assert f"a conversation of 3 tokens when its process was lost, {MOST_LOSSES} times" in failed.what
+    assert f"a conversation of 3 tokens when its process was lost, {MOST_LOSSES} times" in failed.message
     assert sum(model.asked.count([6, 6, 6]) for model in models) == MOST_LOSSES
 
 

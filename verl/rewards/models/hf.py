@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from verl.errors import ConfigError
 from verl.model_safety import PICKLED, attention_for, fetched, model_problems
-from verl.rewards.models.model import SETTING, unreadable
+from verl.rewards.models.interface import SETTING, check_tokens
 
 __all__ = ["HfRewardModel", "read_config"]
 
@@ -35,8 +35,8 @@ class HfRewardModel:
     async def start(self) -> None:
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
-    def refuses(self, token_ids: Sequence[int]) -> str | None:
-        return unreadable(token_ids, self._limit, self._vocabulary)
+    def check_input(self, token_ids: Sequence[int]) -> str | None:
+        return check_tokens(token_ids, self._limit, self._vocabulary)
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, batch)

@@ -28,9 +28,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import isolation as walls
+from verl.rewards.sandbox import isolation
 
-__all__ = ["Limits", "Outcome", "isolation", "require", "run"]
+__all__ = ["Limits", "ProgramResult", "best_isolation", "require_isolation", "run"]
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
@@ -55,7 +55,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class ProgramResult:
     """How a program ended, and what it printed.
 
     `status` is `ok`; `error`, an exit code that is not 0; `killed`, a signal; or the limit that it crossed: `timeout`,
@@ -78,15 +78,15 @@ def run(
     limits: Limits | None = None,
     argv: Sequence[str] = (),
     kind: str | None = None,
-) -> Outcome:
+) -> ProgramResult:
     """The outcome of `source` as a Python program, with `files` in its folder and `argv` as its arguments.
 
     `stdin` and `stdout` may be descriptors, to join two programs; they are closed here once the program holds them.
-    `kind` asks for walls other than the best (`isolation`).
+    `kind` asks for walls other than the best (`best_isolation`).
     """
     limits = limits or Limits()
-    kind = kind or isolation()
-    user = walls.user()
+    kind = kind or best_isolation()
+    user = isolation.user()
     with contextlib.ExitStack() as held:
         folder = held.enter_context(_folder(user)) if kind == "limits" else "/"
         rlimits = _rlimits(limits, kind)
@@ -94,18 +94,18 @@ def run(
             "source": source,
             "files": dict(files or {}),
             "argv": list(argv),
-            "packages": walls.packages(),
+            "packages": isolation.packages(),
             "alone": kind != "limits",
             "user": user,
             "limits": rlimits,
-            "system_calls": walls.system_calls(signals=kind != "limits" or user is not None),
+            "system_calls": isolation.system_calls(signals=kind != "limits" or user is not None),
         }
         told = held.enter_context(_file(marshal.dumps(task)))
         status, report = os.pipe()
         held.callback(os.close, status)
-        inside = [*walls.python(), "-c", _inside(), str(told), str(report)]
+        inside = [*isolation.python(), "-c", _inside(), str(told), str(report)]
         try:
-            command = walls.build(kind, inside, limits.disk_bytes)
+            command = isolation.build(kind, inside, limits.disk_bytes)
             if command is None:
                 raise RewardError(f"sandbox: the tool for {kind!r} is not installed; install the package `bubblewrap`")
             process = subprocess.Popen(
@@ -114,7 +114,7 @@ def run(
                 stdout=subprocess.PIPE if stdout is None else stdout,
                 stderr=subprocess.PIPE,
                 pass_fds=(told, report),
-                env=walls.ENVIRONMENT,
+                env=isolation.ENVIRONMENT,
                 cwd=folder,
                 start_new_session=True,
             )
@@ -132,21 +132,21 @@ def run(
 
 
 @functools.cache
-def isolation() -> str:
+def best_isolation() -> str:
     """The best walls that work on this machine: `bubblewrap`, `namespaces` or `limits`. Tried once a process.
 
     A warning says in words what is missing.
     """
     reasons = []
-    for kind in walls.KINDS:
+    for kind in isolation.KINDS:
         try:
             probe = run("import json; print('inside')", kind=kind)
         except RewardError as error:
             reasons.append(str(error))
             continue
         if probe.stdout == "inside\n":
-            if kind in walls.MISSING:
-                _log.warning("sandbox: %s (%s)", walls.MISSING[kind], "; ".join(reasons))
+            if kind in isolation.MISSING:
+                _log.warning("sandbox: %s (%s)", isolation.MISSING[kind], "; ".join(reasons))
             return kind
         reasons.append(f"{kind}: {probe.stderr.strip()[-300:]}")
     raise RewardError(
@@ -155,12 +155,12 @@ def isolation() -> str:
     )
 
 
-def require(kind: str) -> None:
+def require_isolation(kind: str) -> None:
     """A RewardError unless these walls, or better ones, work on this machine."""
-    best = isolation()
-    if walls.KINDS.index(best) > walls.KINDS.index(kind):
+    best = best_isolation()
+    if isolation.KINDS.index(best) > isolation.KINDS.index(kind):
         raise RewardError(
-            f"reward.sandbox.require={kind}: {walls.MISSING[best]}; "
+            f"reward.sandbox.require={kind}: {isolation.MISSING[best]}; "
             f"or, if {best} are walls enough for these programs, set reward.sandbox.require={best}"
         )
 
@@ -227,7 +227,7 @@ class _Watch:
             return "disk" if _fills(self._folder, self._limits.disk_bytes) else None
         return "disk" if any(_entries(f"/proc/{tree[0]}/root{folder}") > _MOST_FILES for folder in _OWN) else None
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ProgramResult:
         ended = time.monotonic()
         started, _, status = self._text.pop(self._status).decode().partition("\n")
         texts = [text[: self._limits.output_bytes].decode(errors="replace") for text in self._text.values()]
@@ -237,7 +237,7 @@ class _Watch:
             why = stderr.strip()[-300:] or f"exit code {self._process.returncode}"
             raise RewardError(f"sandbox: {self._kind} did not start{late}: {why}")
         code = os.waitstatus_to_exitcode(int(status)) if status.strip() and self._crossed is None else None
-        return Outcome(self._crossed or _named(code), code, stdout, stderr, ended - self._started_at)
+        return ProgramResult(self._crossed or _named(code), code, stdout, stderr, ended - self._started_at)
 
 
 def _named(code: int | None) -> str:
@@ -254,7 +254,7 @@ def _rlimits(limits: Limits, kind: str) -> list[tuple[int, int]]:
         resource.RLIMIT_FSIZE: limits.file_bytes,
         resource.RLIMIT_CORE: 0,
     }
-    if walls.counts_processes(kind):
+    if isolation.counts_processes(kind):
         most[resource.RLIMIT_NPROC] = limits.processes
     hard = {what: resource.getrlimit(what)[1] for what in most}
     return [(what, most[what] if hard[what] < 0 else min(most[what], hard[what])) for what in most]

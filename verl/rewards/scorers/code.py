@@ -28,18 +28,17 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import remote as sandbox_remote
-from verl.rewards.sandbox import sandbox
-from verl.rewards.sandbox.sandbox import Limits, Outcome
+from verl.rewards.sandbox import sandbox, sandbox_fusion
+from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 from verl.rewards.scorers.code_guest import decode, request
 
-__all__ = ["Tests", "compute_score", "extract_code", "prepare", "read_tests"]
+__all__ = ["Tests", "check_requirements", "compute_score", "extract_code", "read_tests"]
 
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 _TOLERANCE = 1e-6
 
-Run = Callable[..., Outcome]
+Run = Callable[..., ProgramResult]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +72,8 @@ def compute_score(
     tests = read_tests(ground_truth, data_source)
     code = extract_code(solution_str)
     limits = limits or Limits()
-    run: Run = functools.partial(sandbox_remote.run, url=sandbox_url) if sandbox_url else sandbox.run
-    prepare(sandbox_url=sandbox_url, require=require)
+    run: Run = functools.partial(sandbox_fusion.run, url=sandbox_url) if sandbox_url else sandbox.run
+    check_requirements(sandbox_url=sandbox_url, require=require)
     if not code.strip():
         passed = 0
     elif tests.asserts:
@@ -93,10 +92,10 @@ def compute_score(
     return {"score": share if partial else float(share == 1.0), "passed": share}
 
 
-def prepare(*, sandbox_url: str | None = None, require: str = "limits", **_: Any) -> None:
+def check_requirements(*, sandbox_url: str | None = None, require: str = "limits", **_: Any) -> None:
     """A RewardError when this machine must run programs and has not the walls for it: known before the first answer."""
     if sandbox_url is None and require != "limits":
-        sandbox.require(require)
+        sandbox.require_isolation(require)
 
 
 def extract_code(answer: str) -> str:
@@ -236,7 +235,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
 
 def _passed_asserts(code: str, tests: Tests, limits: Limits, data_source: str) -> int:
     """The answer in one sandbox, the tests in another, two pipes between them: questions there, plain values back."""
-    sandbox.isolation()
+    sandbox.best_isolation()
     told = {"setup": tests.setup, "tests": tests.asserts, "names": _asked_names(tests)}
     asked, ask = os.pipe()
     heard, say = os.pipe()

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from verl.errors import ConfigError, EngineError
 from verl.rewards.models.hf import read_config
-from verl.rewards.models.model import SETTING, unreadable
+from verl.rewards.models.interface import SETTING, check_tokens
 from verl.rollout.vllm.engine import VllmSettings, deaths_told, environment, said_last
 
 __all__ = ["VllmRewardModel"]
@@ -68,8 +68,8 @@ class VllmRewardModel:
             raise EngineError(f"vLLM did not start with the reward model: {error}\n{said_last()}") from error
         self._limit = self._llm.model_config.max_model_len
 
-    def refuses(self, token_ids: Sequence[int]) -> str | None:
-        return unreadable(token_ids, self._limit, self._vocabulary)
+    def check_input(self, token_ids: Sequence[int]) -> str | None:
+        return check_tokens(token_ids, self._limit, self._vocabulary)
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
         with deaths_told():

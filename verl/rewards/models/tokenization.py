@@ -8,27 +8,32 @@ from typing import TYPE_CHECKING
 
 from verl.data.chat import encode, render
 from verl.errors import ConfigError
-from verl.rewards.models.model import SETTING
+from verl.rewards.models.interface import SETTING
 from verl.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Read", "as_generated", "reader", "written_again"]
+__all__ = ["EncodeConversation", "build_encoder", "keep_tokens", "make_template_encoder"]
 
-Read = Callable[[Prompt, Sequence[int], str], list[int]]
+EncodeConversation = Callable[[Prompt, Sequence[int], str], list[int]]
 """(prompt, tokens of prompt and answer, text of the answer) -> what the reward model reads."""
 
 
-def reader(
-    policy: PreTrainedTokenizerBase, model: PreTrainedTokenizerBase, example: Prompt, *, model_path: str, again: bool
-) -> Read:
+def build_encoder(
+    policy: PreTrainedTokenizerBase,
+    model: PreTrainedTokenizerBase,
+    example: Prompt,
+    *,
+    model_path: str,
+    retokenize: bool,
+) -> EncodeConversation:
     """How conversations such as that of `example` reach the model; a `ConfigError` when they cannot, with the mend.
 
     Tokens are passed on as they are when both tokenizers are one and the same, and the model's template is not another.
     """
     place = f"{SETTING}.model_path={model_path}"
-    if again:
+    if retokenize:
         if not isinstance(example.raw, str) and model.chat_template is None:
             raise ConfigError(
                 [
@@ -37,20 +42,20 @@ def reader(
                     + ("; or leave out data.return_raw_input_ids=True" if _same_tokens(policy, model) else "")
                 ]
             )
-        return written_again(model)
+        return make_template_encoder(model)
     if not _same_tokens(policy, model):
         raise ConfigError([f"{place}: its tokenizer is not the policy's; set data.return_raw_input_ids=True"])
     if model.chat_template not in (None, policy.chat_template):
         raise ConfigError([f"{place}: its chat template is not the policy's; set data.return_raw_input_ids=True"])
-    return as_generated
+    return keep_tokens
 
 
-def as_generated(prompt: Prompt, tokens: Sequence[int], answer: str) -> list[int]:
+def keep_tokens(prompt: Prompt, tokens: Sequence[int], answer: str) -> list[int]:
     """The tokens of the policy: what a model wrote is not tokenised again."""
     return list(tokens)
 
 
-def written_again(tokenizer: PreTrainedTokenizerBase) -> Read:
+def make_template_encoder(tokenizer: PreTrainedTokenizerBase) -> EncodeConversation:
     """Messages by the chat template, the answer as the last of them; after a finished string the answer simply follows.
 
     A string is tokenised as the model's card would do it, with the special tokens that its tokenizer puts around.

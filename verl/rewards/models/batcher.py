@@ -1,8 +1,4 @@
-"""The interface of a reward model, what is true of all of them, and a fake.
-
-A reward model reads whole conversations as token ids and gives each a number. Answers come one by one, whenever an
-episode ends; a `Batcher` puts those together that wait, so that a model is asked for many at once.
-"""
+"""Batching of sequences that wait for a reward model: episodes end one by one, a model scores many at once."""
 
 from __future__ import annotations
 
@@ -10,55 +6,11 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
 
 from verl.errors import ProcessLostError
-from verl.types import FailureKind
+from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
 
-__all__ = ["Batcher", "FakeRewardModel", "RewardModel", "ScoringFailure", "unreadable"]
-
-SETTING = "reward.reward_model"
-
-
-class RewardModel(Protocol):
-    """A model that scores. Token ids in, numbers out; what a sequence gets does not depend on what is beside it."""
-
-    async def start(self) -> None:
-        """Load the model; a `ConfigError` names what is wrong with it. Returns when it can score."""
-        ...
-
-    def refuses(self, token_ids: Sequence[int]) -> str | None:
-        """Why the model cannot read this sequence; None when it can."""
-        ...
-
-    async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each sequence; `ProcessLostError` if a process that it needs is gone."""
-        ...
-
-    async def close(self) -> None:
-        """Let go of the model, and end every process that it started."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ScoringFailure:
-    """Why there is no number, and what to do about it. Who knows the sample makes a `Failed` of it."""
-
-    kind: FailureKind
-    what: str
-    mend: str
-
-
-def unreadable(token_ids: Sequence[int], limit: int | None, vocabulary: int) -> str | None:
-    """What is wrong with a sequence for a model of so many positions and tokens; None when nothing is."""
-    if not token_ids:
-        return "there is no token to read"
-    if limit is not None and len(token_ids) > limit:
-        return f"has {len(token_ids):,} tokens, and the model reads at most {limit:,}"
-    if max(token_ids) >= vocabulary:
-        return f"holds token {max(token_ids)}, and the model knows {vocabulary:,}"
-    return None
+__all__ = ["Batcher"]
 
 
 class Batcher:
@@ -78,7 +30,7 @@ class Batcher:
 
         `ProcessLostError`: the model is lost.
         """
-        why = self._model.refuses(token_ids)
+        why = self._model.check_input(token_ids)
         if why is not None:
             return ScoringFailure("error", f"the conversation {why}", _SHORTER)
         future: asyncio.Future[float | ScoringFailure] = asyncio.get_running_loop().create_future()
@@ -136,22 +88,3 @@ def _checked(score: float) -> float | ScoringFailure:
     return ScoringFailure(
         "invalid", f"gave {score} as the score", "the model's weights or its type cannot hold this answer"
     )
-
-
-class FakeRewardModel:
-    """A reward model without a model: the mean of the token ids. For tests, and to try a run without weights."""
-
-    def __init__(self, limit: int = 128, vocabulary: int = 64) -> None:
-        self.limit, self.vocabulary = limit, vocabulary
-
-    async def start(self) -> None:
-        """Nothing to load."""
-
-    def refuses(self, token_ids: Sequence[int]) -> str | None:
-        return unreadable(token_ids, self.limit, self.vocabulary)
-
-    async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        return [sum(tokens) / len(tokens) for tokens in batch]
-
-    async def close(self) -> None:
-        """Nothing runs outside this process."""

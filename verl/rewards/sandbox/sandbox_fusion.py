@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.sandbox.sandbox import Limits, Outcome
+from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 
 __all__ = ["run"]
 
@@ -30,7 +30,7 @@ def run(
     stdin: str = "",
     files: Mapping[str, str | bytes] | None = None,
     limits: Limits | None = None,
-) -> Outcome:
+) -> ProgramResult:
     """The outcome of `source` as a Python program at the service; like `sandbox.run`."""
     limits = limits or Limits()
     asked = {
@@ -50,7 +50,7 @@ def run(
     late = result["status"] == "TimeLimitExceeded"
     code = None if late else result.get("return_code")
     status = "timeout" if late else "ok" if code == 0 else "killed" if code is None or code < 0 else "error"
-    return Outcome(status, code, stdout, stderr, float(result.get("execution_time") or 0.0))
+    return ProgramResult(status, code, stdout, stderr, float(result.get("execution_time") or 0.0))
 
 
 def _base64(content: str | bytes) -> str:
