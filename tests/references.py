@@ -641,7 +641,7 @@ def mismatch(batch: Batch) -> Mismatch:
 # ------------------------------------------------------------------------------------------------------- rewards
 
 
-def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+def compute_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """Nothing up to the last `buffer` tokens, then `factor / buffer` for each token, up to `factor`."""
     penalty = 0.0
     for _ in range(max_length - buffer, min(length, max_length)):

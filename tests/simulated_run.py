@@ -253,16 +253,16 @@ class _World:
             raise Violation(otherwise)
 
     def _check_step(self, version: int, samples: Sequence[SampleHandle], expected: Sequence[int]) -> None:
-        places = [(sample.group, sample.number) for sample in samples]
+        places = [(sample.group, sample.index) for sample in samples]
         wanted = [(position, number) for position in expected for number in range(self.scenario.answers)]
         self.check(places == wanted, f"step {version} trains {places} instead of {wanted}")
         for sample in samples:
             completion: Completion = sample.ref
             if self.scenario.together:
                 result = (completion.token_ids, completion.logprobs, completion.versions)
-                self.outcome.results[sample.group * 10 + sample.number] = result
+                self.outcome.results[sample.group * 10 + sample.index] = result
             else:
-                asked = answer_to(*_request(sample.group, sample.number))
+                asked = answer_to(*_request(sample.group, sample.index))
                 self.check(completion.token_ids == asked, f"position {sample.group} has got the answer to another one")
             for weights, label in zip(completion.logprobs, completion.versions, strict=True):
                 real = self._version_of.get(weights)
@@ -437,7 +437,7 @@ class _World:
                 generated=len(completion.token_ids),
                 score=0.0 if same else float(number),
                 version=min(completion.versions),
-                number=number,
+                index=number,
             )
             for number, completion in enumerate(completions)
         ]

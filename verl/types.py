@@ -99,7 +99,7 @@ class SamplePreview:
     """One answer as its scorer saw it, to be shown where the numbers raise a question."""
 
     data_source: str
-    answer: str
+    response: str
     ground_truth: Any
     score: float
 
@@ -134,7 +134,7 @@ class SampleHandle:
     """All that the controller knows of a sample: where it lies and what planning needs. Numbers, never arrays.
 
     `tokens` counts prompt and answer, `generated` what the model wrote, `version` the oldest weights that wrote any.
-    `number` is the place of the answer within its group, from 0: (group, number) names a sample of a run.
+    `index` is the position of the response within its group: (group, index) identifies a sample of a run.
     """
 
     ref: Any
@@ -147,4 +147,4 @@ class SampleHandle:
     metrics: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None
     failure: Failed | None = None
-    number: int = 0
+    index: int = 0

@@ -32,7 +32,7 @@ from verl.algorithms.objective import OutcomeObjective, PolicyObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import on_ranks
 from verl.algorithms.values import ValueObjective
-from verl.rewards.overlong import overlong_penalty
+from verl.rewards.overlong import compute_overlong_penalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 
 LIMIT = 1e-6
@@ -532,7 +532,7 @@ def controller(draw: random.Random) -> float:
 def overlong(draw: random.Random) -> float:
     longest = draw.randint(2, 400)
     numbers = draw.randint(0, 500), longest, draw.randint(1, longest), draw.uniform(0.1, 3)
-    return difference(overlong_penalty(*numbers), ref.overlong_penalty(*numbers))
+    return difference(compute_overlong_penalty(*numbers), ref.compute_overlong_penalty(*numbers))
 
 
 KL_FORMS = [name + plus for name in kl.KINDS for plus in ("", "+")]

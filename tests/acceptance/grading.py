@@ -22,7 +22,7 @@ from _common import Stopwatch, finish
 from _pathological_maths import CASES
 
 from verl.rewards.pool.pool import RewardPool
-from verl.rewards.result import Answer, Failed, Outcome, Scored
+from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
 
 FUNCTION = """
 import time
@@ -51,7 +51,7 @@ def main() -> None:
         pool = RewardPool({"path": str(file)}, workers=WORKERS, deadline_s=deadline_s, memory_mb=1024)
         asyncio.run(pool.start())
         hangs, before, after = grade(pool, grades, deadline_s)
-        honest = in_threads(pool, [Answer("burst", str(number), str(number)) for number in range(burst)])
+        honest = in_threads(pool, [RewardInput("burst", str(number), str(number)) for number in range(burst)])
         left_before_close = zombies()
         pool.close()
     figures = {
@@ -77,16 +77,16 @@ def main() -> None:
 class Graded:
     """The outcomes of answers in their order, and the seconds that all took."""
 
-    def __init__(self, outcomes: Sequence[Outcome], seconds: float) -> None:
+    def __init__(self, outcomes: Sequence[RewardResult], seconds: float) -> None:
         self.outcomes, self.seconds = outcomes, seconds
 
 
-def in_threads(pool: RewardPool, answers: Sequence[Answer]) -> Graded:
+def in_threads(pool: RewardPool, answers: Sequence[RewardInput]) -> Graded:
     """All at once, a quarter of them from each of four threads, one of which is the main thread."""
-    found: dict[int, list[Outcome]] = {}
+    found: dict[int, list[RewardResult]] = {}
 
     def run(part: int) -> None:
-        async def score() -> list[Outcome]:
+        async def score() -> list[RewardResult]:
             return await asyncio.gather(*(pool.score(*answer) for answer in answers[part::THREADS]))
 
         found[part] = asyncio.run(score())
@@ -110,7 +110,8 @@ def grade(
     before: dict[str, float] = {}
     for number in range(10):
         answers = [
-            Answer("show", "hang" if place % 100 == 50 else str(place % 7), str(place % 5)) for place in range(part)
+            RewardInput("show", "hang" if place % 100 == 50 else str(place % 7), str(place % 5))
+            for place in range(part)
         ]
         turn = Stopwatch()
         graded = in_threads(pool, answers)
@@ -143,7 +144,7 @@ def grade_maths(count: int) -> dict[str, float]:
     """Answers that make a grader of maths hang, swell or recurse: half from the main thread, half from another."""
     chosen = CASES[:: max(1, len(CASES) // count)][:count]
     taken: list[float] = []
-    outcomes: list[Outcome] = []
+    outcomes: list[RewardResult] = []
 
     async def one_by_one(cases: Sequence[tuple[str, str]]) -> None:
         for answer, truth in cases:

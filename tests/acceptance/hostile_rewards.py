@@ -25,7 +25,7 @@ from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 
 from verl.demo.assets import make_assets
 from verl.errors import RewardError
-from verl.rewards.failures import FailureTally
+from verl.rewards.failures import FailureTracker
 from verl.rewards.pool import worker_handle as seat
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, Scored
@@ -166,7 +166,7 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
 async def misbehaves_sometimes(pool: RewardPool, kind: str) -> list[str]:
     """The run goes on, the bad answer is counted, the good ones keep their scores."""
     problems = []
-    tally = FailureTally(LIMIT, ANSWERS)
+    tally = FailureTracker(LIMIT, ANSWERS)
     for step in range(STEPS):
         answers = ["right", "bad", *["wrong", "right"] * 5]
         outcomes = await asyncio.gather(*(pool.score("show", answer, "right") for answer in answers))
@@ -191,7 +191,7 @@ async def misbehaves_sometimes(pool: RewardPool, kind: str) -> list[str]:
 
 async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) -> list[str]:
     """The run stops and says why; or nothing is lost."""
-    tally = FailureTally(LIMIT, ANSWERS)
+    tally = FailureTracker(LIMIT, ANSWERS)
     calls = [asyncio.ensure_future(pool.score("show", f"bad {number}", "right")) for number in range(ANSWERS)]
     try:
         for call in asyncio.as_completed(calls):

@@ -21,7 +21,7 @@ from processes import children
 
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardPool
-from verl.rewards.result import Answer, Failed, Outcome, Scored
+from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -66,7 +66,7 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def one(pool: RewardPool, answer: str = "46", **extra: Any) -> Outcome:
+async def one(pool: RewardPool, answer: str = "46", **extra: Any) -> RewardResult:
     return await pool.score("sums", answer, "46", extra)
 
 
@@ -338,9 +338,9 @@ async def test_a_function_that_can_no_longer_be_loaded_ends_the_run_and_not_the_
 def test_it_serves_any_thread_and_any_loop(pool: Pool) -> None:
     ready = pool("return float(solution_str)", workers=2)
     asyncio.run(ready.start())
-    found: list[list[Outcome]] = []
+    found: list[list[RewardResult]] = []
 
-    async def some() -> list[Outcome]:
+    async def some() -> list[RewardResult]:
         return await asyncio.gather(*(one(ready, str(number)) for number in range(20)))
 
     threads = [threading.Thread(target=lambda: found.append(asyncio.run(some()))) for _ in range(4)]
@@ -349,7 +349,7 @@ def test_it_serves_any_thread_and_any_loop(pool: Pool) -> None:
     for thread in threads:
         thread.join()
     assert found == [[Scored(float(number)) for number in range(20)]] * 4
-    assert ready.submit(Answer("sums", "7", "7")).result(timeout=60) == Scored(7.0)
+    assert ready.submit(RewardInput("sums", "7", "7")).result(timeout=60) == Scored(7.0)
 
 
 async def test_what_cannot_be_pickled_is_the_callers_error(pool: Pool) -> None:
@@ -383,7 +383,7 @@ async def test_closing_in_the_middle_leaves_no_call_without_an_end(
     pool: Pool, caplog: pytest.LogCaptureFixture
 ) -> None:
     ready = await started(pool("if solution_str == '1999': time.sleep(60)\nreturn 1.0", workers=2, deadline_s=120.0))
-    calls = [ready.submit(Answer("sums", str(number), "")) for number in range(2000)]
+    calls = [ready.submit(RewardInput("sums", str(number), "")) for number in range(2000)]
     await asyncio.wrap_future(calls[50])
     await asyncio.to_thread(ready.close)
     assert all(call.done() for call in calls)

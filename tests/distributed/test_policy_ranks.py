@@ -64,7 +64,7 @@ def samples():
 
 def plan(ranks):
     handles = [
-        SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), one.score, 0, number=k % ANSWERS)
+        SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), one.score, 0, index=k % ANSWERS)
         for k, one in enumerate(samples())
     ]
     sizes = {"micro_batch_samples": None, "micro_batch_tokens": 40, "critic": UpdateSizes(4, None, 60)}

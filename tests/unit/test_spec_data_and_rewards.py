@@ -18,8 +18,8 @@ from tiny import chat_tokenizer
 from verl.config.load import Loaded, load
 from verl.data.dataset import PromptDataset
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.resolve import who_scores
-from verl.rewards.result import Answer, Failed
+from verl.rewards.resolve import resolve_scorer
+from verl.rewards.result import Failed, RewardInput
 from verl.rewards.reward_function import load_reward
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.data import check_files, read_data
@@ -131,7 +131,7 @@ def test_a_prompt_alone_is_enough_for_a_function(tmp_path: Path, model: Path) ->
     path = write(tmp_path / "train.parquet", {"prompt": "2+2?"})
     [prompt] = PromptDataset(path, chat_tokenizer(), max_prompt_length=20)
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("", None, {})
-    assert who_scores(settings(f"{FUNCTION}.path=my_reward.py").config, "") == "my_reward.py:compute_score"
+    assert resolve_scorer(settings(f"{FUNCTION}.path=my_reward.py").config, "") == "my_reward.py:compute_score"
     with pytest.raises(
         RewardError, match=rf"rows without one have no shipped scorer. Add the column.*{FUNCTION}.path="
     ):
@@ -242,7 +242,7 @@ def test_a_wrong_path_or_name_names_the_right_one(tmp_path: Path) -> None:
 def test_the_second_spelling_reaches_the_function(tmp_path: Path) -> None:
     path = reward_file(tmp_path)
     loaded = settings(f"reward_model.reward_fn.path={path}", "reward_model.reward_fn.name=compute_reward")
-    assert who_scores(loaded.config, "anything") == f"{path}:compute_reward"
+    assert resolve_scorer(loaded.config, "anything") == f"{path}:compute_reward"
     assert any(f"second spelling of {FUNCTION}.path" in hint for hint in loaded.hints)
 
 
@@ -360,8 +360,11 @@ async def test_a_spike_is_said_and_can_be_clipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", ["float('inf')", "float('nan')", "None", "'1.0'"])
 def test_an_infinite_reward_is_a_failure_and_never_trained_on(tmp_path: Path, value: str) -> None:
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    reward, answer = load_reward(str(reward_file(tmp_path, f"{head}    return {value}\n"))), Answer("mine", "x", "y")
-    outcome = reward.outcome(reward.call(answer), answer)
+    reward, answer = (
+        load_reward(str(reward_file(tmp_path, f"{head}    return {value}\n"))),
+        RewardInput("mine", "x", "y"),
+    )
+    outcome = reward.to_result(reward.call(answer), answer)
     assert isinstance(outcome, Failed)
     assert "a reward must be a finite number" in outcome.message
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from verl.agents.episode import Episode, Generate, single_turn
 from verl.agents.lockstep import DeterministicBatcher
 from verl.agents.scoring import Score
-from verl.rewards.overlong import Overlong
+from verl.rewards.overlong import OverlongPenalty
 from verl.types import Failed, Prompt, Sample, SamplingParams
 
 __all__ = ["EpisodeRunner"]
@@ -38,7 +38,7 @@ class EpisodeRunner:
         sampling: SamplingParams,
         *,
         greedy_baseline: bool = False,
-        overlong: Overlong | None = None,
+        overlong: OverlongPenalty | None = None,
         lockstep: DeterministicBatcher | None = None,
     ) -> list[Sample]:
         """One sample per seed, in the order of the seeds (None draws freely).
@@ -66,7 +66,7 @@ class EpisodeRunner:
         prompt: Prompt,
         group: int,
         sampling: SamplingParams,
-        overlong: Overlong | None,
+        overlong: OverlongPenalty | None,
         seat: AbstractContextManager[Generate],
     ) -> Sample:
         with seat as generate:
@@ -77,6 +77,6 @@ class EpisodeRunner:
             return replace(transcript.sample(group, math.nan, {}), failure=outcome)
         score, metrics = outcome.score, outcome.metrics
         if overlong is not None:
-            penalty = overlong.penalty(len(tokens))
+            penalty = overlong.compute(len(tokens))
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
         return transcript.sample(group, score, metrics)

@@ -9,7 +9,7 @@ from typing import Any
 from verl.agents.episode import Transcript
 from verl.rewards.models.interface import SETTING, ScoringFailure
 from verl.rewards.models.tokenization import EncodeConversation
-from verl.rewards.result import Answer, failure
+from verl.rewards.result import RewardInput, make_failure
 from verl.types import Failed, Prompt, Scored
 
 __all__ = ["Score", "added", "by_function", "by_model"]
@@ -32,15 +32,17 @@ def by_model(read: EncodeConversation, score: Callable[[Sequence[int]], Awaitabl
     """A reward model that reads the whole conversation."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
-        about = Answer(prompt.data_source, answer, prompt.ground_truth)
+        about = RewardInput(prompt.data_source, answer, prompt.ground_truth)
         try:
             tokens = read(prompt, transcript.tokens, answer)
         except Exception as error:  # noqa: BLE001 - a chat template is a program of the model's author
             what = f"its chat template refuses the conversation: {error}"
-            return failure("error", SETTING, what, about, "mend the template, or the prompts that it does not take")
+            return make_failure(
+                "error", SETTING, what, about, "mend the template, or the prompts that it does not take"
+            )
         found = await score(tokens)
         if isinstance(found, ScoringFailure):
-            return failure(found.kind, SETTING, found.message, about, found.fix)
+            return make_failure(found.kind, SETTING, found.message, about, found.fix)
         return Scored(found)
 
     return scored

@@ -95,7 +95,7 @@ class _Found:
 class DataFiles:
     """Some Parquet or JSONL files, and how a run would read them. Reads; changes nothing.
 
-    `scorer_of` names what scores the rows of a data source, or None; `no_scorer` says what to do about None.
+    `describe_scorer` names what scores the rows of a data source, or None; `explain_no_scorer` then says how to fix it.
     """
 
     def __init__(
@@ -105,11 +105,11 @@ class DataFiles:
         prompt_key: str = "prompt",
         tokenizer: PreTrainedTokenizerBase | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
-        scorer_of: Callable[[str], str | None],
-        no_scorer: Callable[[str], str],
+        describe_scorer: Callable[[str], str | None],
+        explain_no_scorer: Callable[[str], str],
     ) -> None:
         self.prompt_key, self.tokenizer = prompt_key, tokenizer
-        self.scorer_of, self._no_scorer = scorer_of, no_scorer
+        self.describe_scorer, self._no_scorer = describe_scorer, explain_no_scorer
         self._template_kwargs = dict(template_kwargs or {})
         self.files: list[Rows] = [open_rows(path) for path in find_files(files)]
         lacks = {file.path: missing_column(file, prompt_key, "prompt_key") for file in self.files}
@@ -216,10 +216,10 @@ class DataFiles:
         if found.blank.count:
             yield Problem(f"{self._rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False)
         for source in found.sources:
-            if self.scorer_of(source) is None:
+            if self.describe_scorer(source) is None:
                 yield Problem(self._no_scorer(source))
         if found.untold.count:
-            own = not any(str(self.scorer_of(source)).startswith("verl.rewards.") for source in found.sources)
+            own = not any(str(self.describe_scorer(source)).startswith("verl.rewards.") for source in found.sources)
             yield Problem(
                 f"{self._rows(found.untold)}: there is no ground truth",
                 'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'

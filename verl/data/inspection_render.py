@@ -51,7 +51,10 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
     _table(
         out,
         [
-            (repr(name), f"{count:>9,} {'row ' if count == 1 else 'rows'}   {data.scorer_of(name) or 'no scorer'}")
+            (
+                repr(name),
+                f"{count:>9,} {'row ' if count == 1 else 'rows'}   {data.describe_scorer(name) or 'no scorer'}",
+            )
             for name, count in counts
         ],
     )

@@ -229,7 +229,7 @@ class Planner:
                 rank=rank,
                 refs=[handles[i].ref for i in held[rank]],
                 groups=groups[held[rank]],
-                numbers=np.array([handles[i].number for i in held[rank]], np.int64),
+                numbers=np.array([handles[i].index for i in held[rank]], np.int64),
                 scores=scores[held[rank]],
                 baselines=_baselines([handles[i] for i in held[rank]]),
                 forward=Cuts.of(forward[rank]),

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.result import number
+from verl.rewards.result import require_number
 
 __all__ = ["clipped", "combine", "is_async", "weighted"]
 
@@ -31,7 +31,7 @@ def weighted(parts: Mapping[str, tuple[Scorer, float]]) -> Scorer:
         total, metrics = 0.0, dict[str, Any]()
         for (name, (_, weight)), result in zip(parts.items(), results, strict=True):
             more = dict(result) if isinstance(result, Mapping) else {"score": result}
-            metrics[name] = number(f"the score of {name!r}", more.pop("score", None))
+            metrics[name] = require_number(f"the score of {name!r}", more.pop("score", None))
             total += weight * metrics[name]
             metrics |= {f"{name}/{key}": value for key, value in more.items()}
         return {"score": total, **metrics}
@@ -53,7 +53,7 @@ def clipped(scorer: Scorer, low: float, high: float) -> Scorer:
     def clip(result: Any) -> Any:
         if isinstance(result, Mapping):
             return {**result, "score": clip(result["score"])} if "score" in result else result
-        return min(max(number("the score", result), low), high)
+        return min(max(require_number("the score", result), low), high)
 
     def score(*args: Any, **kwargs: Any) -> Any:
         return clip(scorer(*args, **kwargs))

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from verl.errors import RewardError
-from verl.rewards.result import Outcome
+from verl.rewards.result import RewardResult
 from verl.types import Failed, FailureKind, SampleHandle, Scored
 
-__all__ = ["FailureTally"]
+__all__ = ["FailureTracker"]
 
 
-class FailureTally:
+class FailureTracker:
     """Counts the failures of a step, and stops the run when they are too many of its samples.
 
     `add` raises as soon as the limit is passed, not at the end of the step: a function that hangs on every answer is
@@ -34,7 +34,7 @@ class FailureTally:
         self._kinds: Counter[FailureKind] = Counter()
         self._first: Failed | None = None
 
-    def add(self, outcome: Outcome) -> None:
+    def add(self, outcome: RewardResult) -> None:
         """Count one more of this step; a `RewardError` with the first failure when the limit is passed."""
         self._seen += 1
         if isinstance(outcome, Scored):
@@ -52,7 +52,7 @@ class FailureTally:
         if failed == 1:
             self._say(f"an answer could not be scored; it is left out and counted. {outcome.message}")
 
-    def scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
+    def keep_scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
         """Those that have a score; the others are counted."""
         handles = list(handles)
         for handle in handles:

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["called_by_name", "packed", "unpacked"]
+__all__ = ["adapt_by_name", "pack_function", "unpack_function"]
 
 Scorer = Callable[..., Any]
 
@@ -24,7 +24,7 @@ _KEPT = "prompts are kept only if asked for; set data.return_raw_input_ids=true"
 _ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def packed(function: Scorer) -> bytes:
+def pack_function(function: Scorer) -> bytes:
     """The function by value, with what it refers to: it need not be importable where it goes."""
     import cloudpickle
 
@@ -44,12 +44,12 @@ def packed(function: Scorer) -> bytes:
             cloudpickle.unregister_pickle_by_value(module)
 
 
-def unpacked(function: bytes | Scorer) -> Scorer:
-    """The inverse of `packed`, in the process that scores; a function that never left is itself."""
+def unpack_function(function: bytes | Scorer) -> Scorer:
+    """The inverse of `pack_function`, in the process that scores; a function that never left is itself."""
     return pickle.loads(function) if isinstance(function, bytes) else function
 
 
-def called_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = (), *, prompts: bool = True) -> Scorer | None:
+def adapt_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = (), *, prompts: bool = True) -> Scorer | None:
     """A function of `prompt`, `response` and more (`OFFERED`), as one of the four arguments of `compute_score`.
 
     None: it does not name its parameters so, but for those that are in `kwargs`, and is left to itself. `prompts` says

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Overlong", "overlong_penalty"]
+__all__ = ["OverlongPenalty", "compute_overlong_penalty"]
 
 
 @dataclass(frozen=True, slots=True)
-class Overlong:
+class OverlongPenalty:
     """What shapes the scores of training: the last `buffer` of `max_length` tokens cost up to `factor`."""
 
     buffer: int
     factor: float
     max_length: int
 
-    def penalty(self, length: int) -> float:
-        return overlong_penalty(length, self.max_length, self.buffer, self.factor)
+    def compute(self, length: int) -> float:
+        return compute_overlong_penalty(length, self.max_length, self.buffer, self.factor)
 
 
-def overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
+def compute_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
     """0 up to `max_length - buffer` tokens, then linearly down to `-factor` at `max_length`, and no further.
 
     >>> [overlong_penalty(length, max_length=100, buffer=20, factor=1.0) for length in (80, 85, 100, 120)]

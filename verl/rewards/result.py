@@ -9,13 +9,24 @@ from typing import Any, NamedTuple
 
 from verl.types import Failed, FailureKind, Scored
 
-__all__ = ["Answer", "Failed", "FailureKind", "Outcome", "Scored", "failure", "late", "number", "read", "short"]
+__all__ = [
+    "Failed",
+    "FailureKind",
+    "RewardInput",
+    "RewardResult",
+    "Scored",
+    "format_timeout",
+    "make_failure",
+    "parse_result",
+    "require_number",
+    "truncate",
+]
 
 _MOST_METRICS = 256
 _LONGEST_MESSAGE = 6000
 
 
-class Answer(NamedTuple):
+class RewardInput(NamedTuple):
     """One finished answer as a reward function is told of it; the names are those of its parameters."""
 
     data_source: str
@@ -24,7 +35,7 @@ class Answer(NamedTuple):
     extra_info: dict[str, Any] | None = None
 
 
-Outcome = Scored | Failed
+RewardResult = Scored | Failed
 
 _MENDS: dict[FailureKind, str] = {
     "error": "mend the function: an answer that cannot be judged is a decision of yours, not a 0 of ours",
@@ -35,25 +46,25 @@ _MENDS: dict[FailureKind, str] = {
 }
 
 
-def failure(kind: FailureKind, where: str, what: str, answer: Answer, mend: str = "") -> Failed:
+def make_failure(kind: FailureKind, where: str, what: str, answer: RewardInput, mend: str = "") -> Failed:
     """A failure of the function `where` on one answer, told whole: what happened, to which sample, and the mend."""
     if len(what) > _LONGEST_MESSAGE:
         what = f"{what[: _LONGEST_MESSAGE // 4]}\n  ...\n{what[-_LONGEST_MESSAGE * 3 // 4 :]}"
     message = (
         f"{where}: {what.rstrip()}\n"
         f"  data_source:  {answer.data_source!r}\n"
-        f"  answer:       {short(answer.solution_str)}\n"
-        f"  ground truth: {short(answer.ground_truth)}\n"
+        f"  answer:       {truncate(answer.solution_str)}\n"
+        f"  ground truth: {truncate(answer.ground_truth)}\n"
         f"  {mend or _MENDS[kind]}"
     )
     return Failed(kind, message)
 
 
-def late(deadline_s: float) -> str:
+def format_timeout(deadline_s: float) -> str:
     return f"gave no score within its deadline of {deadline_s:g} s"
 
 
-def read(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
+def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
     """What a function returned: (score, the other finite numbers, what else there was and so is not among them).
 
     None and NaN say that this sample lacks the number: they are left out without a word.
@@ -62,10 +73,10 @@ def read(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
     (1.0, {'length': 12.0}, {'parsed': "'x = 3'"})
     """
     if not isinstance(result, Mapping):
-        return number("the score", result), {}, {}
+        return require_number("the score", result), {}, {}
     if "score" not in result:
         raise ValueError(
-            f"returned a dict without 'score' (its keys: {short(', '.join(map(str, islice(result, 20))))})"
+            f"returned a dict without 'score' (its keys: {truncate(', '.join(map(str, islice(result, 20))))})"
         )
     if len(result) > _MOST_METRICS:
         raise ValueError(f"returned a dict of {len(result):,} keys; at most {_MOST_METRICS} become metrics")
@@ -75,17 +86,17 @@ def read(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
             continue
         found, name = _scalar(value), str(key)[:200]
         if found is None or math.isinf(found):
-            skipped[name] = short(value, 40)
+            skipped[name] = truncate(value, 40)
         elif not math.isnan(found):
             metrics[name] = found
-    return number("'score'", result["score"]), metrics, skipped
+    return require_number("'score'", result["score"]), metrics, skipped
 
 
-def number(what: str, value: Any) -> float:
+def require_number(what: str, value: Any) -> float:
     """A finite number, or a ValueError that shows what was returned as `what` instead."""
     found = _scalar(value)
     if found is None or not math.isfinite(found):
-        raise ValueError(f"returned {short(value)} as {what}")
+        raise ValueError(f"returned {truncate(value)} as {what}")
     return found
 
 
@@ -99,7 +110,7 @@ def _scalar(value: Any) -> float | None:
         return None
 
 
-def short(value: Any, limit: int = 200) -> str:
+def truncate(value: Any, limit: int = 200) -> str:
     """The first 200 characters, as a Python literal where it is text."""
     try:
         text = value if isinstance(value, str) else repr(value)

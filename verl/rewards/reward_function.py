@@ -26,10 +26,18 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards import compose
-from verl.rewards.function_io import called_by_name, unpacked
-from verl.rewards.result import Answer, Failed, Outcome, Scored, failure, read, short
+from verl.rewards.function_io import adapt_by_name, unpack_function
+from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, make_failure, parse_result, truncate
 
-__all__ = ["SHIPPED", "RewardFunction", "load_reward", "named", "no_scorer", "scorer_of", "ships"]
+__all__ = [
+    "BUILTIN_SCORERS",
+    "RewardFunction",
+    "describe_scorer",
+    "explain_no_scorer",
+    "format_function_name",
+    "has_builtin_scorer",
+    "load_reward",
+]
 
 Scorer = Callable[..., Any]
 Arguments = Mapping[str, Mapping[str, Any]]
@@ -47,7 +55,7 @@ _MODULES = {
     "code": ["code", "taco", "apps", "codecontests", "codeforces", "mbpp", "humaneval"],
     "json_schema": ["json_schema"],
 }
-SHIPPED: dict[str, str] = {
+BUILTIN_SCORERS: dict[str, str] = {
     source: f"verl.rewards.scorers.{module}" for module, sources in _MODULES.items() for source in sources
 }
 """Data source -> module of its `compute_score`, for runs without a function of their own."""
@@ -78,45 +86,45 @@ class RewardFunction:
         self._kwargs, self._shipped = dict(kwargs), shipped
         self._skipped: set[str] = set()
 
-    def call(self, answer: Answer) -> Any:
+    def call(self, answer: RewardInput) -> Any:
         """What the function returns, as it is; of an async one, the coroutine."""
         scorer = self._scorer or _shipped(answer.data_source, self._shipped)
         return scorer(**answer._asdict(), **self._kwargs)
 
-    def call_batch(self, answers: Sequence[Answer]) -> Any:
+    def call_batch(self, answers: Sequence[RewardInput]) -> Any:
         """What a batched function returns, as it is."""
         assert self._scorer is not None
         columns = dict(zip(_BATCHED, map(list, zip(*answers, strict=True)), strict=True))
         return self._scorer(**columns, **self._kwargs)
 
-    def outcome(self, result: Any, answer: Answer) -> Outcome:
+    def to_result(self, result: Any, answer: RewardInput) -> RewardResult:
         """What was returned, read as a score; foreign objects may do anything when they are looked at."""
         try:
-            score, metrics, skipped = read(result)
+            score, metrics, skipped = parse_result(result)
         except ValueError as error:
-            return failure("invalid", self.where, str(error), answer)
+            return make_failure("invalid", self.where, str(error), answer)
         except Exception as error:  # noqa: BLE001 - the user's own object: reported like the user's own function
-            return self.raised(error, answer)
+            return self.make_error(error, answer)
         for key in sorted(skipped.keys() - self._skipped):
             self._skipped.add(key)
             self.note(f"{self.where}: {key!r} is {skipped[key]}, no number: it is not logged")
         return Scored(score, metrics)
 
-    def batch_outcomes(self, result: Any, answers: Sequence[Answer]) -> list[Outcome]:
+    def to_results(self, result: Any, answers: Sequence[RewardInput]) -> list[RewardResult]:
         """One outcome an answer; all of them fail when the function did not return one result for each."""
         if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
-            what = f"returned {short(result)} for {len(answers)} answers: a batched function returns a list"
+            what = f"returned {truncate(result)} for {len(answers)} answers: a batched function returns a list"
         elif len(result) != len(answers):
             what = f"returned {len(result)} results for {len(answers)} answers"
         else:
-            return [self.outcome(one, answer) for one, answer in zip(result, answers, strict=True)]
-        return [failure("invalid", self.where, what, answer) for answer in answers]
+            return [self.to_result(one, answer) for one, answer in zip(result, answers, strict=True)]
+        return [make_failure("invalid", self.where, what, answer) for answer in answers]
 
-    def raised(self, error: BaseException, answer: Answer) -> Failed:
+    def make_error(self, error: BaseException, answer: RewardInput) -> Failed:
         """The failure of one answer by an exception, with its traceback from the user's first frame on."""
         what = f"raised {type(error).__name__}\n{_users_traceback(error)}"
         mend = "use less memory, or allow more with reward.memory_mb" if isinstance(error, MemoryError) else ""
-        return failure("error", self.where, what, answer, mend)
+        return make_failure("error", self.where, what, answer, mend)
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
@@ -125,15 +133,15 @@ class RewardFunction:
 
         A failure is a `RewardError`.
         """
-        answer = Answer(data_source, solution_str, ground_truth, extra_info)
+        answer = RewardInput(data_source, solution_str, ground_truth, extra_info)
         if self._scorer is None:
             _shipped(data_source, self._shipped)  # an unknown source is a mistake in the data, not in a function
         try:
             result = self.call(answer)
             result = await result if inspect.isawaitable(result) else result
         except Exception as error:
-            raise RewardError(self.raised(error, answer).message) from error
-        outcome = self.outcome(result, answer)
+            raise RewardError(self.make_error(error, answer).message) from error
+        outcome = self.to_result(result, answer)
         if isinstance(outcome, Failed):
             raise RewardError(outcome.message)
         return outcome.score, outcome.metrics
@@ -159,7 +167,7 @@ def load_reward(
     takes the place of that in `path`, which is then only its name. Where `prompts` are not kept, one that asks for them
     is refused now, and not at its first answer.
     """
-    kwargs, where = kwargs or {}, named(path, name, functions)
+    kwargs, where = kwargs or {}, format_function_name(path, name, functions)
     paths = {one.get("path") for one in functions} if functions else {path}
     for module in shipped:
         if paths & {None, module}:
@@ -176,20 +184,22 @@ def load_reward(
             )
         return RewardFunction(None, where, {}, shipped=shipped)
     if function is not None:
-        scorer = _fitting(unpacked(function), where, kwargs, batched=batched, prompts=prompts)
+        scorer = _fitting(unpack_function(function), where, kwargs, batched=batched, prompts=prompts)
     else:
         scorer = _find(path, name, kwargs, batched=batched, shipped=shipped, prompts=prompts)
     return RewardFunction(scorer, where, kwargs, batched=batched)
 
 
-def named(path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()) -> str:
+def format_function_name(
+    path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()
+) -> str:
     """How messages call it: `my_reward.py:compute_score`."""
     if functions:
-        return " + ".join(named(one.get("path"), one.get("name", "compute_score")) for one in functions)
+        return " + ".join(format_function_name(one.get("path"), one.get("name", "compute_score")) for one in functions)
     return "the shipped scorer" if path is None else f"{path}:{name}"
 
 
-def scorer_of(
+def describe_scorer(
     data_source: str,
     path: str | None,
     name: str = "compute_score",
@@ -201,24 +211,24 @@ def scorer_of(
     ('verl.rewards.scorers.gsm8k', 'my_reward.py:compute_score', None)
     """
     paths = [one.get("path") for one in functions] if functions else [path]
-    if None in paths and not ships(data_source):
+    if None in paths and not has_builtin_scorer(data_source):
         return None
-    return SHIPPED[data_source] if paths == [None] else named(path, name, functions)
+    return BUILTIN_SCORERS[data_source] if paths == [None] else format_function_name(path, name, functions)
 
 
-def no_scorer(data_source: str) -> str:
+def explain_no_scorer(data_source: str) -> str:
     """What to do about a data source that no shipped scorer knows."""
-    near = difflib.get_close_matches(data_source, SHIPPED, n=1)
-    known = f"did you mean {near[0]!r}?" if near else f"they know {', '.join(sorted(SHIPPED))}."
+    near = difflib.get_close_matches(data_source, BUILTIN_SCORERS, n=1)
+    known = f"did you mean {near[0]!r}?" if near else f"they know {', '.join(sorted(BUILTIN_SCORERS))}."
     what = f"data_source {data_source!r}: no shipped scorer knows it; {known} Correct the column"
     if not data_source:
         what = "data_source: rows without one have no shipped scorer. Add the column"
     return f"{what}, or give your own function with {_SETTING}.path=my_reward.py (in Python: reward=my_function)"
 
 
-def ships(data_source: str) -> bool:
+def has_builtin_scorer(data_source: str) -> bool:
     """Whether a shipped scorer knows this data source."""
-    return data_source in SHIPPED
+    return data_source in BUILTIN_SCORERS
 
 
 def _find(
@@ -233,7 +243,7 @@ def _find(
     """The function, found and held to its signature."""
     if path is None:
         return lambda **answer: _shipped(answer["data_source"], shipped)(**answer)
-    module, where = _load_module(path), named(path, name)
+    module, where = _load_module(path), format_function_name(path, name)
     scorer = getattr(module, name, None)
     if scorer is None:
         functions = [key for key, value in vars(module).items() if _defined_here(value, module)]
@@ -248,16 +258,16 @@ def _find(
 
 def _fitting(scorer: Scorer, where: str, kwargs: Mapping[str, Any], *, batched: bool, prompts: bool) -> Scorer:
     """The function as it will be called: by the names that it gives its parameters, or as `compute_score` is."""
-    if not batched and (by_name := called_by_name(scorer, where, kwargs, prompts=prompts)) is not None:
+    if not batched and (by_name := adapt_by_name(scorer, where, kwargs, prompts=prompts)) is not None:
         return by_name
-    _check_signature(scorer, where, kwargs, _BATCHED if batched else Answer._fields)
+    _check_signature(scorer, where, kwargs, _BATCHED if batched else RewardInput._fields)
     return scorer
 
 
 def _shipped(data_source: str, arguments: Arguments) -> Scorer:
-    if not ships(data_source):
-        raise RewardError(no_scorer(data_source))
-    module = SHIPPED[data_source]
+    if not has_builtin_scorer(data_source):
+        raise RewardError(explain_no_scorer(data_source))
+    module = BUILTIN_SCORERS[data_source]
     return partial(importlib.import_module(module).compute_score, **arguments.get(module, {}))
 
 

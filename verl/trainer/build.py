@@ -17,10 +17,10 @@ from verl.config.features import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
 from verl.data.stream import PromptStream
-from verl.rewards.failures import FailureTally
-from verl.rewards.pool.pool import scores
-from verl.rewards.resolve import who_scores
-from verl.rewards.result import short
+from verl.rewards.failures import FailureTracker
+from verl.rewards.pool.pool import open_rewards
+from verl.rewards.resolve import resolve_scorer
+from verl.rewards.result import truncate
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
@@ -143,11 +143,11 @@ async def assemble(
         answer, exhibit = _answering(config, data, episodes, keeper), _exhibiting(config, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
-        tally = FailureTally(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
+        tally = FailureTracker(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
 
         async def run_group(position: int, row: int) -> list[SampleHandle] | None:
             handles = await answer("train", row, position, answers_a_prompt)
-            return None if handles is None else tally.scored(handles)
+            return None if handles is None else tally.keep_scored(handles)
 
         buffer = EpisodeBuffer(
             run_group,
@@ -190,7 +190,7 @@ async def _check_reward(config: Config, reward: Reward | None = None) -> None:
     if not uses_reward_function(config):
         return
     arguments = scoring(config, 1, reward)
-    with scores(**arguments | {"workers": min(1, arguments["workers"])}) as pool:
+    with open_rewards(**arguments | {"workers": min(1, arguments["workers"])}) as pool:
         await pool.start()
 
 
@@ -343,7 +343,11 @@ def _exhibiting(config: Config, episodes: EpisodePool) -> Exhibiting:
         found = await episodes.exhibit(split, data_source)
         if found is None:
             return ""
-        scorer, answer, truth = who_scores(config, found.data_source), short(found.answer), short(found.ground_truth)
+        scorer, answer, truth = (
+            resolve_scorer(config, found.data_source),
+            truncate(found.response),
+            truncate(found.ground_truth),
+        )
         return f"{scorer} gave {found.score:g} to the answer {answer}; the ground truth is {truth}"
 
     return exhibit

@@ -19,8 +19,8 @@ from verl.data.samplers import Sampler
 from verl.data.validate import inspect_files, oddities
 from verl.errors import ConfigError, DataError, RewardError
 from verl.model_safety import model_problems
-from verl.rewards.resolve import who_scores
-from verl.rewards.reward_function import no_scorer
+from verl.rewards.resolve import resolve_scorer
+from verl.rewards.reward_function import explain_no_scorer
 from verl.trainer.order import load_sampler, order_of
 from verl.training.families import family_note, family_problems, too_long_to_pack
 from verl.workers.episodes import DatasetSettings
@@ -148,10 +148,10 @@ def read_data(config: Config) -> RunData:
             order = order_of(config, dataset, files)
         else:
             val_sources = sources
-        unknown = sorted(source for source in set(sources) if who_scores(config, source) is None)
+        unknown = sorted(source for source in set(sources) if resolve_scorer(config, source) is None)
         if unknown:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
-            raise RewardError(f"{dataset.report.name}: {no_scorer(unknown[0])}{others}")
+            raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
     found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     check_length(model.path, found, max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length")
     reports += [note] if (note := family_note(model.path, found.model_type)) else []

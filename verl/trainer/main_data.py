@@ -50,8 +50,8 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
 
     from verl.data.inspection import DataFiles
     from verl.data.inspection_render import show_rows, show_survey
-    from verl.rewards.resolve import who_scores
-    from verl.rewards.reward_function import no_scorer
+    from verl.rewards.resolve import resolve_scorer
+    from verl.rewards.reward_function import explain_no_scorer
 
     data = config.data
     seen = DataFiles(
@@ -59,8 +59,8 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
         prompt_key=data.prompt_key,
         tokenizer=_tokenizer(config),
         template_kwargs=data.apply_chat_template_kwargs,
-        scorer_of=partial(who_scores, config),
-        no_scorer=no_scorer,
+        describe_scorer=partial(resolve_scorer, config),
+        explain_no_scorer=explain_no_scorer,
     )
     fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
     stop = data.truncation == "error" and not data.filter_overlong_prompts

@@ -21,8 +21,8 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    from verl.rewards.pool.pool import Scores
-    from verl.rewards.result import Outcome
+    from verl.rewards.pool.pool import RewardClient
+    from verl.rewards.result import RewardResult
     from verl.trainer.statistics import Estimate
 
 __all__ = ["main", "read_arguments"]
@@ -115,23 +115,23 @@ def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, 
             }
 
 
-async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[Outcome]]:
-    from verl.rewards.pool.pool import scores
-    from verl.rewards.resolve import who_scores
-    from verl.rewards.reward_function import no_scorer
+async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[RewardResult]]:
+    from verl.rewards.pool.pool import open_rewards
+    from verl.rewards.resolve import resolve_scorer
+    from verl.rewards.reward_function import explain_no_scorer
     from verl.trainer.worker_settings import scoring
 
     for source in sorted({row["data_source"] for row in rows}):
-        if who_scores(config, source) is None:
-            raise RewardError(no_scorer(source))
-    with scores(**scoring(config, 1, prompts=True)) as pool:
+        if resolve_scorer(config, source) is None:
+            raise RewardError(explain_no_scorer(source))
+    with open_rewards(**scoring(config, 1, prompts=True)) as pool:
         await pool.start()
         return await asyncio.gather(
             *(asyncio.gather(*(_score(pool, row, text) for text in row["texts"])) for row in rows)
         )
 
 
-async def _score(pool: Scores, row: dict[str, Any], text: Any) -> Outcome:
+async def _score(pool: RewardClient, row: dict[str, Any], text: Any) -> RewardResult:
     """What is no text is an answer that could not be scored, like one that a reward fails on."""
     from verl.types import Failed
 
@@ -141,7 +141,9 @@ async def _score(pool: Scores, row: dict[str, Any], text: Any) -> Outcome:
     return await pool.score(row["data_source"], text, row["ground_truth"], row["extra_info"])
 
 
-def _sorted(rows: Sequence[dict[str, Any]], outcomes: Sequence[Sequence[Outcome]]) -> tuple[dict[str, Any], list[str]]:
+def _sorted(
+    rows: Sequence[dict[str, Any]], outcomes: Sequence[Sequence[RewardResult]]
+) -> tuple[dict[str, Any], list[str]]:
     """The scored answers by data source, and what was said of those that could not be scored."""
     from verl.trainer.statistics import Answers
     from verl.types import Scored

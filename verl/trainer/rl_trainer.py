@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
 
 from verl.data.plan import Plan, Planner
-from verl.rewards.failures import FailureTally
+from verl.rewards.failures import FailureTracker
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
@@ -42,7 +42,7 @@ class RLTrainer(TrainLoop):
         timetable: LoopSchedule,
         tracker: Sink,
         console: Console,
-        tally: FailureTally,
+        tally: FailureTracker,
         exhibit: Callable[[str], Awaitable[str]],
         faults: RestartTracker,
         version: int = 0,

@@ -34,8 +34,8 @@ from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
-from verl.rewards.function_io import packed
-from verl.rewards.overlong import Overlong
+from verl.rewards.function_io import pack_function
+from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.sandbox.sandbox import Limits
 from verl.trainer.data import RunData
 from verl.training.schedule import Schedule
@@ -273,7 +273,9 @@ def episode_settings(
         scoring(config, workers, reward) if uses_reward_function(config) else None,
         _model_reward(config),
         model.trust_remote_code,
-        Overlong(shaping.len, shaping.penalty_factor, config.data.max_response_length) if shaping.enable else None,
+        OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
+        if shaping.enable
+        else None,
         deadlines(config),
     )
 
@@ -347,7 +349,7 @@ def scoring(
     arguments = reward_arguments(config) | {"prompts": prompts or config.data.return_raw_input_ids}
     batched = arguments.pop("batched")
     if given is not None:
-        arguments["function"] = given if local else packed(given)
+        arguments["function"] = given if local else pack_function(given)
     processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
     return {
         "reward": arguments,

@@ -22,7 +22,7 @@ from verl.cluster.hangs.heartbeat import HeartbeatMonitor
 from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
 from verl.cluster.hangs.registry import introduce, tell_of
 from verl.errors import ConfigError
-from verl.rewards.overlong import Overlong
+from verl.rewards.overlong import OverlongPenalty
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from verl.agents.lockstep import DeterministicBatcher
     from verl.agents.scoring import Score
-    from verl.rewards.pool.pool import Scores
-    from verl.rewards.result import Outcome
+    from verl.rewards.pool.pool import RewardClient
+    from verl.rewards.result import RewardResult
 
 __all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
 
@@ -64,10 +64,10 @@ class EpisodeSettings:
 
     tokenizer_path: str
     datasets: dict[str, DatasetSettings]
-    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of `scores`; None: no function scores
+    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of `open_rewards`; None: no function scores
     model_reward: ModelReward | None = None
     trust_remote_code: bool = False
-    overlong: Overlong | None = None  # shapes the scores of training, never those of validation
+    overlong: OverlongPenalty | None = None  # shapes the scores of training, never those of validation
     deadlines: Deadlines = DEFAULTS
 
 
@@ -128,11 +128,11 @@ class EpisodeWorker:
         from verl.agents.scoring import added, by_function, by_model
         from verl.data.chat import load_tokenizer
         from verl.rewards.models.tokenization import build_encoder
-        from verl.rewards.pool.pool import scores
+        from verl.rewards.pool.pool import open_rewards
 
         settings, model = self._settings, self._settings.model_reward
         if settings.reward is not None:
-            functions = scores(**settings.reward)
+            functions = open_rewards(**settings.reward)
             await functions.start()
             by_own = by_function(partial(self._scored, functions))
             if model is None:
@@ -155,7 +155,7 @@ class EpisodeWorker:
             return by_reward_model
         return added(by_own, by_reward_model, model.weight)
 
-    async def _scored(self, functions: Scores, *answer: Any) -> Outcome:
+    async def _scored(self, functions: RewardClient, *answer: Any) -> RewardResult:
         """A call that never ends is ended by the pool; it is told of now, for its group may have more of its kind."""
         outcome = await functions.score(*answer)
         if isinstance(outcome, Failed) and outcome.kind == "timeout":
@@ -202,7 +202,7 @@ class EpisodeWorker:
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[job.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
-        return await asyncio.to_thread(lambda: [deposit(sample, number) for number, sample in enumerate(samples)])
+        return await asyncio.to_thread(lambda: [deposit(sample, index) for index, sample in enumerate(samples)])
 
     async def is_there(self) -> bool:
         return True
@@ -217,7 +217,7 @@ class EpisodeWorker:
         return SamplePreview(prompt.data_source, answer, prompt.ground_truth, sample.score)
 
 
-def deposit(sample: Sample, number: int = 0) -> SampleHandle:
+def deposit(sample: Sample, index: int = 0) -> SampleHandle:
     """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
@@ -230,7 +230,7 @@ def deposit(sample: Sample, number: int = 0) -> SampleHandle:
         finish_reason=sample.finish_reason,
         metrics=sample.metrics,
         baseline=sample.baseline,
-        number=number,
+        index=index,
         failure=sample.failure,
     )
 

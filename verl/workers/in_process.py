@@ -166,16 +166,16 @@ class RolloutWorker:
     def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
         from verl.data.columns import told_to_rewards
-        from verl.rewards.reward_function import no_scorer, ships
+        from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
 
         fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
         told = told_to_rewards(fields)
-        if self._reward is None and not ships(told["data_source"]):
+        if self._reward is None and not has_builtin_scorer(told["data_source"]):
             raise RewardError(
                 f"prompts[{number}]: nothing would score its answers, and none was generated; give the worker one: "
-                f"RolloutWorker(..., reward=my_function). {no_scorer(told['data_source'])}"
+                f"RolloutWorker(..., reward=my_function). {explain_no_scorer(told['data_source'])}"
             )
         return Prompt(number, tokens, raw=raw, **told)
 

@@ -9,7 +9,7 @@ import pytest
 
 from verl.agents.episode import Generate, Transcript
 from verl.agents.runner import EpisodeRunner
-from verl.rewards.overlong import Overlong
+from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
 
 pytestmark = pytest.mark.unit
@@ -106,7 +106,7 @@ async def test_the_greedy_answer_is_written_beside_the_others() -> None:
 
 async def test_overlong_shaping_lowers_the_score_by_the_tokens_that_the_model_wrote() -> None:
     runner = EpisodeRunner(echo, accept, decode)  # answers of two tokens
-    shaping = Overlong(buffer=2, factor=0.5, max_length=3)
+    shaping = OverlongPenalty(buffer=2, factor=0.5, max_length=3)
     [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True, overlong=shaping)
     assert sample.score == 4.75
     assert sample.metrics == {"words": 2.0, "raw_score": 5.0, "overlong_penalty": -0.25}

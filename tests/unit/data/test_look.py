@@ -23,7 +23,7 @@ from verl.data.dataset import PromptDataset
 from verl.data.inspection import DataFiles, Survey
 from verl.data.inspection_render import bars, bins, show_rows, show_survey
 from verl.errors import DataError
-from verl.rewards.reward_function import no_scorer, scorer_of
+from verl.rewards.reward_function import describe_scorer, explain_no_scorer
 
 pytestmark = pytest.mark.unit
 
@@ -52,7 +52,11 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: Any) -> DataFiles:
     return DataFiles(
-        files, tokenizer=tokenizer, scorer_of=lambda source: scorer_of(source, own), no_scorer=no_scorer, **options
+        files,
+        tokenizer=tokenizer,
+        describe_scorer=lambda source: describe_scorer(source, own),
+        explain_no_scorer=explain_no_scorer,
+        **options,
     )
 
 

@@ -322,7 +322,7 @@ def test_a_critic_of_the_same_sizes_has_the_mini_batches_of_the_policy(step: Any
 @given(steps())
 def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
     handles, sizes = step
-    handles = [replace(h, number=place, baseline=place / 2) for place, h in enumerate(handles)]
+    handles = [replace(h, index=place, baseline=place / 2) for place, h in enumerate(handles)]
     for own in Planner(**sizes).plan(handles).ranks:
         places = [int(ref.removeprefix("sample-")) for ref in own.refs]
         assert own.numbers.tolist() == places

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.function_io import packed, unpacked
-from verl.rewards.pool.pool import RewardPool, scores
+from verl.rewards.function_io import pack_function, unpack_function
+from verl.rewards.pool.pool import RewardPool, open_rewards
 from verl.rewards.reward_function import load_reward
 from verl.types import Failed, Scored
 
@@ -21,18 +21,18 @@ def exact(response: str, ground_truth: str) -> float:
 
 def test_a_function_travels_by_value_with_what_it_refers_to() -> None:
     bonus = 0.5
-    sent = packed(lambda response, ground_truth: exact(response, ground_truth) + bonus)
-    assert unpacked(sent)(response="4", ground_truth="4") == 1.5
+    sent = pack_function(lambda response, ground_truth: exact(response, ground_truth) + bonus)
+    assert unpack_function(sent)(response="4", ground_truth="4") == 1.5
 
 
 def test_what_cannot_travel_is_refused_with_a_mend() -> None:
     lock = threading.Lock()
     with pytest.raises(RewardError, match=r"cannot be sent .*inside of it"):
-        packed(lambda response: lock.locked())
+        pack_function(lambda response: lock.locked())
 
 
 async def test_a_given_function_takes_the_place_of_a_file() -> None:
-    reward = load_reward("python:exact", "exact", function=packed(exact))
+    reward = load_reward("python:exact", "exact", function=pack_function(exact))
     assert reward.where == "python:exact:exact"
     assert await reward.score("", "4", "4") == (1.0, {})
 
@@ -48,7 +48,7 @@ async def test_an_async_function_is_awaited() -> None:
 
 async def test_without_processes_a_function_is_called_here() -> None:
     seen: list[Any] = []
-    here = scores({"path": "python:f", "function": lambda response: seen.append(response) or 1.0}, workers=0)
+    here = open_rewards({"path": "python:f", "function": lambda response: seen.append(response) or 1.0}, workers=0)
     assert not isinstance(here, RewardPool)
     await here.start()
     assert await here.score("", "abc", None) == Scored(1.0)
@@ -61,7 +61,7 @@ async def test_a_failure_here_is_told_and_leaving_the_debugger_ends_the_run() ->
             raise bdb.BdbQuit
         return 1 / len(response)
 
-    here = scores({"path": "python:strange", "function": strange}, workers=0)
+    here = open_rewards({"path": "python:strange", "function": strange}, workers=0)
     await here.start()
     outcome = await here.score("", "", None)
     assert isinstance(outcome, Failed)
@@ -75,6 +75,6 @@ async def test_a_batched_function_gets_lists_here_too() -> None:
     def together(data_sources: Any, solution_strs: list[str], ground_truths: Any, extra_infos: Any) -> list[int]:
         return [len(one) for one in solution_strs]
 
-    here = scores({"path": "python:together", "function": together}, workers=0, batch_size=4)
+    here = open_rewards({"path": "python:together", "function": together}, workers=0, batch_size=4)
     await here.start()
     assert await here.score("", "abc", None) == Scored(3.0)

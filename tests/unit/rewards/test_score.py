@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.reward_function import RewardFunction, load_reward, scorer_of
+from verl.rewards.reward_function import RewardFunction, describe_scorer, load_reward
 from verl.rewards.scorers import gsm8k
 
 pytestmark = pytest.mark.unit
@@ -153,7 +153,7 @@ def test_a_missing_file_or_module_is_named(path: str, part: str) -> None:
 
 async def test_an_unknown_data_source_names_the_mend() -> None:
     reward = load_reward(None)
-    assert scorer_of("my/data", None) is None
+    assert describe_scorer("my/data", None) is None
     with pytest.raises(RewardError, match=r"reward\.custom_reward_function\.path=") as caught:
         await reward.score("my/data", "1", "1")
     assert "openai/gsm8k" in str(caught.value)

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.failures import FailureTally
-from verl.rewards.result import Failed, FailureKind, Outcome, Scored, read
+from verl.rewards.failures import FailureTracker
+from verl.rewards.result import Failed, FailureKind, RewardResult, Scored, parse_result
 
 pytestmark = pytest.mark.unit
 
@@ -17,8 +17,8 @@ outcomes = st.one_of(st.just(Scored(1.0)), st.builds(Failed, kinds, st.just("why
 
 
 @given(st.lists(outcomes, min_size=1, max_size=40))
-def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list[Outcome]) -> None:
-    tally = FailureTally(max_failure_rate=1.0, samples=len(step))
+def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list[RewardResult]) -> None:
+    tally = FailureTracker(max_failure_rate=1.0, samples=len(step))
     for outcome in step:
         tally.add(outcome)
     rates = tally.end_step()
@@ -30,16 +30,16 @@ def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list
 
 @given(st.integers(1, 50), st.floats(0, 1))
 def test_it_stops_at_the_first_failure_above_the_limit_and_not_before(samples: int, limit: float) -> None:
-    tally, allowed = FailureTally(limit, samples), int(limit * samples)
-    for number in range(allowed):
-        tally.add(Failed("timeout", f"failure {number}"))
+    tally, allowed = FailureTracker(limit, samples), int(limit * samples)
+    for count in range(allowed):
+        tally.add(Failed("timeout", f"failure {count}"))
     if allowed < samples:
         with pytest.raises(RewardError, match=f"{allowed + 1} of the {samples} answers .* could not be scored"):
             tally.add(Failed("died", f"failure {allowed}"))
 
 
 def test_the_message_tells_the_first_failure_the_kinds_and_the_limit() -> None:
-    tally = FailureTally(0.25, samples=8)
+    tally = FailureTracker(0.25, samples=8)
     tally.add(Failed("timeout", "my_reward.py: gave no score"))
     tally.add(Failed("error", "my_reward.py: raised KeyError"))
     with pytest.raises(RewardError) as caught:
@@ -50,15 +50,15 @@ def test_the_message_tells_the_first_failure_the_kinds_and_the_limit() -> None:
 
 def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> None:
     nan, inf = float("nan"), float("inf")
-    found = read({"score": 1, "length": True, "judge": None, "ratio": nan, "far": inf, "parsed": "x"})
+    found = parse_result({"score": 1, "length": True, "judge": None, "ratio": nan, "far": inf, "parsed": "x"})
     assert found == (1.0, {"length": 1.0}, {"far": "inf", "parsed": "'x'"})
 
 
 def test_the_first_failure_of_a_step_is_said_at_once() -> None:
     said: list[str] = []
-    tally = FailureTally(0.5, samples=8, say=said.append)
-    for number in range(3):
-        tally.add(Failed("error", f"failure {number}"))
+    tally = FailureTracker(0.5, samples=8, say=said.append)
+    for count in range(3):
+        tally.add(Failed("error", f"failure {count}"))
     tally.end_step()
     tally.add(Failed("died", "failure 3"))
     assert [line.rsplit(maxsplit=2)[-2:] for line in said] == [["failure", "0"], ["failure", "3"]]

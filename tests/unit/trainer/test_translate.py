@@ -15,7 +15,7 @@ from verl.config.schema.root import Config
 from verl.data.plan import UpdateSizes
 from verl.data.samplers import SequentialSampler
 from verl.errors import ConfigError
-from verl.rewards.overlong import Overlong
+from verl.rewards.overlong import OverlongPenalty
 from verl.trainer.build import _absolute
 from verl.trainer.data import RunData
 from verl.trainer.setup import shown_by_device
@@ -256,7 +256,7 @@ def test_overlong_shaping_is_told_to_the_episodes() -> None:
         datasets={}, order=SequentialSampler(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[]
     )
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
-    assert episode_settings(config_of(*shaped), data, 1).overlong == Overlong(20, 1.0, 100)
+    assert episode_settings(config_of(*shaped), data, 1).overlong == OverlongPenalty(20, 1.0, 100)
     assert episode_settings(config_of(), data, 1).overlong is None
 
 

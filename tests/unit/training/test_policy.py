@@ -99,7 +99,7 @@ def step_of(samples: Sequence[Sample], *, prompts: int = 9, micro: int = 9, epoc
         number = numbers[one.group] = numbers.get(one.group, -1) + 1
         length, generated = len(one.tokens), int(one.mask.sum())
         handles.append(
-            SampleHandle(place, one.group, length, generated, one.score, 0, baseline=one.baseline, number=number)
+            SampleHandle(place, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
         )
     planner = Planner(1, prompts, micro_batch_samples=micro, micro_batch_tokens=None, epochs=epochs, **sizes)
     plan = planner.plan(handles).rank(0)

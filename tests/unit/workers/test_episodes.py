@@ -10,7 +10,7 @@ import pytest
 from verl.agents.episode import Transcript
 from verl.agents.runner import EpisodeRunner
 from verl.errors import ProcessLostError
-from verl.rewards.overlong import Overlong
+from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, Job
 
@@ -30,7 +30,7 @@ async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
 @pytest.fixture
 def worker() -> EpisodeWorker:
     """A worker as `start` leaves it."""
-    made = EpisodeWorker(EpisodeSettings("", {}, overlong=Overlong(buffer=2, factor=1.0, max_length=2)), [])
+    made = EpisodeWorker(EpisodeSettings("", {}, overlong=OverlongPenalty(buffer=2, factor=1.0, max_length=2)), [])
     prompts: Any = [Prompt(row=0, token_ids=[1], data_source="sums", ground_truth="46")]
     made._datasets = {"train": prompts, "val": prompts}
     made._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
@@ -39,7 +39,7 @@ def worker() -> EpisodeWorker:
 
 async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWorker) -> None:
     handles = await worker.run(Job("val", 0, 8, [5, 6, 7], SAMPLING))
-    assert [(handle.group, handle.number, handle.score) for handle in handles] == [
+    assert [(handle.group, handle.index, handle.score) for handle in handles] == [
         (8, 0, 5.0),
         (8, 1, 6.0),
         (8, 2, 7.0),
@@ -97,7 +97,7 @@ async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: Epi
     jobs = [Job("train", 0, 8, [5, 6], SAMPLING), Job("train", 1, 9, [1], SAMPLING), Job("train", 0, 10, [7], SAMPLING)]
     first, left_out, last = await worker.run_together(jobs)
     assert asked == [[5, 6, 7]]
-    assert [handle.number for handle in first or ()] == [0, 1]
+    assert [handle.index for handle in first or ()] == [0, 1]
     assert left_out is None
     assert [handle.group for handle in last or ()] == [10]
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from verl.rewards.result import Answer, Outcome
+from verl.rewards.result import RewardInput, RewardResult
 from verl.rewards.reward_function import load_reward
 
 __all__ = ["InProcessRewards"]
@@ -27,9 +27,9 @@ class InProcessRewards:
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-    ) -> Outcome:
+    ) -> RewardResult:
         """The outcome of one answer. Whoever leaves the debugger leaves the run."""
-        answer = Answer(data_source, solution_str, ground_truth, extra_info)
+        answer = RewardInput(data_source, solution_str, ground_truth, extra_info)
         batched = self._reward.batched
         try:
             result = self._reward.call_batch([answer]) if batched else self._reward.call(answer)
@@ -37,8 +37,8 @@ class InProcessRewards:
         except bdb.BdbQuit:
             raise
         except Exception as error:  # noqa: BLE001 - the user's own function: its failure is told, not raised
-            return self._reward.raised(error, answer)
-        return self._reward.batch_outcomes(result, [answer])[0] if batched else self._reward.outcome(result, answer)
+            return self._reward.make_error(error, answer)
+        return self._reward.to_results(result, [answer])[0] if batched else self._reward.to_result(result, answer)
 
     def close(self) -> None:
         """Nothing runs but this process."""

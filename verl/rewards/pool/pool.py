@@ -19,11 +19,11 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.pool.in_process import InProcessRewards
-from verl.rewards.pool.worker_handle import Call, Scoring, Seat
-from verl.rewards.result import Answer, Outcome
-from verl.rewards.reward_function import named
+from verl.rewards.pool.worker_handle import Call, RewardPoolSettings, WorkerHandle
+from verl.rewards.result import RewardInput, RewardResult
+from verl.rewards.reward_function import format_function_name
 
-__all__ = ["RewardPool", "Scores", "scores"]
+__all__ = ["RewardClient", "RewardPool", "open_rewards"]
 
 _LOAD_TRIES = 3
 _MOMENT_S = 0.02
@@ -53,15 +53,17 @@ class RewardPool:
         memory_mb: int | None = None,
         batch_size: int | None = None,
     ) -> None:
-        self._scoring = Scoring(
+        self._scoring = RewardPoolSettings(
             reward=dict(reward) | ({"batched": True} if batch_size else {}),
-            where=named(reward.get("path"), reward.get("name", "compute_score"), reward.get("functions", ())),
+            where=format_function_name(
+                reward.get("path"), reward.get("name", "compute_score"), reward.get("functions", ())
+            ),
             deadline_s=deadline_s,
             memory_mb=memory_mb or 0,
             batch_size=batch_size,
         )
         self._loop = asyncio.new_event_loop()
-        self._seats = [Seat(self._scoring, self, self._loop) for _ in range(workers)]
+        self._seats = [WorkerHandle(self._scoring, self, self._loop) for _ in range(workers)]
         self._waiting: deque[Call] = deque()
         self._numbers = 0
         self._is_woken = False
@@ -82,11 +84,11 @@ class RewardPool:
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
-    ) -> Outcome:
+    ) -> RewardResult:
         """The outcome of one answer; a `RewardError` only when the function itself can no longer be loaded."""
-        return await asyncio.wrap_future(self.submit(Answer(data_source, solution_str, ground_truth, extra_info)))
+        return await asyncio.wrap_future(self.submit(RewardInput(data_source, solution_str, ground_truth, extra_info)))
 
-    def submit(self, answer: Answer) -> Future[Outcome]:
+    def submit(self, answer: RewardInput) -> Future[RewardResult]:
         """As `score`, for callers without an event loop."""
         call = Call(answer, pickle.dumps(tuple(answer)), Future(), self._loop.time())
         if self._broken is not None:
@@ -207,9 +209,9 @@ class RewardPool:
         return self._numbers
 
 
-Scores = RewardPool | InProcessRewards
+RewardClient = RewardPool | InProcessRewards
 
 
-def scores(reward: Mapping[str, Any], *, workers: int = 1, **limits: Any) -> Scores:
+def open_rewards(reward: Mapping[str, Any], *, workers: int = 1, **limits: Any) -> RewardClient:
     """Who scores: `workers` processes; or without any this one, where a breakpoint works and limits are not kept."""
     return RewardPool(reward, workers=workers, **limits) if workers else InProcessRewards(reward, **limits)

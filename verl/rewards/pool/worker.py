@@ -23,7 +23,7 @@ from signal import alarm
 from typing import Any, NoReturn
 
 from verl.errors import RewardError
-from verl.rewards.result import Answer, Outcome, Scored, failure, late
+from verl.rewards.result import RewardInput, RewardResult, Scored, format_timeout, make_failure
 from verl.rewards.reward_function import RewardFunction, load_reward
 
 __all__ = ["CHANNEL_LOST", "HEADER", "Channel", "serve"]
@@ -85,7 +85,7 @@ def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
     home, process = getcwd(), getpid()
     while True:
         calls: list[tuple[int, bytes]] = channel.receive()
-        numbers, answers = [number for number, _ in calls], [Answer(*loads(pickled)) for _, pickled in calls]
+        numbers, answers = [number for number, _ in calls], [RewardInput(*loads(pickled)) for _, pickled in calls]
         if reward.batched:
             outcomes = _score_batch(reward, answers)
         for place, number in enumerate(numbers):
@@ -98,24 +98,24 @@ def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
             chdir(home)
 
 
-def _score(reward: RewardFunction, answer: Answer) -> Outcome:
+def _score(reward: RewardFunction, answer: RewardInput) -> RewardResult:
     try:
         result = reward.call(answer)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
     except BaseException as error:  # noqa: BLE001 - also SystemExit: the function must not end the worker
-        return reward.raised(error, answer)
-    return reward.outcome(result, answer)
+        return reward.make_error(error, answer)
+    return reward.to_result(result, answer)
 
 
-def _score_batch(reward: RewardFunction, answers: Sequence[Answer]) -> Sequence[Outcome]:
+def _score_batch(reward: RewardFunction, answers: Sequence[RewardInput]) -> Sequence[RewardResult]:
     try:
         result = reward.call_batch(answers)
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        return reward.batch_outcomes(result, answers)
+        return reward.to_results(result, answers)
     except BaseException as error:  # noqa: BLE001 - as above
-        return [reward.raised(error, answer) for answer in answers]
+        return [reward.make_error(error, answer) for answer in answers]
 
 
 async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: float) -> None:
@@ -127,7 +127,7 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
         payload = dumps(message).encode()
         writer.write(HEADER.pack(len(payload)) + payload)
 
-    async def answer_one(number: int, answer: Answer) -> None:
+    async def answer_one(number: int, answer: RewardInput) -> None:
         work = asyncio.ensure_future(_call_async(reward, answer))
         await asyncio.wait({work}, timeout=deadline_s)
         if getpid() != process:
@@ -135,8 +135,8 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
         if work.done():
             return send(_message(number, work.result()))
         frames = "".join(f"\n  File {frame.f_code.co_filename!r}, line {frame.f_lineno}" for frame in work.get_stack())
-        what = f"{late(deadline_s)}; it waited at{frames}" if frames else late(deadline_s)
-        send(_message(number, failure("timeout", reward.where, what, answer)))
+        what = f"{format_timeout(deadline_s)}; it waited at{frames}" if frames else format_timeout(deadline_s)
+        send(_message(number, make_failure("timeout", reward.where, what, answer)))
         work.cancel()
         await asyncio.wait({work}, timeout=_UNWILLING_S)
         if not work.done():  # it caught its cancellation: it would pile up here
@@ -146,24 +146,24 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
     while True:
         size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
         for number, pickled in loads(await reader.readexactly(size)):
-            task = asyncio.create_task(answer_one(number, Answer(*loads(pickled))))
+            task = asyncio.create_task(answer_one(number, RewardInput(*loads(pickled))))
             running.add(task)
             task.add_done_callback(running.discard)
 
 
-async def _call_async(reward: RewardFunction, answer: Answer) -> Outcome:
+async def _call_async(reward: RewardFunction, answer: RewardInput) -> RewardResult:
     try:
         result = await reward.call(answer)
     except BaseException as error:  # noqa: BLE001 - as above
-        return reward.raised(error, answer)
-    return reward.outcome(result, answer)
+        return reward.make_error(error, answer)
+    return reward.to_result(result, answer)
 
 
 async def _awaited(result: Any) -> Any:
     return await result
 
 
-def _message(number: int, outcome: Outcome) -> dict[str, Any]:
+def _message(number: int, outcome: RewardResult) -> dict[str, Any]:
     if isinstance(outcome, Scored):
         return {"number": number, "score": outcome.score, "metrics": outcome.metrics}
     return {"number": number, "failed": outcome.kind, "message": outcome.message}

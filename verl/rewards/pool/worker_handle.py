@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from verl.rewards.pool.exit_report import how_it_ended, was_killed, with_stack
 from verl.rewards.pool.supervisor import KILL, READY, START, descendants
 from verl.rewards.pool.worker import HEADER
-from verl.rewards.result import Answer, Failed, FailureKind, Outcome, Scored, failure, late
+from verl.rewards.result import Failed, FailureKind, RewardInput, RewardResult, Scored, format_timeout, make_failure
 
-__all__ = ["Call", "Scoring", "Seat"]
+__all__ = ["Call", "RewardPoolSettings", "WorkerHandle"]
 
 LOAD_DEADLINE_S = 300.0
 _SIDE_BY_SIDE = 64
@@ -46,7 +46,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Scoring:
+class RewardPoolSettings:
     """What is the same for all seats: the arguments of `load_reward`, its name in messages, and the limits."""
 
     reward: dict[str, Any]
@@ -60,9 +60,9 @@ class Scoring:
 class Call:
     """One answer on its way."""
 
-    answer: Answer
+    answer: RewardInput
     pickled: bytes
-    future: Future[Outcome]
+    future: Future[RewardResult]
     submitted: float
     started: float = 0.0
     is_running: bool = False
@@ -70,7 +70,7 @@ class Call:
     was_killed: bool = False  # with its worker, from outside
 
 
-class Owner(Protocol):
+class PoolCallbacks(Protocol):
     """What a seat tells the pool."""
 
     @property
@@ -82,10 +82,10 @@ class Owner(Protocol):
     def dispatch(self) -> None: ...
 
 
-class Seat:
+class WorkerHandle:
     """A keeper, and the worker that it keeps now. Lives on the loop of the pool that owns it."""
 
-    def __init__(self, scoring: Scoring, owner: Owner, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, scoring: RewardPoolSettings, owner: PoolCallbacks, loop: asyncio.AbstractEventLoop) -> None:
         self._scoring, self._owner, self._loop = scoring, owner, loop
         self.calls: dict[int, Call] = {}  # in flight, oldest first
         self._keeper: subprocess.Popen[bytes] | None = None
@@ -302,7 +302,7 @@ class Seat:
         call = self.calls.pop(message["number"], None)
         if call is None:
             return
-        outcome: Outcome
+        outcome: RewardResult
         if "failed" in message:
             outcome = Failed(message["failed"], message["message"])
         else:
@@ -334,10 +334,10 @@ class Seat:
             for number in started:
                 calls[number].was_killed = True
         kind: FailureKind = "timeout" if self._is_late else "died"
-        what = with_stack(late(scoring.deadline_s) if self._is_late else how_it_ended(report), report)
+        what = with_stack(format_timeout(scoring.deadline_s) if self._is_late else how_it_ended(report), report)
         for number in guilty:
             call = calls.pop(number)
-            call.future.set_result(failure(kind, scoring.where, what, call.answer))
+            call.future.set_result(make_failure(kind, scoring.where, what, call.answer))
         for number, call in calls.items():
             call.alone = number in started
         self._owner.give_back(list(calls.values()))
