@@ -604,7 +604,7 @@ def importance_weights(batch: Batch, level: str, threshold: float, normalize: bo
     return rows
 
 
-def kept(batch: Batch, level: str, lower: float, upper: float) -> list[list[bool]]:
+def rejection_mask(batch: Batch, level: str, lower: float, upper: float) -> list[list[bool]]:
     rows = []
     for x in batch:
         logs = log_statistics(x, level)

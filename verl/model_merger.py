@@ -159,9 +159,9 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
 
 def _weights(source: Path, config: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     """The weights of a checkpoint as `from_pretrained` finds them; an adapter merged into those below it."""
-    from verl.training.model_files import saved_weights
+    from verl.training.model_files import read_saved_weights
 
-    return saved_weights(source, config, base=_base(options), **_kind(options))
+    return read_saved_weights(source, config, base=_base(options), **_kind(options))
 
 
 def _kind(options: argparse.Namespace) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def _kind(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _base(options: argparse.Namespace) -> Any:
-    from verl.training.model_files import base_weights
+    from verl.training.model_files import base_weights_reader
 
-    return base_weights(path=options.hf_model_path, **_kind(options))
+    return base_weights_reader(path=options.hf_model_path, **_kind(options))
 
 
 def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -233,9 +233,9 @@ def _adapter_gaps(source: Path, folder: Path, options: argparse.Namespace) -> It
 def _small_files(source: Path, options: argparse.Namespace) -> dict[str, bytes]:
     """Config and tokenizer: those that were saved along, which lie with the actor, or of the model that is named."""
     if options.hf_model_path is not None:
-        from verl.training.model_files import model_files
+        from verl.training.model_files import read_model_files
 
-        return model_files(options.hf_model_path, trust_remote_code=options.trust_remote_code)
+        return read_model_files(options.hf_model_path, trust_remote_code=options.trust_remote_code)
     for folder in (source / "huggingface", source.resolve().parent / "actor" / "huggingface"):
         if (folder / "config.json").is_file():
             small = [path for path in folder.iterdir() if path.is_file() and not _is_weights(path.name)]
@@ -251,7 +251,7 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
     from transformers import AutoConfig, AutoModelForTokenClassification
 
     from verl.model_safety import model_problems
-    from verl.training.model_files import form_of
+    from verl.training.model_files import weight_format
 
     for problem in model_problems(str(folder), trust_remote_code=options.trust_remote_code):
         raise CheckpointError(problem)
@@ -259,7 +259,7 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder}: config.json cannot be used: {error}") from error
-    if options.tie_word_embedding and not form_of(config)["tied"]:
+    if options.tie_word_embedding and not weight_format(config)["tied"]:
         raise CheckpointError(
             "--tie-word-embedding: the model's config.json says tie_word_embeddings=false, and its head was trained by "
             "itself; leave the option out"
@@ -288,7 +288,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     from transformers.utils.logging import disable_progress_bar
 
     from verl.checkpoint.export import checkpoint_weights
-    from verl.training.model_files import form_of
+    from verl.training.model_files import weight_format
 
     disable_progress_bar()
     kind: Any = AutoModelForTokenClassification if options.is_value_model else AutoModelForCausalLM
@@ -302,7 +302,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if told[what]:
             yield f"from_pretrained found {what.replace('_', ' ')}: {', '.join(map(str, sorted(told[what])[:3]))}"
-    form, head = form_of(config), loaded.get_output_embeddings()
+    form, head = weight_format(config), loaded.get_output_embeddings()
     if head is not None and form["tied"] != (head.weight is loaded.get_input_embeddings().weight):
         yield f"the head is {'not ' * form['tied']}the embedding, against tie_word_embeddings in the config"
     with torch.no_grad():

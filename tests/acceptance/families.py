@@ -55,7 +55,7 @@ def batch():
 def started(folder):
     worker = TrainWorker(0, 1)
     actor = FsdpSettings(str(folder / "model"), lr=3e-3)
-    worker.start(("127.0.0.1", free_port()), TrainSettings(actor=actor, method=AlgorithmSettings()))
+    worker.start(("127.0.0.1", free_port()), TrainSettings(actor=actor, algorithm=AlgorithmSettings()))
     return worker
 
 

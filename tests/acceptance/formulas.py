@@ -23,15 +23,20 @@ import _common
 import references as ref
 import torch
 
-from verl.algorithms import advantages, kl
-from verl.algorithms import prepass as survey
-from verl.algorithms.aggregate import MODES, Totals, aggregate, totals_of
-from verl.algorithms.correction import Correction, importance_weights, kept, mismatch_metrics, mismatch_moments
+from verl.algorithms import advantages, kl, prepass
+from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
+from verl.algorithms.correction import (
+    Correction,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_moments,
+    rejection_mask,
+)
 from verl.algorithms.losses import PER_SEQUENCE, LossInputs
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
-from verl.algorithms.testing import on_ranks
-from verl.algorithms.values import ValueObjective
+from verl.algorithms.testing import run_on_ranks
+from verl.algorithms.value_loss import ValueObjective
 from verl.rewards.overlong import compute_overlong_penalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 
@@ -196,7 +201,7 @@ def spread(draw, batch, run):
     """(parts, results) of `run(part, rank, gather)` on one rank, and then on two or three."""
     yield [batch], [run(batch, 0, lambda rows: rows)]
     parts = dealt(draw, batch, draw.choice([2, 3]))
-    yield parts, on_ranks(parts, run)
+    yield parts, run_on_ranks(parts, run)
 
 
 def rows_of(parts: list[list[ref.Answer]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
@@ -292,7 +297,7 @@ def times(a, b):
 def policy(draw, batch, objective, weights, value, gradient) -> float:
     """Value and gradient of an objective, the mini-batch being cut into micro-batches; one that needs a survey runs it
     on one rank and on several, with a micro-batch on each."""
-    look = survey.SURVEYS.get(objective.loss_mode)
+    look = prepass.PREPASSES.get(objective.loss_mode)
     weight_of = {id(x): row for x, row in zip(batch, weights, strict=True)}
 
     def run(part, rank, gather):
@@ -303,7 +308,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
         if look is not None:
             return spread(draw, batch, run)
         parts = dealt(draw, batch, draw.randint(1, 3))
-        return [(parts, [survey.Found({}, {})] * len(parts))]
+        return [(parts, [prepass.PrepassResult({}, {})] * len(parts))]
 
     worst = 0.0
     for parts, found in cuts():
@@ -320,7 +325,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
                 "chosen": None,
             }
             micro_batches.append(SimpleNamespace(**(fields | seen.fields)))
-        totals = [totals_of(micro.mask, micro.offsets) for micro in micro_batches]
+        totals = [count_totals(micro.mask, micro.offsets) for micro in micro_batches]
         whole = Totals(sum(t.tokens for t in totals), sum(t.sequences for t in totals))
         shares, slopes = [], []
         for part, micro in zip(parts, micro_batches, strict=True):
@@ -360,7 +365,7 @@ def objective(draw: random.Random) -> float:
         mask=mask, offsets=offsets, weights=None, chosen=None, **{k: flat(batch, v) for k, v in names.items()}
     )
     ours = PolicyObjective("vanilla", options_of(n), mode, scale, *coefficients, form)
-    loss, metrics = ours(SimpleNamespace(logprobs=lp, entropy=spread), micro, totals_of(mask, offsets))
+    loss, metrics = ours(SimpleNamespace(logprobs=lp, entropy=spread), micro, count_totals(mask, offsets))
     by_lp, by_entropy = torch.autograd.grad(loss, (lp, spread))
     seen = ref.clip_fractions(batch, n)
     report = {
@@ -419,7 +424,7 @@ def aggregation(mode):
         rows = [gauss(draw, x.mask) for x in batch]
         values = torch.tensor([v for row in rows for v in row], dtype=torch.float64, requires_grad=True)
         mask, offsets = layout(batch)
-        ours = aggregate(values, mask, offsets, mode, totals_of(mask, offsets), scale=scale)
+        ours = aggregate(values, mask, offsets, mode, count_totals(mask, offsets), scale=scale)
         (gradient,) = torch.autograd.grad(ours, values)
         shares = ref.token_shares(batch, mode, scale)
         return max(
@@ -443,7 +448,7 @@ def value_loss(draw: random.Random) -> float:
     mask, offsets = layout(batch)
     target = torch.tensor([v for row in returns for v in row], dtype=torch.float64)
     micro = SimpleNamespace(mask=mask, offsets=offsets, values=flat(batch, "values"), returns=target)
-    loss, _ = ValueObjective(eps, mode, scale)(SimpleNamespace(values=values), micro, totals_of(mask, offsets))
+    loss, _ = ValueObjective(eps, mode, scale)(SimpleNamespace(values=values), micro, count_totals(mask, offsets))
     (ours,) = torch.autograd.grad(loss, values)
     return max(
         difference(loss.item(), ref.aggregated(batch, losses, mode, scale)),
@@ -460,7 +465,7 @@ def outcome(draw: random.Random) -> float:
     returns = torch.tensor([x.score for x in batch for _ in x.mask], dtype=torch.float64)
     lp = flat(batch, "lp").requires_grad_()
     micro = SimpleNamespace(mask=mask, offsets=offsets, ref_logprobs=flat(batch, "ref"), returns=returns)
-    loss, _ = OutcomeObjective(beta)(SimpleNamespace(logprobs=lp), micro, totals_of(mask, offsets))
+    loss, _ = OutcomeObjective(beta)(SimpleNamespace(logprobs=lp), micro, count_totals(mask, offsets))
     (ours,) = torch.autograd.grad(loss, lp)
     return max(difference(loss.item(), value), difference(ours.tolist(), [g for row in gradient for g in row]))
 
@@ -482,8 +487,8 @@ def rejection(level):
     def case(draw: random.Random) -> float:
         batch = with_policies(draw, random_batch(draw))
         c = Correction(reject=level, lower=draw.uniform(0, 1), upper=draw.uniform(1, 5))
-        ours = kept(flat(batch, "old"), flat(batch, "roll"), *layout(batch), c)
-        expected = ref.kept(batch, level, c.lower, c.upper)
+        ours = rejection_mask(flat(batch, "old"), flat(batch, "roll"), *layout(batch), c)
+        expected = ref.rejection_mask(batch, level, c.lower, c.upper)
         return difference(ours.tolist(), [value for row in expected for value in row])
 
     return case

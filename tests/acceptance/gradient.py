@@ -34,18 +34,18 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms.advantages import AdvantageInputs
-from verl.algorithms.aggregate import MODES, totals_of
+from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective
-from verl.algorithms.prepass import SURVEYS
+from verl.algorithms.prepass import PREPASSES
 from verl.algorithms.settings import AlgorithmSettings
-from verl.algorithms.values import ValueObjective
+from verl.algorithms.value_loss import ValueObjective
 from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
 from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
-from verl.training.policy import Policy
+from verl.training.policy import PolicyTrainer
+from verl.training.process_group import init_process_group
 
 LIMIT = 1e-5
 LENGTH = 40.0
@@ -115,10 +115,10 @@ def prepared(mini_batch, term):
 
 def micro_batches(engine, mini_batch, pieces, term):
     """The pieces of this rank; where the loss asks for it, after a look at all pieces of all ranks."""
-    batch, survey = prepared(mini_batch, term), SURVEYS.get(term)
-    if survey is None:
+    batch, prepass = prepared(mini_batch, term), PREPASSES.get(term)
+    if prepass is None:
         return batch.split(pieces)
-    policy = Policy(engine, AlgorithmSettings(loss_mode=term, loss_options=OPTIONS))
+    policy = PolicyTrainer(engine, AlgorithmSettings(loss_mode=term, loss_options=OPTIONS))
     policy._batch = batch
     policy._episodes = AdvantageInputs(
         scores=mini_batch.scores,
@@ -130,7 +130,7 @@ def micro_batches(engine, mini_batch, pieces, term):
         gather=engine.gather,
     )
     parts = [np.array(piece, dtype=np.int64) for piece in pieces]
-    return policy._surveyed(survey, parts, SimpleNamespace(numbers=np.arange(SEQUENCES)), updated=True)[0]
+    return policy._run_prepass(prepass, parts, SimpleNamespace(numbers=np.arange(SEQUENCES)), updated=True)[0]
 
 
 def random_mini_batch(actor, critic):
@@ -210,7 +210,7 @@ def padded_gradients(directory, surveyed, size):
     gradients = {}
     for key, (term, objective) in objectives().items():
         model, batch = critic if term == "value" else actor, surveyed[key]
-        totals = totals_of(batch.mask, batch.offsets)
+        totals = count_totals(batch.mask, batch.offsets)
         model.zero_grad()
         for start in range(0, len(batch), size):
             part = batch.select(range(start, min(start + size, len(batch))))

@@ -91,7 +91,7 @@ def train_and_save(rank: int, port: int, root: Path, names: list[str]) -> None:
             joined = ("127.0.0.1", port + number)
         worker = TrainWorker(rank, RANKS)
         actor = FsdpSettings(str(root / name / "model"), lr=1e-2, compute_dtype="float32")
-        worker.start(joined, TrainSettings(actor=actor, method=AlgorithmSettings(), save_hf=True))
+        worker.start(joined, TrainSettings(actor=actor, algorithm=AlgorithmSettings(), save_hf=True))
         engine = worker._policy.actor
         for _ in range(2):
             engine.update([batch(rank)], PolicyObjective())

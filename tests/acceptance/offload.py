@@ -27,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 RANKS, MIB = 2, 1 << 20
 SETTINGS = {

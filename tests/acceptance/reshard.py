@@ -27,7 +27,7 @@ from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 BOUND = 1e-6
 BEFORE, AFTER = 3, 3

@@ -36,7 +36,7 @@ from verl.data.plan import Limit
 from verl.data.sft_batches import shares
 from verl.data.sft_examples import Example
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 from verl.training.supervised import Supervised
 
 T = TypeVar("T")

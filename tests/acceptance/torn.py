@@ -33,7 +33,7 @@ from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 STEPS = 4
 KINDS = ("truncated", "missing", "flipped", "killed")

@@ -8,13 +8,13 @@ import torch.distributed as dist
 from tiny import tiny_qwen2
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
+from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, sft
-from verl.algorithms.values import ValueObjective
+from verl.algorithms.value_loss import ValueObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
-from verl.training.fake import FakeSettings, FakeTrainEngine
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 pytestmark = pytest.mark.contract
 

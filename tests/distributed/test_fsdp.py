@@ -12,7 +12,7 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

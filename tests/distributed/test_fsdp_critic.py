@@ -8,11 +8,11 @@ from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.aggregate import MODES
-from verl.algorithms.values import ValueObjective
+from verl.algorithms.value_loss import ValueObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 

@@ -15,8 +15,8 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
 from verl.training.lora import BaseModelReference
+from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
@@ -68,7 +68,7 @@ def scenario(root):
     found["kl_equal"] = torch.equal(made.forward(mine, reference=off)[0].kl, made.forward(mine, reference=plain)[0].kl)
     found["moved"] = float((moved - plain.forward(mine)[0].logprobs).abs().max())
     copy = engine(path, trainable=False)
-    copy.take_weights(made)
+    copy.copy_weights_from(made)
     found["copy_equal"] = torch.equal(copy.forward(mine)[0].logprobs, moved)
     after = clones(made.base_weights())
     found["base_unchanged"] = before.keys() == after.keys() and all(

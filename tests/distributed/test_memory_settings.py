@@ -13,7 +13,7 @@ from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
+from verl.training.process_group import init_process_group
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -49,7 +49,7 @@ def scenario(root, name):
     engine, resumed = made
     mine = mini_batch().split(PARTS[engine.world_size][engine.rank])
     metrics = [engine.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
-    reference.take_weights(engine)
+    reference.copy_weights_from(engine)
     metrics.append(engine.update(mine, OBJECTIVE, reference=reference))
     writer, directory = BackgroundWriter(), root / f"{name}-{engine.world_size}" / "global_step_1"
     if engine.rank == 0:

@@ -11,8 +11,8 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 from verl.algorithms.settings import AlgorithmSettings, Correction, KlController, LossOptions
 from verl.data.plan import Planner, UpdateSizes
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import init_process_group
-from verl.training.policy import Policy, PrimeRewardModel
+from verl.training.policy import PolicyTrainer, PrimeRewardModel
+from verl.training.process_group import init_process_group
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -81,12 +81,12 @@ def policy(name, root):
         process = PrimeRewardModel(
             engine(root / "model", role="process"), engine(root / "model", trainable=False), beta=0.5, coef=2.0
         )
-    return Policy(
+    return PolicyTrainer(
         engine(root / "model"),
         METHODS[name],
         reference=engine(root / "other", trainable=False),
         critic=engine(root / "critic", head="value", role="critic") if name == "ppo" else None,
-        process=process,
+        prime=process,
     )
 
 
@@ -99,7 +99,7 @@ def scenario(root):
         trained = policy(name, root)
         metrics = [trained.prepare(mine, own) | trained.update(own) for _ in range(STEPS)]
         models = {"actor": trained.actor, "critic": trained.critic}
-        models["process"] = trained.process and trained.process.model
+        models["process"] = trained.prime and trained.prime.model
         weights = {
             f"{role}.{weight}": tensor.clone()
             for role, model in models.items()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MODES", "Totals", "aggregate", "segment_ids", "segment_sum", "totals_of"]
+__all__ = ["MODES", "Totals", "aggregate", "count_totals", "segment_ids", "segment_sum"]
 
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
@@ -38,7 +38,7 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return values.new_zeros(len(offsets) - 1).index_add(0, segment_ids(offsets), values)
 
 
-def totals_of(mask: Tensor, offsets: Tensor) -> Totals:
+def count_totals(mask: Tensor, offsets: Tensor) -> Totals:
     """What one micro-batch adds to the totals of its mini-batch: mask [T], offsets [B+1]."""
     per_sequence = segment_sum(mask.long(), offsets)
     return Totals(tokens=float(per_sequence.sum()), sequences=float((per_sequence > 0).sum()))

@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import Correction
 
-__all__ = ["Correction", "importance_weights", "kept", "mismatch_metrics", "mismatch_moments"]
+__all__ = ["Correction", "importance_weights", "mismatch_metrics", "mismatch_moments", "rejection_mask"]
 
 Gather = Callable[[Tensor], Tensor]
 MAX_LOG_RATIO = 20.0
@@ -33,7 +33,7 @@ def importance_weights(
     return weights
 
 
-def kept(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
+def rejection_mask(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
     """The mask without what differs too much: tokens, or sequences, whose ratio is outside [lower, upper]."""
     ratio = _ratio(old, rollout, mask, offsets, c.reject or "token")
     return mask & (ratio >= c.lower) & (ratio <= c.upper)

@@ -180,5 +180,7 @@ def _clipped(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
 
 def _chosen(x: LossInputs) -> Tensor:
     if x.chosen is None:
-        raise ValueError("clip_cov and kl_cov: nothing was chosen; survey the mini-batch before its micro-batches")
+        raise ValueError(
+            "clip_cov and kl_cov: the batch has no chosen tokens; run the prepass over the mini-batch first"
+        )
     return x.chosen

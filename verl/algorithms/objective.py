@@ -17,7 +17,7 @@ from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss
 from verl.custom_functions import load_function
 
-__all__ = ["OutcomeObjective", "PolicyObjective", "sft", "tokens_of"]
+__all__ = ["OutcomeObjective", "PolicyObjective", "make_loss_inputs", "sft"]
 
 
 class Output(Protocol):
@@ -76,7 +76,7 @@ class PolicyObjective:
             values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
             return share(values.detach(), "token-mean")
 
-        tokens = tokens_of(output.logprobs, batch)
+        tokens = make_loss_inputs(output.logprobs, batch)
         policy = self._policy_loss(tokens)
         weighted = policy.loss if batch.weights is None else policy.loss * batch.weights
         loss = share(weighted, "seq-mean-token-mean" if self.loss_mode in PER_SEQUENCE else self.agg_mode)
@@ -108,7 +108,7 @@ class PolicyObjective:
         return PolicyLoss(found) if isinstance(found, Tensor) else found
 
 
-def tokens_of(logprobs: Tensor, batch: Batch) -> LossInputs:
+def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
     """What a policy loss sees of a batch whose tokens have these log-probs now."""
     return LossInputs(
         logprobs,

@@ -19,27 +19,27 @@ from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LossInputs, LossOptions
 
 __all__ = [
-    "SURVEYS",
-    "Found",
-    "Survey",
+    "PREPASSES",
+    "Prepass",
+    "PrepassResult",
     "covariance",
     "pairs",
-    "survey_clip_cov",
-    "survey_dpo",
-    "survey_kl_cov",
+    "prepass_clip_cov",
+    "prepass_dpo",
+    "prepass_kl_cov",
     "token_noise",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class PrepassResult:
     """Fields of the batch to replace, each [T], and numbers for the user, the same on all ranks."""
 
     fields: dict[str, Tensor]
     metrics: dict[str, float]
 
 
-Survey = Callable[[LossInputs, AdvantageInputs, Tensor, LossOptions], Found]
+Prepass = Callable[[LossInputs, AdvantageInputs, Tensor, LossOptions], PrepassResult]
 """(tokens, their episodes with the way to other ranks, noise [T], options) -> what was found.
 
 `noise` is a random number in [0, 1) that belongs to a token, wherever it is computed.
@@ -66,7 +66,7 @@ def covariance(x: LossInputs, episodes: AdvantageInputs) -> Tensor:
     return (x.advantages - advantages / count) * (x.logprobs - logprobs / count) * x.mask
 
 
-def survey_clip_cov(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> Found:
+def prepass_clip_cov(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
     """Of the tokens with a covariance in (lb, ub) that no clip holds already, some at random: `clip_cov_ratio` of all
     tokens, in expectation."""
     cov, ratio = covariance(x, episodes), x.ratio
@@ -77,7 +77,7 @@ def survey_clip_cov(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: 
     return _chosen(eligible & (noise < o.clip_cov_ratio * tokens / max(candidates, 1.0)), episodes)
 
 
-def survey_kl_cov(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> Found:
+def prepass_kl_cov(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
     """The `kl_cov_ratio` of all tokens with the largest covariance, at least one; the noise settles ties."""
     falling = -covariance(x, episodes).double()
     (tokens,) = episodes.total(x.mask)
@@ -106,7 +106,7 @@ def pairs(scores: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
     return order[:half][differ], reverse[:half][differ]
 
 
-def survey_dpo(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> Found:
+def prepass_dpo(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossOptions) -> PrepassResult:
     """Online DPO: margin = beta * ((lp - lp_ref) of the better answer - that of the worse one), for every pair.
 
     The loss -log sigmoid(margin), a mean over pairs, moves lp by +-beta * sigmoid(-margin): that is left as
@@ -136,7 +136,7 @@ def survey_dpo(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossO
     won = (0.5 + 0.5 * margin.sign()) * paired  # a margin of 0 is half right
     count, loss, right, total = episodes.total(paired, -logsigmoid(margin) * paired, won, margin * paired)
     some = max(count, 1.0)
-    return Found(
+    return PrepassResult(
         {
             "advantages": episodes.per_token(sides * o.dpo_beta * torch.sigmoid(-margin)).to(x.logprobs.dtype),
             "mask": episodes.per_token(paired.double()) > 0,
@@ -150,7 +150,7 @@ def survey_dpo(x: LossInputs, episodes: AdvantageInputs, noise: Tensor, o: LossO
     )
 
 
-SURVEYS: dict[str, Survey] = {"clip_cov": survey_clip_cov, "kl_cov": survey_kl_cov, "dpo": survey_dpo}
+PREPASSES: dict[str, Prepass] = {"clip_cov": prepass_clip_cov, "kl_cov": prepass_kl_cov, "dpo": prepass_dpo}
 """Losses that need one."""
 
 
@@ -160,6 +160,6 @@ def _sorted(rows: Tensor) -> Tensor:
     return rows[rows[:, 0].argsort(stable=True)]
 
 
-def _chosen(chosen: Tensor, episodes: AdvantageInputs) -> Found:
+def _chosen(chosen: Tensor, episodes: AdvantageInputs) -> PrepassResult:
     found, tokens = episodes.total(chosen, episodes.mask)
-    return Found({"chosen": chosen}, {"actor/chosen_tokens": found / max(tokens, 1.0)})
+    return PrepassResult({"chosen": chosen}, {"actor/chosen_tokens": found / max(tokens, 1.0)})

@@ -86,5 +86,5 @@ class AlgorithmSettings:
     value_agg_mode: str = "token-mean"
     critic_warmup: int = 0  # steps in which only the critic is trained
     ref_update_freq: int = -1  # steps after which the reference becomes the policy; -1: never
-    process_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the process reward model
-    process_coef: float = 5.0
+    prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the process reward model
+    prime_coef: float = 5.0

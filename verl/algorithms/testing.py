@@ -24,7 +24,7 @@ from verl.algorithms.advantages import AdvantageInputs, Estimator
 from verl.algorithms.aggregate import segment_ids
 from verl.algorithms.losses import LossFunction, LossInputs, LossOptions, PolicyLoss
 
-__all__ = ["check_estimator", "check_loss", "on_ranks"]
+__all__ = ["check_estimator", "check_loss", "run_on_ranks"]
 
 Part = TypeVar("Part")
 Result = TypeVar("Result")
@@ -43,7 +43,7 @@ def check_estimator(estimator: Estimator) -> None:
             _law(not values[~x.mask].any(), estimator, f"{name} are 0 outside the mask; see x.per_token")
         for ranks in (1, 2, 3):
             shares = _shares(len(x.scores), ranks, seed)
-            parts = on_ranks(
+            parts = run_on_ranks(
                 [_select(x, share) for share in shares],
                 lambda part, rank, gather: _estimate(estimator, replace(part, rank=rank, gather=gather)),
             )
@@ -73,7 +73,7 @@ def check_loss(loss: LossFunction, options: LossOptions | None = None) -> None:
                 _law(same, loss, "the loss of a token does not depend on the other sequences of its micro-batch")
 
 
-def on_ranks(parts: Sequence[Part], run: Callable[[Part, int, Callable[[Tensor], Tensor]], Result]) -> list[Result]:
+def run_on_ranks(parts: Sequence[Part], run: Callable[[Part, int, Callable[[Tensor], Tensor]], Result]) -> list[Result]:
     """`run(part, rank, gather)` on every part, as if each were on a rank of its own.
 
     The ranks are threads that take turns: one runs until it gathers or ends, then the next.

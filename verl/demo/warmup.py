@@ -27,7 +27,7 @@ from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.errors import EngineError
 from verl.trainer.sft_data import SFTDataLoader
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.group import close_process_group, init_process_group
+from verl.training.process_group import close_process_group, init_process_group
 from verl.training.supervised import Supervised
 
 __all__ = ["WarmUp", "accuracy_of", "encode", "greedy_answers", "warm_up"]

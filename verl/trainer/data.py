@@ -22,7 +22,7 @@ from verl.model_safety import model_problems
 from verl.rewards.resolve import resolve_scorer
 from verl.rewards.reward_function import explain_no_scorer
 from verl.trainer.order import load_sampler, order_of
-from verl.training.families import family_note, family_problems, too_long_to_pack
+from verl.training.families import family_note, family_problems, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
@@ -161,7 +161,7 @@ def read_data(config: Config) -> RunData:
 
 def check_length(path: str, found: PretrainedConfig, longest: int, settings: str) -> None:
     """Raises if a model cannot be trained on packed sequences as long as the settings allow."""
-    if wrong := too_long_to_pack(path, found.get_text_config().to_dict(), longest, settings):
+    if wrong := packing_length_problem(path, found.get_text_config().to_dict(), longest, settings):
         raise ConfigError([wrong])
 
 

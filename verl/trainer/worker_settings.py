@@ -134,7 +134,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         process_reference=FsdpSettings(process_path, trainable=False, **held)
         if prime.enable and not process_shares_reference(config)
         else None,
-        method=method(config),
+        algorithm=method(config),
         publish_dtype=rollout_dtype(config, device),
         publish_adapter=publishes_adapter(config),
         tokenizer_path=model.tokenizer_path,
@@ -203,8 +203,8 @@ def method(config: Config) -> AlgorithmSettings:
         value_agg_mode=critic.loss_agg_mode,
         critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
         ref_update_freq=config.trainer.ref_update_freq,
-        process_beta=config.reward.prime.beta,
-        process_coef=config.reward.prime.coef,
+        prime_beta=config.reward.prime.beta,
+        prime_coef=config.reward.prime.coef,
     )
 
 

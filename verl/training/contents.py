@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-__all__ = ["CONTENTS", "chosen"]
+__all__ = ["CONTENTS", "select_contents"]
 
 CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
 """What a checkpoint may hold of an engine, and the parts of its state that this is."""
 
 
-def chosen(
+def select_contents(
     states: Mapping[str, dict[str, Any]], contents: Mapping[str, Collection[str]] | None
 ) -> dict[str, dict[str, Any]]:
     """Of the states of each folder what is wanted of it, or all where nothing is said; empty ones left out.

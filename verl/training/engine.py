@@ -91,7 +91,7 @@ class TrainEngine(Protocol[Output]):
         """
         ...
 
-    def take_weights(self, other: TrainEngine[Output]) -> None:
+    def copy_weights_from(self, other: TrainEngine[Output]) -> None:
         """Become what another model of the same kind and sharding is now."""
         ...
 

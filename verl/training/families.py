@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYER_TYPES", "PROVEN", "family_note", "family_problems", "too_long_to_pack"]
+__all__ = ["LAYER_TYPES", "PROVEN", "family_note", "family_problems", "packing_length_problem"]
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 PROVEN = {
@@ -72,7 +72,7 @@ def family_note(path: str, model_type: str, *, published: bool = True) -> str | 
     )
 
 
-def too_long_to_pack(path: str, config: Mapping[str, Any], longest: int, settings: str) -> str | None:
+def packing_length_problem(path: str, config: Mapping[str, Any], longest: int, settings: str) -> str | None:
     """Why sequences of `longest` tokens, as the `settings` allow, cannot be packed; None: they can.
 
     Some rotary positions change for a whole row as soon as one sequence in it is longer than the model was made for:

@@ -20,15 +20,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl.algorithms.aggregate import Totals, totals_of
+from verl.algorithms.aggregate import Totals, count_totals
 from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, compiled_kernels
-from verl.training.lora import base_of, check_base, is_trained
+from verl.training.lora import check_base, describe_adapter, is_trainable
 from verl.training.model import PackedCausalLM, load_model
-from verl.training.offload import Offloader, in_host_memory, moments_of
+from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
 from verl.weights.hf_names import as_saved
@@ -37,7 +37,7 @@ __all__ = ["FsdpEngine", "FsdpSettings"]
 
 
 class FsdpEngine:
-    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.group`.
+    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.process_group`.
 
     By `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`.
     """
@@ -63,7 +63,7 @@ class FsdpEngine:
         )
         if settings.lora is None or not settings.trainable:
             self.model.requires_grad_(settings.trainable)
-        self._base = None if settings.lora is None else base_of(self.model, settings.lora, settings.model_path)
+        self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
         self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
@@ -76,8 +76,8 @@ class FsdpEngine:
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)
-        self._moments = Offloader(lambda: moments_of(self.optimizer), active=settings.optimizer_offload)
-        self._weights.park()
+        self._moments = Offloader(lambda: iter_moments(self.optimizer), active=settings.optimizer_offload)
+        self._weights.offload()
 
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
@@ -91,7 +91,7 @@ class FsdpEngine:
         }
         for layer in self.model.layers():
             fully_shard(layer, mp_policy=precision, **how)
-        for module in self.model.precise():
+        for module in self.model.fp32_modules():
             fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **how)
         fully_shard(self.model, mp_policy=precision, **how | {"reshard_after_forward": None})  # torch knows the root
 
@@ -109,7 +109,7 @@ class FsdpEngine:
         """What the model says, without gradients, on the CPU; at the settings' temperature unless told another."""
         self.model.eval()
         outputs = []
-        with self._weights.here(), torch.no_grad():
+        with self._weights.on_device(), torch.no_grad():
             for batch in micro_batches:
                 output = self._run(batch, temperature, reference)
                 size = batch.num_tokens
@@ -125,7 +125,7 @@ class FsdpEngine:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
-        self._weights.park()
+        self._weights.offload()
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
         """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
@@ -134,7 +134,7 @@ class FsdpEngine:
         totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
         self.model.train()
         shares: dict[str, Tensor] = {}
-        with self._weights.here():
+        with self._weights.on_device():
             for batch in micro_batches:
                 for name, value in self._backward(batch, loss, totals, reference).items():
                     shares[name] = shares.get(name, 0.0) + value.detach()
@@ -179,17 +179,17 @@ class FsdpEngine:
             yield original_name(name), tensor
 
     def _whole(self, wanted: Callable[[str], bool], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        with self._weights.here():
+        with self._weights.on_device():
             for name, parameter in self.model.hf.named_parameters():
                 if wanted(name):
                     local = parameter.detach().to(self.device, dtype)
                     whole = local.full_tensor() if isinstance(local, DTensor) else local
                     yield name, whole.clone() if self._weights.active else whole  # on one rank it may be the shard
 
-    def take_weights(self, other: Any) -> None:
+    def copy_weights_from(self, other: Any) -> None:
         """Copy the shards of another engine of the same model, each rank its own."""
         theirs = dict(other.model.named_parameters())
-        with torch.no_grad(), self._weights.here(), other._weights.here():
+        with torch.no_grad(), self._weights.on_device(), other._weights.on_device():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(theirs[name])
 
@@ -200,17 +200,17 @@ class FsdpEngine:
         it, and `base` says what it belongs to.
         """
         state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
-        with self._weights.here(), self._moments.here():
+        with self._weights.on_device(), self._moments.on_device():
             state["model"] = get_model_state_dict(self.model.hf)
             if self._base is not None:
-                state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trained(name)}
+                state["model"] = {name: tensor for name, tensor in state["model"].items() if is_trainable(name)}
                 state["base"] = dict(self._base)
             if self.optimizer is not None:
                 if not self.optimizer.state:
                     self._make_moments(self.optimizer)
                 state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
             offloads = self._weights.active or self._moments.active
-            return cast(dict[str, Any], in_host_memory(state)) if offloads else state
+            return cast(dict[str, Any], copy_to_host(state)) if offloads else state
 
     def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
         """The state of an optimiser that has not stepped yet. torch makes it by a step at a learning rate of 0, and
@@ -226,7 +226,7 @@ class FsdpEngine:
         """
         if self._base is not None and "base" in state:
             check_base(self._base, state["base"])
-        with self._weights.here(), self._moments.here():
+        with self._weights.on_device(), self._moments.on_device():
             if "model" in state:
                 set_model_state_dict(self.model.hf, state["model"], options=StateDictOptions(strict=self._base is None))
             if self.optimizer is not None and "optimizer" in state:
@@ -241,9 +241,9 @@ class FsdpEngine:
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """What another model's distributions are compared with. Its weight is whole until `reshard`."""
         self.model.eval()
-        self._weights.fetch()
+        self._weights.load()
         with torch.no_grad():
-            return cast(LastLayer, self._call(batch, 1.0, bare=True))
+            return cast(LastLayer, self._call(batch, 1.0, return_hidden=True))
 
     def _run(
         self, batch: FlatBatch, temperature: float | None = None, reference: FsdpEngine | None = None
@@ -274,7 +274,7 @@ class FsdpEngine:
         return metrics
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
-        mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
+        mine = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
         counts = torch.tensor([sum(t.tokens for t in mine), sum(t.sequences for t in mine)], dtype=torch.float64)
         dist.all_reduce(counts)
         return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
@@ -292,7 +292,7 @@ class FsdpEngine:
                 torch._foreach_mul_(grads, clip / (norm + 1e-6))
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
-            with self._moments.here():
+            with self._moments.on_device():
                 self.optimizer.step()
             self.step += 1
         self.optimizer.zero_grad(set_to_none=True)

@@ -25,7 +25,15 @@ if TYPE_CHECKING:
     from verl.training.logprobs import LastLayer
     from verl.training.model import PackedModel
 
-__all__ = ["BaseModelReference", "adapter_off", "add_adapter", "base_of", "check_base", "fingerprint", "is_trained"]
+__all__ = [
+    "BaseModelReference",
+    "add_adapter",
+    "check_base",
+    "describe_adapter",
+    "disable_adapter",
+    "fingerprint",
+    "is_trainable",
+]
 
 ALL = "all-linear"
 HEAD = "score."
@@ -56,12 +64,12 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
         torch.manual_seed(settings.seed)
         inject_adapter_in_model(config, model.backbone, NAME)
     for name, parameter in model.hf.named_parameters():
-        parameter.requires_grad_(is_trained(name))
+        parameter.requires_grad_(is_trainable(name))
         if is_adapter(name):  # small, and updates of it smaller: in float32 whatever the weights are kept in
             parameter.data = parameter.data.float()
 
 
-def is_trained(name: str) -> bool:
+def is_trainable(name: str) -> bool:
     """Whether a parameter of a model with an adapter is trained: the adapter's own, and a critic's head."""
     return is_adapter(name) or name.startswith(HEAD)
 
@@ -92,7 +100,7 @@ def _ends(name: str, ending: str) -> bool:
     return name == ending or name.endswith(f".{ending}")
 
 
-def base_of(model: PackedModel, settings: LoraSettings, path: str) -> dict[str, str]:
+def describe_adapter(model: PackedModel, settings: LoraSettings, path: str) -> dict[str, str]:
     """What a checkpoint says beside the tensors of an adapter: what they are, and which weights they belong to."""
     adapted = {name.partition(".lora_A.")[0] for name, _ in model.hf.named_parameters() if ".lora_A." in name}
     endings = {name.rpartition(".")[2] for name in adapted}
@@ -150,7 +158,7 @@ def _edges(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
 
 
 @contextmanager
-def adapter_off(model: nn.Module) -> Iterator[None]:
+def disable_adapter(model: nn.Module) -> Iterator[None]:
     """Inside, the model computes as if it had no adapter, by the very operations of a model without one.
 
     PEFT's own switch (`enable_adapters`) also takes `requires_grad` from the parameters, which FSDP has read already.
@@ -178,13 +186,13 @@ class BaseModelReference:
         self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
     ) -> list[ModelOutput]:
         """What the model without its adapter says."""
-        with adapter_off(self._engine.model):
+        with disable_adapter(self._engine.model):
             return self._engine.forward(micro_batches, temperature=temperature, reference=reference)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """What the adapted model's distributions are compared with, also in the midst of its update."""
         training = self._engine.model.training
-        with adapter_off(self._engine.model):
+        with disable_adapter(self._engine.model):
             layer = self._engine.last_layer(batch)
         self._engine.model.train(training)
         return layer

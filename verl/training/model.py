@@ -30,7 +30,7 @@ from verl.training.lora import add_adapter
 from verl.training.settings import Head, LoraSettings
 from verl.weights.hf_names import check_names
 
-__all__ = ["PackedCausalLM", "PackedValueModel", "ScoredBackbone", "auto_class", "load_model"]
+__all__ = ["PackedCausalLM", "PackedValueModel", "ScoredBackbone", "load_model", "select_model_class"]
 
 
 class PackedModel(nn.Module):
@@ -66,15 +66,15 @@ class PackedModel(nn.Module):
         kinds = set(self.backbone._no_split_modules or ())
         return [module for module in self.backbone.modules() if type(module).__name__ in kinds]
 
-    def precise(self) -> list[nn.Module]:
+    def fp32_modules(self) -> list[nn.Module]:
         """Modules that compute in the type in which they are kept, whatever the layers compute in."""
         return []
 
-    def alone(self, tokens: Tensor) -> tuple[Tensor, float]:
-        """Of one sequence, computed without packing: what `packed` is to give; the largest number behind it."""
+    def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
+        """Of one sequence, computed without packing: what `forward_packed` is to give; the largest number behind it."""
         raise NotImplementedError
 
-    def packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """The same of all sequences, packed."""
         raise NotImplementedError
 
@@ -104,18 +104,18 @@ class PackedCausalLM(PackedModel):
         temperature: float,
         *,
         reference: LastLayer | None = None,
-        bare: bool = False,
+        return_hidden: bool = False,
     ) -> ModelOutput | LastLayer:
         """Log-probs and entropies [T] of tokens [T] where mask [T], 0 elsewhere; positions [T] restart per sequence.
 
-        With the last layer of a `reference` the KL to it as well. `bare`: the last layer itself, to be a reference.
+        With the last layer of a `reference` the KL to it as well. With `return_hidden`, return that last layer.
         """
         states = self.states(tokens, positions, lengths)
         targets = mask.nonzero().squeeze(-1)
         head = self.hf.get_output_embeddings()
         before = states[targets - 1]  # a token is predicted from the one before it, which is in its own sequence
         layer = LastLayer(before, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
-        if bare:
+        if return_hidden:
             return layer
         how: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
         numbers = [*token_logprobs(layer, tokens[targets], kernels=self.kernels, **how)]
@@ -124,13 +124,13 @@ class PackedCausalLM(PackedModel):
         zeros = numbers[0].new_zeros(len(tokens))
         return ModelOutput(*(zeros.index_copy(0, targets, each) for each in numbers))
 
-    def alone(self, tokens: Tensor) -> tuple[Tensor, float]:
+    def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Log-probs [T] by the model's own head, 0 at the first token; the largest |logit|."""
         logits = self.hf(input_ids=tokens.unsqueeze(0), use_cache=False).logits[0, :-1].float()
         logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
         return torch.cat([logprobs.new_zeros(1), logprobs]), float(logits.abs().max())
 
-    def packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Log-probs [T], 0 at first tokens."""
         return self(tokens, positions, positions > 0, lengths, 1.0).logprobs
 
@@ -150,16 +150,16 @@ class PackedValueModel(PackedModel):
         values = self.hf.score(states[targets - 1].float()).squeeze(-1)  # the state that a token left, as log-probs do
         return ValueOutput(values.new_zeros(len(tokens)).index_copy(0, targets, values))
 
-    def precise(self) -> list[nn.Module]:
+    def fp32_modules(self) -> list[nn.Module]:
         """The head: a value in bfloat16 would have three digits."""
         return [self.hf.score]
 
-    def alone(self, tokens: Tensor) -> tuple[Tensor, float]:
+    def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Hidden states [T, D], since values say nothing while the head is zero; the largest of them."""
         states = self.backbone(input_ids=tokens.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
         return states, float(states.abs().max())
 
-    def packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Hidden states [T, D]."""
         return self.states(tokens, positions, lengths).float()
 
@@ -218,7 +218,7 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _without_dropout(config)
-        hf = auto_class(config, head).from_pretrained(
+        hf = select_model_class(config, head).from_pretrained(
             path, config=config, dtype=dtype, attn_implementation=OWN_ATTENTION, trust_remote_code=trust_remote_code
         )
     except pickle.UnpicklingError as error:
@@ -245,7 +245,7 @@ _CLASSIFIERS = {
 }
 
 
-def auto_class(config: PreTrainedConfig, head: Head) -> Any:
+def select_model_class(config: PreTrainedConfig, head: Head) -> Any:
     """The class to load: a causal model, unless a critic is asked for and the checkpoint has a scalar head."""
     name = (config.architectures or [""])[0]
     if head == "value" and config.num_labels == 1:
@@ -286,10 +286,13 @@ def _switch_to_packing(model: PackedModel, path: str) -> None:
     # Token ids spread over the vocabulary, the same on every rank.
     tokens = torch.arange(sum(lengths)) * 7919 % config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])
-    alone = [model.alone(sequence) for sequence in tokens.split(list(lengths))]
+    unpacked = [model.forward_unpacked(sequence) for sequence in tokens.split(list(lengths))]
     model.backbone.set_attn_implementation(attention.NAME)
-    expected, largest = torch.cat([numbers for numbers, _ in alone]), max(size for _, size in alone)
-    gap = float((model.packed(tokens, positions, lengths) - expected).abs().max())
+    expected, largest = (
+        torch.cat([numbers for numbers, _ in unpacked]),
+        max(size for _, size in unpacked),
+    )
+    gap = float((model.forward_packed(tokens, positions, lengths) - expected).abs().max())
     limit = math.sqrt(torch.finfo(model.backbone.dtype).eps) * largest + 1e-5  # log-probs are float32
     if not gap <= limit:
         raise EngineError(

@@ -23,14 +23,14 @@ from verl.checkpoint.adapter import SavedAdapter
 from verl.checkpoint.export import BaseWeights, checkpoint_weights
 from verl.errors import CheckpointError
 from verl.training.lora import HEAD, fingerprint
-from verl.training.model import ScoredBackbone, auto_class
+from verl.training.model import ScoredBackbone, select_model_class
 from verl.training.settings import Head
 from verl.weights.hf_names import as_saved
 
-__all__ = ["base_weights", "form_of", "model_files", "saved_weights"]
+__all__ = ["base_weights_reader", "read_model_files", "read_saved_weights", "weight_format"]
 
 
-def model_files(
+def read_model_files(
     model_path: str, tokenizer_path: str | None = None, *, trust_remote_code: bool = False
 ) -> dict[str, bytes]:
     """Configuration, generation configuration and tokenizer, by the names of their files."""
@@ -47,7 +47,7 @@ def model_files(
         return files | {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
 
 
-def saved_weights(
+def read_saved_weights(
     shards: Path,
     config: PreTrainedConfig,
     *,
@@ -59,10 +59,10 @@ def saved_weights(
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForTokenClassification
     with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=trust_remote_code)
-    return as_saved(model, checkpoint_weights(shards, base=base, **form_of(config)))
+    return as_saved(model, checkpoint_weights(shards, base=base, **weight_format(config)))
 
 
-def form_of(config: PreTrainedConfig) -> dict[str, Any]:
+def weight_format(config: PreTrainedConfig) -> dict[str, Any]:
     """`dtype`: that of the model that the run started from, though training may keep its weights in a wider one.
     `tied`: whether the head is the embedding."""
     dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
@@ -70,7 +70,7 @@ def form_of(config: PreTrainedConfig) -> dict[str, Any]:
     return {"dtype": dtype, "tied": bool(tied)}
 
 
-def base_weights(
+def base_weights_reader(
     *, path: str | None = None, head: Head = "tokens", trust_remote_code: bool = False
 ) -> Callable[[SavedAdapter], Iterator[tuple[str, Tensor]]]:
     """Reads the weights below an adapter: of `path`, or of the model that it was trained on. Others are refused."""
@@ -80,7 +80,7 @@ def base_weights(
         check_fingerprint(adapter, base)
         disable_progress_bar()  # the console is ours
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = auto_class(config, head)
+        kind = select_model_class(config, head)
         hf = kind.from_pretrained(base, config=config, dtype="auto", trust_remote_code=trust_remote_code)
         model = hf if head == "tokens" else ScoredBackbone(hf)
         for name, parameter in model.named_parameters():

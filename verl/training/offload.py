@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Offloader", "in_host_memory", "moments_of"]
+__all__ = ["Offloader", "copy_to_host", "iter_moments"]
 
 
 class Offloader:
-    """Tensors that are on the device only within `here()`, or between `fetch()` and `park()`; all of it nothing unless
-    `active`. They are asked for at every parking, since an optimiser makes its own late. Host memory is kept for reuse.
+    """Keeps tensors in host memory except inside `on_device()`, or between `load()` and `offload()`, if `active`.
+
+    `tensors()` is called at every offload, because an optimizer creates its state late. Host memory is reused.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, active: bool) -> None:
@@ -30,25 +31,25 @@ class Offloader:
         self._host: dict[int, Tensor] = {}
 
     @contextmanager
-    def here(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """Within this the tensors can be used."""
-        self.fetch()
+        self.load()
         self._users += 1
         try:
             yield
         finally:
             self._users -= 1
-            self.park()
+            self.offload()
 
-    def fetch(self) -> None:
+    def load(self) -> None:
         """Bring back what is away."""
         for storage, host in self._away:
             storage.resize_(host.numel())
             _bytes_of(storage).copy_(host, non_blocking=True)
         self._away = []
 
-    def park(self) -> None:
-        """Empty the storages, unless somebody is still within `here()`. FSDP must have let go of gathered weights."""
+    def offload(self) -> None:
+        """Empty the storages, unless `on_device()` is active. FSDP must have released its gathered weights."""
         if not self.active or self._users or self._away:
             return
         storages = {each._cdata: each for each in map(_storage_of, self._tensors()) if each.nbytes()}
@@ -66,16 +67,16 @@ class Offloader:
         return host.copy_(_bytes_of(storage), non_blocking=True)
 
 
-def moments_of(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
+def iter_moments(optimizer: torch.optim.Optimizer | None) -> Iterator[Tensor]:
     """The large tensors of an optimiser's state; counts of steps stay where they are."""
     for state in optimizer.state.values() if optimizer is not None else ():
         yield from (each for each in state.values() if isinstance(each, Tensor) and each.ndim > 0)
 
 
-def in_host_memory(state: Any) -> Any:
+def copy_to_host(state: Any) -> Any:
     """Nested dictionaries with a copy of every tensor in them that stays when the original is parked."""
     if isinstance(state, dict):
-        return {name: in_host_memory(part) for name, part in state.items()}
+        return {name: copy_to_host(part) for name, part in state.items()}
     return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 

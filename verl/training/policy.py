@@ -16,63 +16,63 @@ from torch import Tensor
 
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
-from verl.algorithms.correction import importance_weights, kept, mismatch_metrics, mismatch_moments
+from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
 from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, LossFunction
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective, tokens_of
-from verl.algorithms.prepass import SURVEYS, Survey, token_noise
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, make_loss_inputs
+from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
-from verl.algorithms.values import ValueObjective
+from verl.algorithms.value_loss import ValueObjective
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates
 from verl.errors import ConfigError
-from verl.training.contents import chosen
+from verl.training.contents import select_contents
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
 from verl.types import Sample
 
-__all__ = ["Policy", "PrimeRewardModel", "functions_of"]
+__all__ = ["PolicyTrainer", "PrimeRewardModel", "load_functions"]
 
 Engine = TrainEngine[ModelOutput]
 
 
-class Policy:
+class PolicyTrainer:
     """The model that is trained, and what its method needs beside it. Collective: all ranks call a method together."""
 
     def __init__(
         self,
         actor: Engine,
-        method: AlgorithmSettings | None = None,
+        algorithm: AlgorithmSettings | None = None,
         *,
         reference: Engine | None = None,
         critic: TrainEngine[ValueOutput] | None = None,
-        process: PrimeRewardModel | None = None,
+        prime: PrimeRewardModel | None = None,
     ) -> None:
-        self.actor, self.reference, self.critic, self.process = actor, reference, critic, process
-        self.method = method = method or AlgorithmSettings()
-        self._estimator, _ = functions_of(method)
+        self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
+        self.algorithm = algorithm = algorithm or AlgorithmSettings()
+        self._estimator, _ = load_functions(algorithm)
         self._objective = PolicyObjective(
-            loss_mode=method.loss_mode,
-            options=method.loss_options,
-            agg_mode=method.agg_mode,
-            scale=method.scale,
-            entropy_coeff=method.entropy_coeff,
-            kl_coef=method.loss_kl_coef,
-            kl_type=method.loss_kl_type,
+            loss_mode=algorithm.loss_mode,
+            options=algorithm.loss_options,
+            agg_mode=algorithm.agg_mode,
+            scale=algorithm.scale,
+            entropy_coeff=algorithm.entropy_coeff,
+            kl_coef=algorithm.loss_kl_coef,
+            kl_type=algorithm.loss_kl_type,
         )
-        self._value_objective = ValueObjective(method.value_clip, method.value_agg_mode, method.scale)
-        self._reward_kl = method.reward_kl
+        self._value_objective = ValueObjective(algorithm.value_clip, algorithm.value_agg_mode, algorithm.scale)
+        self._reward_kl = algorithm.reward_kl
         self._steps = 0
         self._forget()
 
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """All that the update needs of this rank's samples: log-probs, values, rewards, advantages. They wait here."""
         batch = FlatBatch.from_samples(samples)
-        exact = self.reference if self._reward_kl is not None and self.method.reward_kl_type == EXACT else None
+        exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT else None
         outputs = self.actor.forward(batch.split(plan.forward), reference=exact)
         batch = batch.with_(old_logprobs=_in_order(batch, plan.forward, [output.logprobs for output in outputs]))
         if self.reference is not None:
-            batch = batch.with_(ref_logprobs=logprobs_of(self.reference, batch, plan.forward))
+            batch = batch.with_(ref_logprobs=batch_logprobs(self.reference, batch, plan.forward))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(plan.forward))]
             batch = batch.with_(values=_in_order(batch, plan.forward, values))
@@ -82,8 +82,8 @@ class Policy:
             else _in_order(batch, plan.forward, [output.kl for output in outputs if output.kl is not None])
         )
         self._episodes, metrics = self._rewarded(batch, plan, kl)
-        if self.process is not None:
-            process = self.process.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
+        if self.prime is not None:
+            process = self.prime.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
             self._episodes = replace(self._episodes, process=process)
         batch, estimated = self._estimated(batch, self._episodes)
         self._batch, corrected = self._corrected(batch)
@@ -96,18 +96,18 @@ class Policy:
             batch = self._batch.with_(mask=self._episodes.mask)  # what is rejected for the policy is still true
             steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             metrics |= _over_steps(steps, "critic")
-        if self.process is not None:
-            metrics |= _over_steps(list(self.process.update(plan.policy)), "process")
-        if self._steps >= self.method.critic_warmup:
+        if self.prime is not None:
+            metrics |= _over_steps(list(self.prime.update(plan.policy)), "process")
+        if self._steps >= self.algorithm.critic_warmup:
             metrics |= _over_steps(list(self._policy_steps(plan)), "actor")
         self._steps += 1
-        every = self.method.ref_update_freq
+        every = self.algorithm.ref_update_freq
         if self.reference is not None and every > 0 and self._steps % every == 0:
-            self.reference.take_weights(self.actor)
+            self.reference.copy_weights_from(self.actor)
         self._forget()
         return metrics
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs at temperature 1 of every token but the first of each sequence: the trainer's side of the probe."""
         batch = FlatBatch(
             tokens=torch.tensor([token for sequence in sequences for token in sequence]),
@@ -126,11 +126,11 @@ class Policy:
         states = {"actor": self.actor.state() | {"policy": own}}
         if self.critic is not None:
             states["critic"] = self.critic.state()
-        if self.process is not None:
-            states["process"] = self.process.model.state()
-        if self.reference is not None and self.method.ref_update_freq > 0:
+        if self.prime is not None:
+            states["process"] = self.prime.model.state()
+        if self.reference is not None and self.algorithm.ref_update_freq > 0:
             states["reference"] = self.reference.state()
-        return chosen(states, contents)
+        return select_contents(states, contents)
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """The inverse of `states`; what is not in them stays as it is."""
@@ -142,8 +142,8 @@ class Policy:
         self.actor.load_state(actor)
         if self.critic is not None:
             self.critic.load_state(states.get("critic", {}))
-        if self.process is not None:
-            self.process.model.load_state(states.get("process", {}))
+        if self.prime is not None:
+            self.prime.model.load_state(states.get("process", {}))
         if self.reference is not None:
             self.reference.load_state(states.get("reference", {}))
 
@@ -159,7 +159,7 @@ class Policy:
             if kl is None:
                 assert batch.old_logprobs is not None
                 assert batch.ref_logprobs is not None
-                kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.method.reward_kl_type)
+                kl = kl_penalty(batch.old_logprobs, batch.ref_logprobs, self.algorithm.reward_kl_type)
             kl = kl.double() * batch.mask
             penalty = self._reward_kl.beta * kl
         episodes = AdvantageInputs(
@@ -170,7 +170,7 @@ class Policy:
             rewards=rewards - penalty,
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
-            options=self.method.estimator_options,
+            options=self.algorithm.estimator_options,
             rank=self.actor.rank,
             gather=self.actor.gather,
         )
@@ -190,7 +190,7 @@ class Policy:
         estimate = self._estimator(episodes)
         advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
         if self.critic is not None and returns is None:
-            wrong = f"algorithm.adv_estimator={self.method.estimator} returned advantages and no returns"
+            wrong = f"algorithm.adv_estimator={self.algorithm.estimator} returned advantages and no returns"
             raise ConfigError([f"critic.enable: {wrong} to train it on; return both, or set critic.enable=false"])
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
         if returns is None or episodes.values is None:
@@ -201,7 +201,7 @@ class Policy:
         """The mismatch with the engine that generated: measured always, corrected where the method says so."""
         assert batch.old_logprobs is not None
         assert batch.rollout_logprobs is not None
-        pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.method.correction
+        pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.algorithm.correction
         moments = mismatch_moments(*pair, batch.mask)
         metrics = mismatch_metrics(self.actor.gather(moments[None]))
         mask, weights = batch.mask, None
@@ -210,24 +210,24 @@ class Policy:
             tokens, total, squares = self._episodes.total(mask, weights, weights.square())
             metrics["training/rollout_is_ess"] = total * total / (tokens * squares) if squares else 0.0
         if correction.reject is not None:
-            mask = kept(*pair, batch.mask, batch.offsets, correction)
+            mask = rejection_mask(*pair, batch.mask, batch.offsets, correction)
             before, after = self._episodes.total(batch.mask, mask)
             metrics["training/rollout_rejected"] = 1.0 - after / max(before, 1.0)
         return batch.with_(mask=mask, weights=weights), metrics
 
     def _policy_steps(self, plan: RankPlan) -> Iterator[dict[str, float]]:
-        survey = SURVEYS.get(self.method.loss_mode)
-        exact = self.method.loss_kl_coef is not None and self.method.loss_kl_type == EXACT
+        prepass = PREPASSES.get(self.algorithm.loss_mode)
+        exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT
         update = partial(self.actor.update, loss=self._objective, reference=self.reference if exact else None)
         for step, parts in enumerate(plan.policy):
-            if survey is None:
+            if prepass is None:
                 yield update(self._batch.split(parts))
             else:
-                micro_batches, found = self._surveyed(survey, parts, plan, updated=step > 0)
+                micro_batches, found = self._run_prepass(prepass, parts, plan, updated=step > 0)
                 yield update(micro_batches) | found
 
-    def _surveyed(
-        self, survey: Survey, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
+    def _run_prepass(
+        self, prepass: Prepass, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
     ) -> tuple[list[FlatBatch], dict[str, float]]:
         """The micro-batches of a mini-batch, with what the loss must know of all of it; and numbers for the user."""
         chosen = torch.from_numpy(np.concatenate(parts)).long()
@@ -240,7 +240,7 @@ class Policy:
         episodes = self._episodes.select(chosen, batch.mask, batch.offsets)
         numbers = torch.from_numpy(plan.numbers)[chosen]
         noise = token_noise(episodes.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
-        found = survey(tokens_of(logprobs, batch), episodes, noise, self.method.loss_options)
+        found = prepass(make_loss_inputs(logprobs, batch), episodes, noise, self.algorithm.loss_options)
         return batch.with_(**found.fields).split(cuts), found.metrics
 
     def _forget(self) -> None:
@@ -261,10 +261,10 @@ class PrimeRewardModel:
 
     def prepare(self, batch: FlatBatch, cuts: Cuts, scores: Tensor) -> Tensor:
         """The rewards of all tokens [T], by the model as it is now; outcomes [B] are kept for its update."""
-        ref = logprobs_of(self._reference, batch, cuts)
+        ref = batch_logprobs(self._reference, batch, cuts)
         outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
         self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        gain = torch.where(batch.mask, logprobs_of(self.model, batch, cuts) - ref, 0.0)
+        gain = torch.where(batch.mask, batch_logprobs(self.model, batch, cuts) - ref, 0.0)
         return self._coef * self._beta * gain.double()
 
     def update(self, updates: Updates) -> Iterator[dict[str, float]]:
@@ -274,18 +274,18 @@ class PrimeRewardModel:
         self._batch = FlatBatch.empty()
 
 
-def functions_of(method: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
+def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
     """The estimator and the loss that a method names: the user's own are looked for before any model is loaded."""
     try:
         return (
-            load_function(method.estimator, ESTIMATORS, "algorithm.adv_estimator"),
-            load_function(method.loss_mode, LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode"),
+            load_function(algorithm.estimator, ESTIMATORS, "algorithm.adv_estimator"),
+            load_function(algorithm.loss_mode, LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode"),
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 
 
-def logprobs_of(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:
+def batch_logprobs(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:
     """Log-probs [T] of a batch, computed micro-batch by micro-batch."""
     return _in_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
 from verl.data.sft_batches import Share
-from verl.training.contents import chosen
+from verl.training.contents import select_contents
 from verl.training.engine import ModelOutput, TrainEngine
 
 __all__ = ["Supervised"]
@@ -40,7 +40,7 @@ class Supervised:
 
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
         """What a checkpoint must hold, in the folder that a policy has in it: what reads the one reads the other."""
-        return chosen({"actor": self.engine.state()}, contents)
+        return select_contents({"actor": self.engine.state()}, contents)
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """The inverse of `states`; what is not in them stays as it is."""

@@ -70,7 +70,7 @@ class BaseTrainWorker:
 
     def join(self, address: tuple[str, int], settings: RankSettings) -> None:
         """Meet the other ranks."""
-        from verl.training.group import init_process_group
+        from verl.training.process_group import init_process_group
 
         host, port = address
         self._settings: RankSettings = settings
@@ -81,7 +81,7 @@ class BaseTrainWorker:
 
     def leave(self) -> None:
         """Leave the other ranks, for a process that goes on without them."""
-        from verl.training.group import close_process_group
+        from verl.training.process_group import close_process_group
 
         close_process_group()
 
@@ -104,11 +104,11 @@ class BaseTrainWorker:
     def _write_model_files(self, directory: Path) -> dict[str, FileSum]:
         """What `from_pretrained` needs beside the weights, for whoever exports them."""
         from verl.checkpoint.files import make_directory, write
-        from verl.training.model_files import model_files
+        from verl.training.model_files import read_model_files
 
         if not hasattr(self, "_model_files"):
             model, tokenizer = self._settings.actor, self._settings.tokenizer_path
-            self._model_files = model_files(model.model_path, tokenizer, trust_remote_code=model.trust_remote_code)
+            self._model_files = read_model_files(model.model_path, tokenizer, trust_remote_code=model.trust_remote_code)
         folder = Path("actor", "huggingface")
         make_directory(directory / folder)
         return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
@@ -118,14 +118,14 @@ class BaseTrainWorker:
         from transformers import AutoConfig
 
         from verl.checkpoint.export import export_weights, weight_gaps
-        from verl.training.model_files import base_weights, saved_weights
+        from verl.training.model_files import base_weights_reader, read_saved_weights
 
         folder, trust = Path("actor", "huggingface"), self._settings.actor.trust_remote_code
         config = AutoConfig.from_pretrained(directory / folder, trust_remote_code=trust)
 
         def weights() -> Iterator[tuple[str, Any]]:
-            base = base_weights(trust_remote_code=trust)
-            return saved_weights(directory / "actor", config, base=base, trust_remote_code=trust)
+            base = base_weights_reader(trust_remote_code=trust)
+            return read_saved_weights(directory / "actor", config, base=base, trust_remote_code=trust)
 
         written = export_weights(weights(), directory / folder)
         if gaps := weight_gaps(weights(), directory / folder):

@@ -215,8 +215,8 @@ class TrainerWorker:
         from verl.algorithms.settings import AlgorithmSettings, LossOptions
         from verl.custom_functions import load_function
         from verl.training.fsdp import FsdpEngine
-        from verl.training.group import close_process_group, init_process_group
-        from verl.training.policy import Policy
+        from verl.training.policy import PolicyTrainer
+        from verl.training.process_group import close_process_group, init_process_group
         from verl.training.settings import FsdpSettings
         from verl.workers.optimizer_state import take_moments
 
@@ -224,7 +224,7 @@ class TrainerWorker:
         if estimator in ("gae", "remax"):
             needs = {"gae": "a critic", "remax": "greedy answers beside the others"}[estimator]
             raise ConfigError([f"estimator={estimator}: needs {needs}, which only whole runs have; use a trainer"])
-        method = AlgorithmSettings(
+        algorithm = AlgorithmSettings(
             estimator=estimator, loss_options=LossOptions(clip_low=clip_range, clip_high=clip_range)
         )
         try:
@@ -245,7 +245,7 @@ class TrainerWorker:
                 model.save_pretrained(folder)
                 told |= {"device": place, "temperature": temperature, **_as_is(model)}
                 self._engine = FsdpEngine(FsdpSettings(folder, **told))
-            self._policy = Policy(self._engine, method)
+            self._policy = PolicyTrainer(self._engine, algorithm)
             if optimizer is not None:
                 take_moments(self._engine, optimizer)
         except BaseException:
@@ -289,7 +289,7 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the group of ranks that it made: this process may then make another. Done at the end, if not before."""
-        from verl.training.group import close_process_group
+        from verl.training.process_group import close_process_group
 
         if not self._is_open:  # the group that is there by now may be another's
             return

@@ -25,7 +25,7 @@ PARCEL_BYTES = 512 * 1024 * 1024
 class TrainSettings(RankSettings):
     """What a train worker builds itself from: its models, and the algorithm that says what they do."""
 
-    method: AlgorithmSettings
+    algorithm: AlgorithmSettings
     reference: FsdpSettings | None = None
     reference_is_actor: bool = False  # the reference is the actor with its adapter off
     critic: FsdpSettings | None = None
@@ -47,25 +47,25 @@ class TrainWorker(BaseTrainWorker):
 
         from verl.training.fsdp import FsdpEngine
         from verl.training.lora import BaseModelReference
-        from verl.training.policy import Policy, PrimeRewardModel, functions_of
+        from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
 
         def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
             return None if wanted is None else FsdpEngine(wanted)
 
-        functions_of(settings.method)
+        load_functions(settings.algorithm)
         self.join(address, settings)
         torch.manual_seed(settings.seed)
-        method, actor = settings.method, FsdpEngine(settings.actor)
+        algorithm, actor = settings.algorithm, FsdpEngine(settings.actor)
         reference: Any = BaseModelReference(actor) if settings.reference_is_actor else engine(settings.reference)
-        process = None
+        prime = None
         if settings.process is not None:
             compared = engine(settings.process_reference) or reference
             assert compared is not None
-            process = PrimeRewardModel(
-                FsdpEngine(settings.process), compared, beta=method.process_beta, coef=method.process_coef
+            prime = PrimeRewardModel(
+                FsdpEngine(settings.process), compared, beta=algorithm.prime_beta, coef=algorithm.prime_coef
             )
-        self._policy = self._trained = Policy(
-            actor, method, reference=reference, critic=engine(settings.critic), process=process
+        self._policy = self._trained = PolicyTrainer(
+            actor, algorithm, reference=reference, critic=engine(settings.critic), prime=prime
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._publish_dtype, self._publish_adapter = settings.publish_dtype, settings.publish_adapter
@@ -81,7 +81,7 @@ class TrainWorker(BaseTrainWorker):
         return self._policy.update(plan)
 
     def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._policy.score(sequences)
+        return self._policy.compute_logprobs(sequences)
 
     def pack_weights(self) -> list[Any]:
         """Gather the weights, or the adapter alone; rank 0 lays them into the object store and says where."""

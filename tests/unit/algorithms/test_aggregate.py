@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.aggregate import MODES, Totals, aggregate, segment_sum, totals_of
+from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals, segment_sum
 
 pytestmark = pytest.mark.unit
 
@@ -39,7 +39,7 @@ mini_batch = st.lists(st.lists(token, max_size=6), min_size=1, max_size=8)
 @given(mini_batch, st.sampled_from(MODES), st.data())
 @settings(max_examples=150, deadline=None)
 def test_shares_of_any_cut_add_up_to_the_number_of_the_mini_batch(sequences, mode, data):
-    totals = totals_of(*flat(sequences)[1:])
+    totals = count_totals(*flat(sequences)[1:])
     order = data.draw(st.permutations(sequences))
     cuts = sorted(data.draw(st.lists(st.integers(0, len(sequences)), max_size=4)))
     parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(order)], strict=True)]
@@ -48,7 +48,7 @@ def test_shares_of_any_cut_add_up_to_the_number_of_the_mini_batch(sequences, mod
 
 
 def test_a_sequence_without_generated_tokens_counts_nowhere():
-    assert totals_of(*flat([[(1.0, True), (2.0, False)], [(3.0, False)], []])[1:]) == Totals(tokens=1, sequences=1)
+    assert count_totals(*flat([[(1.0, True), (2.0, False)], [(3.0, False)], []])[1:]) == Totals(tokens=1, sequences=1)
 
 
 def test_masked_infinities_do_not_reach_the_loss_or_the_gradient():

@@ -5,7 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.correction import Correction, importance_weights, kept, mismatch_metrics, mismatch_moments
+from verl.algorithms.correction import (
+    Correction,
+    importance_weights,
+    mismatch_metrics,
+    mismatch_moments,
+    rejection_mask,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -61,7 +67,7 @@ def test_weights_carry_no_gradient():
 )
 def test_what_differs_too_much_leaves_the_mask(level, expected):
     correction = Correction(reject=level, lower=0.5, upper=1.6)
-    assert kept(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
+    assert rejection_mask(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
 
 
 def test_mismatch_of_all_ranks_is_that_of_one():

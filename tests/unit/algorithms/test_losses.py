@@ -141,7 +141,9 @@ def test_sppo_is_at_rest_where_the_log_ratio_is_the_win_rate():
     assert sppo(x, LossOptions(sppo_eta=1.0)).loss.tolist() == pytest.approx([0.04, 0.04])
 
 
-@pytest.mark.parametrize(("name", "lacks"), [("clip_cov", "survey"), ("kl_cov", "survey"), ("sppo", "no ref_logprobs")])
+@pytest.mark.parametrize(
+    ("name", "lacks"), [("clip_cov", "prepass"), ("kl_cov", "prepass"), ("sppo", "no ref_logprobs")]
+)
 def test_a_loss_that_lacks_something_says_what(name, lacks):
     with pytest.raises(ValueError, match=lacks):
         LOSSES[name](tokens([0.0], [1.0]), OPTIONS)

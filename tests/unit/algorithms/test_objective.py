@@ -4,10 +4,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from verl.algorithms.aggregate import MODES, Totals, aggregate, totals_of
+from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
 from verl.algorithms.kl import kl_penalty
 from verl.algorithms.losses import LossOptions, PolicyLoss, vanilla
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective, sft, tokens_of
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, make_loss_inputs, sft
 
 pytestmark = pytest.mark.unit
 
@@ -28,7 +28,7 @@ def example():
         weights=None,
         chosen=None,
     )
-    return output, batch, totals_of(mask, offsets)
+    return output, batch, count_totals(mask, offsets)
 
 
 def own_loss(x, o):
@@ -45,7 +45,7 @@ def test_the_loss_is_policy_minus_entropy_plus_kl_in_one_aggregation(mode):
     objective = PolicyObjective(agg_mode=mode, scale=5.0, entropy_coeff=0.3, kl_coef=0.7, kl_type="k2")
     loss, metrics = objective(output, batch, totals)
     share = lambda values: aggregate(values, batch.mask, batch.offsets, mode, totals, scale=5.0)  # noqa: E731
-    policy = vanilla(tokens_of(output.logprobs, batch), LossOptions())
+    policy = vanilla(make_loss_inputs(output.logprobs, batch), LossOptions())
     kl = share(kl_penalty(output.logprobs, batch.ref_logprobs, "k2"))
     expected = share(policy.loss) - 0.3 * share(output.entropy) + 0.7 * kl
     assert loss.item() == pytest.approx(expected.item())
@@ -70,7 +70,7 @@ def test_every_clip_has_a_fraction_of_its_own():
     output = SimpleNamespace(logprobs=log_ratio, entropy=torch.zeros(6))
     batch = example()[1]
     batch.mask, batch.offsets, batch.old_logprobs, batch.advantages = mask, offsets, torch.zeros(6), advantages
-    _, metrics = PolicyObjective()(output, batch, totals_of(mask, offsets))
+    _, metrics = PolicyObjective()(output, batch, count_totals(mask, offsets))
     fractions = {name: float(value) for name, value in metrics.items() if "clipfrac" in name}
     assert fractions == pytest.approx(
         {

@@ -64,7 +64,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "online_dpo": {"loss_mode": "dpo", "loss_options.dpo_beta": 0.1},
     "spin": {"loss_mode": "dpo", "ref_update_freq": 1},
     "sppo": {"loss_mode": "sppo", "estimator": "win_rate", "loss_options.sppo_eta": 1.0},
-    "prime": {"estimator": "prime", "process_beta": 0.05, "process_coef": 5.0},
+    "prime": {"estimator": "prime", "prime_beta": 0.05, "prime_coef": 5.0},
 }
 BESIDE_THE_POLICY = {
     "ppo": {"critic"},
@@ -84,7 +84,7 @@ def test_every_example_of_an_algorithm_is_looked_at() -> None:
 def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -> None:
     settings = train_settings(example(f"algorithms/{name}.yaml"), 100, "cpu")
     for path, value in EXPECTED[name].items():
-        found: Any = settings.method
+        found: Any = settings.algorithm
         for part in path.split("."):
             found = getattr(found, part)
         assert found == value, path
@@ -212,9 +212,9 @@ def test_the_steps_of_the_critics_warm_up_are_not_steps_of_the_policys_schedule(
     assert settings.critic is not None
     assert settings.actor.total_steps == (10 - 4) * 2
     assert settings.critic.total_steps == 10 * 4 * 3
-    assert settings.method.critic_warmup == 4
+    assert settings.algorithm.critic_warmup == 4
     without = train_settings(config_of(*GRPO, *sizes), 10, "cpu")
-    assert (without.actor.total_steps, without.method.critic_warmup) == (20, 0)
+    assert (without.actor.total_steps, without.algorithm.critic_warmup) == (20, 0)
 
 
 @pytest.mark.parametrize("section", ["critic", "actor_rollout_ref.actor"])
@@ -287,7 +287,7 @@ def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch
 def test_the_example_of_ppo_reads_as_it_is_written() -> None:
     config = load_yaml(EXAMPLES / "ppo" / "ppo_config.yaml", ["trainer.logger=[console]"]).config
     settings = train_settings(config, 100, "cuda")
-    assert settings.method.estimator == "gae"
+    assert settings.algorithm.estimator == "gae"
     assert settings.critic is not None
     assert settings.critic.lr == 1e-5
     assert settings.reference is None  # use_kl_in_reward is not set

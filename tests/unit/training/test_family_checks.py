@@ -8,7 +8,7 @@ from tiny import FAMILIES, tiny_family
 from verl.config.load import load_dict
 from verl.errors import ConfigError
 from verl.trainer.data import check_files
-from verl.training.families import PROVEN, family_note, family_problems, too_long_to_pack
+from verl.training.families import PROVEN, family_note, family_problems, packing_length_problem
 
 pytestmark = pytest.mark.unit
 
@@ -94,12 +94,12 @@ def test_a_family_that_nobody_has_proven_is_tried_and_told_so():
 def test_sequences_whose_positions_would_depend_on_their_neighbours_are_refused(rope_type):
     rope = {"rope_type": rope_type, "original_max_position_embeddings": 4096}
     for config in ({"rope_parameters": rope}, {"rope_scaling": {"type": rope_type}, "max_position_embeddings": 4096}):
-        assert too_long_to_pack("phi", config, 4096, "data.max_length") is None
-        wrong = too_long_to_pack("phi", config, 4097, "data.max_length")
+        assert packing_length_problem("phi", config, 4096, "data.max_length") is None
+        wrong = packing_length_problem("phi", config, 4097, "data.max_length")
         assert wrong is not None
         assert "set data.max_length to 4096 at most" in wrong
 
 
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "original_max_position_embeddings": 16}])
 def test_other_positions_do_not_depend_on_neighbours(rope):
-    assert too_long_to_pack("m", {"rope_parameters": rope, "max_position_embeddings": 64}, 10**6, "x") is None
+    assert packing_length_problem("m", {"rope_parameters": rope, "max_position_embeddings": 64}, 10**6, "x") is None

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 
 from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
 from verl.errors import CheckpointError, EngineError
-from verl.training.lora import adapter_off, base_of, check_base, fingerprint, is_trained
+from verl.training.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
 from verl.training.model import PackedModel, load_model
 from verl.training.settings import Head, LoraSettings
 
@@ -54,7 +54,7 @@ def test_all_linear_modules_of_the_layers_get_an_adapter_and_the_head_none(path:
     }
     assert len(adapted(model)) == 14
     trained = {name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
-    assert trained == {name for name, _ in model.hf.named_parameters() if is_trained(name)}
+    assert trained == {name for name, _ in model.hf.named_parameters() if is_trainable(name)}
     assert all(is_adapter(name) for name in trained)
 
 
@@ -82,7 +82,7 @@ def test_an_adapter_is_kept_in_float32_on_weights_of_any_type(path: Path) -> Non
     model = load_model(str(path), dtype=torch.bfloat16, lora=LoraSettings(4))
     kinds = {(is_adapter(name), parameter.dtype) for name, parameter in model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
-    assert model.packed(TOKENS, POSITIONS, [9]).isfinite().all()
+    assert model.forward_packed(TOKENS, POSITIONS, [9]).isfinite().all()
 
 
 def test_a_critic_trains_its_head_too(path: Path) -> None:
@@ -120,13 +120,13 @@ def test_a_model_with_its_adapter_off_is_the_model_without_one_to_the_bit(tmp_pa
     hf: PreTrainedModel = make()  # type: ignore[operator]
     hf.save_pretrained(tmp_path)
     plain, model = loaded(tmp_path, None), loaded(tmp_path, LoraSettings(4))
-    right = plain.packed(TOKENS, POSITIONS, [9])
-    assert torch.equal(model.packed(TOKENS, POSITIONS, [9]), right), "an adapter adds nothing at first"
+    right = plain.forward_packed(TOKENS, POSITIONS, [9])
+    assert torch.equal(model.forward_packed(TOKENS, POSITIONS, [9]), right), "an adapter adds nothing at first"
     shake(model)
-    assert not torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
-    with adapter_off(model):
-        assert torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
-    assert not torch.equal(model.packed(TOKENS, POSITIONS, [9]), right)
+    assert not torch.equal(model.forward_packed(TOKENS, POSITIONS, [9]), right)
+    with disable_adapter(model):
+        assert torch.equal(model.forward_packed(TOKENS, POSITIONS, [9]), right)
+    assert not torch.equal(model.forward_packed(TOKENS, POSITIONS, [9]), right)
 
 
 @torch.no_grad()
@@ -136,7 +136,7 @@ def test_merged_weights_compute_what_the_adapter_does(path: Path) -> None:
     tensors = dict(model.hf.named_parameters())
     base = ((original_name(name), tensor) for name, tensor in tensors.items() if not is_adapter(name))
     plain.hf.load_state_dict(dict(merged(base, tensors, 3.0)), strict=False)
-    gap = plain.packed(TOKENS, POSITIONS, [9]) - model.packed(TOKENS, POSITIONS, [9])
+    gap = plain.forward_packed(TOKENS, POSITIONS, [9]) - model.forward_packed(TOKENS, POSITIONS, [9])
     assert float(gap.abs().max()) < 1e-5
 
 
@@ -149,8 +149,8 @@ def test_names_in_files_are_pefts() -> None:
 def test_what_goes_with_an_adapter_names_its_modules_as_short_as_it_can(path: Path) -> None:
     some = LoraSettings(2, targets=("q_proj",))
     one = LoraSettings(2, targets=("layers.1.self_attn.q_proj",))
-    assert '"target_modules": ["q_proj"]' in base_of(loaded(path, some), some, str(path))["adapter"]
-    assert '"model.layers.1.self_attn.q_proj"' in base_of(loaded(path, one), one, str(path))["adapter"]
+    assert '"target_modules": ["q_proj"]' in describe_adapter(loaded(path, some), some, str(path))["adapter"]
+    assert '"model.layers.1.self_attn.q_proj"' in describe_adapter(loaded(path, one), one, str(path))["adapter"]
 
 
 def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Path, tmp_path: Path) -> None:
@@ -169,7 +169,7 @@ def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Pa
 
 def test_an_adapter_of_other_weights_or_of_another_size_scale_or_place_is_refused(path: Path) -> None:
     settings = LoraSettings(2)
-    mine = base_of(loaded(path, settings), settings, str(path))
+    mine = describe_adapter(loaded(path, settings), settings, str(path))
     check_base(mine, mine)
     with pytest.raises(CheckpointError, match="belongs to other weights"):
         check_base(mine, mine | {"fingerprint": "other"})
@@ -177,9 +177,9 @@ def test_an_adapter_of_other_weights_or_of_another_size_scale_or_place_is_refuse
         check_base(mine | {"adapter": mine["adapter"].replace('"lora_alpha": 16', '"lora_alpha": 32')}, mine)
     fewer = LoraSettings(2, targets=("q_proj",))
     with pytest.raises(CheckpointError, match=re.escape("set peft.target_modules=[down_proj,")):
-        check_base(base_of(loaded(path, fewer), fewer, str(path)), mine)
+        check_base(describe_adapter(loaded(path, fewer), fewer, str(path)), mine)
     with pytest.raises(CheckpointError, match=re.escape("set peft.lora_rank=2")):
-        check_base(base_of(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), mine)
+        check_base(describe_adapter(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), mine)
 
 
 def test_without_peft_the_mend_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

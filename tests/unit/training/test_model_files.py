@@ -6,7 +6,7 @@ import pytest
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoConfig, AutoTokenizer
 
-from verl.training.model_files import model_files
+from verl.training.model_files import read_model_files
 
 pytestmark = pytest.mark.unit
 
@@ -16,7 +16,7 @@ def test_config_and_tokenizer_come_back_from_the_files(tmp_path, apart):
     tokenizer = tmp_path / ("tokenizer" if apart else "model")
     tiny_qwen2(dtype="bfloat16").save_pretrained(tmp_path / "model")
     chat_tokenizer().save_pretrained(tokenizer)
-    files = model_files(str(tmp_path / "model"), str(tokenizer) if apart else None)
+    files = read_model_files(str(tmp_path / "model"), str(tokenizer) if apart else None)
     (tmp_path / "written").mkdir()
     for name, data in files.items():
         (tmp_path / "written" / name).write_bytes(data)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
@@ -22,8 +23,7 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.errors import ConfigError
-from verl.training.fake import FakeSettings, FakeTrainEngine
-from verl.training.policy import Policy, PrimeRewardModel
+from verl.training.policy import PolicyTrainer, PrimeRewardModel
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
@@ -87,7 +87,7 @@ class Step:
     samples: list[Sample]
     plan: RankPlan
 
-    def run(self, policy: Policy) -> dict[str, float]:
+    def run(self, policy: PolicyTrainer) -> dict[str, float]:
         return policy.prepare(self.samples, self.plan) | policy.update(self.plan)
 
 
@@ -138,7 +138,7 @@ def by_token(batch: FlatBatch, values: Tensor) -> dict[tuple[int, ...], list[flo
     return found
 
 
-def resumed(fresh: Policy, saved: Policy, tmp_path: Any) -> Policy:
+def resumed(fresh: PolicyTrainer, saved: PolicyTrainer, tmp_path: Any) -> PolicyTrainer:
     """A new policy that takes over what another one saved, by way of files."""
     for folder, state in saved.states().items():
         save(state, tmp_path / folder)
@@ -151,7 +151,7 @@ def resumed(fresh: Policy, saved: Policy, tmp_path: Any) -> Policy:
 
 def test_a_score_lands_on_the_last_token_that_the_model_wrote(episodes: list[AdvantageInputs]) -> None:
     step = step_of(SAMPLES)
-    Policy(Table(), AlgorithmSettings("seen")).prepare(step.samples, step.plan)
+    PolicyTrainer(Table(), AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     (x,) = episodes
     assert x.scores.tolist() == [one.score for one in step.samples]
     batch = FlatBatch.from_samples(step.samples).with_(mask=torch.ones_like(x.mask))
@@ -173,10 +173,10 @@ def test_kl_in_the_reward_is_taken_off_every_generated_token(
     episodes: list[AdvantageInputs], kind: str, estimate: Any
 ) -> None:
     actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES)
-    method = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type=kind)
-    metrics = Policy(actor, method, reference=reference).prepare(step.samples, step.plan)
+    algorithm = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type=kind)
+    metrics = PolicyTrainer(actor, algorithm, reference=reference).prepare(step.samples, step.plan)
     plain = step_of(SAMPLES)
-    Policy(actor, AlgorithmSettings("seen")).prepare(plain.samples, plain.plan)
+    PolicyTrainer(actor, AlgorithmSettings("seen")).prepare(plain.samples, plain.plan)
     with_kl, without = episodes
     batch = FlatBatch.from_samples(step.samples)
     kl = estimate(reference.says(batch) - actor.says(batch)).double() * batch.mask
@@ -199,17 +199,17 @@ def exact_kl(actor: Table, reference: Table, batch: FlatBatch) -> Tensor:
 
 def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[AdvantageInputs]) -> None:
     actor, reference, step = Table(), Table(seed=1), step_of(SAMPLES, micro=2)
-    method = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type="full")
-    metrics = Policy(actor, method, reference=reference).prepare(step.samples, step.plan)
+    algorithm = AlgorithmSettings("seen", reward_kl=KlController(0.5), reward_kl_type="full")
+    metrics = PolicyTrainer(actor, algorithm, reference=reference).prepare(step.samples, step.plan)
     kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
     assert metrics["actor/reward_kl"] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
-    Policy(actor, AlgorithmSettings("seen")).prepare(step.samples, step.plan)
+    PolicyTrainer(actor, AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     torch.testing.assert_close(episodes[0].rewards, episodes[1].rewards - 0.5 * kl.double(), atol=1e-6, rtol=1e-5)
 
 
 def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
     actor, reference, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
-    policy = Policy(actor, AlgorithmSettings(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
+    policy = PolicyTrainer(actor, AlgorithmSettings(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
     kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
     found = [step.run(policy)["actor/kl_loss"] for _ in range(6)]
     assert found[0] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
@@ -217,9 +217,9 @@ def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: Any) -> None:
-    def policy(beta: float) -> Policy:
+    def policy(beta: float) -> PolicyTrainer:
         controller = KlController(beta, adaptive=True, target=1e-3, horizon=20)
-        return Policy(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
+        return PolicyTrainer(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
 
     step, first = step_of(SAMPLES), policy(0.5)
     assert step.run(first)["actor/reward_kl_coef"] == 0.5
@@ -234,8 +234,8 @@ def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: A
 def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
     before: KlController | None, tmp_path: Any
 ) -> None:
-    def policy(controller: KlController | None) -> Policy:
-        return Policy(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
+    def policy(controller: KlController | None) -> PolicyTrainer:
+        return PolicyTrainer(Table(), AlgorithmSettings(reward_kl=controller), reference=Table(seed=1))
 
     step = step_of(SAMPLES)
     assert step.run(resumed(policy(KlController(0.1)), policy(before), tmp_path))["actor/reward_kl_coef"] == 0.1
@@ -243,7 +243,7 @@ def test_a_weight_of_the_kl_that_does_not_steer_itself_is_that_of_the_settings(
 
 @pytest.mark.parametrize("contents", [("model",), ("optimizer",), ("extra",), ("model", "extra"), ()])
 def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str, ...], tmp_path: Any) -> None:
-    step, saved, fresh = step_of(SAMPLES), Policy(Table()), Policy(Table(seed=3))
+    step, saved, fresh = step_of(SAMPLES), PolicyTrainer(Table()), PolicyTrainer(Table(seed=3))
     step.run(saved)
     chosen = {"actor": contents}
     for folder, state in saved.states(chosen).items():
@@ -261,7 +261,7 @@ def test_a_checkpoint_holds_and_gives_back_what_is_asked_for(contents: tuple[str
 def test_a_fixed_weight_of_the_kl_stays() -> None:
     step, policy = (
         step_of(SAMPLES),
-        Policy(Table(), AlgorithmSettings(reward_kl=KlController(0.5)), reference=Table(seed=1)),
+        PolicyTrainer(Table(), AlgorithmSettings(reward_kl=KlController(0.5)), reference=Table(seed=1)),
     )
     assert {step.run(policy)["actor/reward_kl_coef"] for _ in range(3)} == {0.5}
 
@@ -284,7 +284,7 @@ CRITIC_SIZES = {"critic": UpdateSizes(9, 9, None)}
 def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to() -> None:
     known = torch.linspace(-1, 1, VOCABULARY)
     actor, valuer, step = Table(), critic(known), step_of(SAMPLES, **CRITIC_SIZES)
-    metrics = step.run(Policy(actor, AlgorithmSettings("gae", EstimatorOptions(0.9, 0.8)), critic=valuer))
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings("gae", EstimatorOptions(0.9, 0.8)), critic=valuer))
     (trained,), (policy,) = valuer.seen, actor.seen
     returns, advantages = by_token(trained, trained.returns), by_token(policy, policy.advantages)
     raw = {}
@@ -308,7 +308,7 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
 
 def test_the_critic_comes_to_know_the_returns() -> None:
     step = step_of(SAMPLES, critic=UpdateSizes(1, 1, None, epochs=2))
-    policy = Policy(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
+    policy = PolicyTrainer(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
     found = [step.run(policy) for _ in range(25)]
     assert found[-1]["critic/vf_loss"] < 0.5 * found[0]["critic/vf_loss"]
     assert found[-1]["critic/explained_variance"] > 0.3 > found[0]["critic/explained_variance"]
@@ -318,7 +318,7 @@ def test_the_critic_comes_to_know_the_returns() -> None:
 def test_while_the_critic_warms_up_the_policy_stays_as_it_is() -> None:
     actor, valuer, step = Table(), critic(), step_of(SAMPLES, **CRITIC_SIZES)
     policy, start = (
-        Policy(actor, AlgorithmSettings("gae", critic_warmup=2), critic=valuer),
+        PolicyTrainer(actor, AlgorithmSettings("gae", critic_warmup=2), critic=valuer),
         actor.table.detach().clone(),
     )
     for number in range(1, 4):
@@ -330,8 +330,8 @@ def test_while_the_critic_warms_up_the_policy_stays_as_it_is() -> None:
 
 
 def test_the_warm_up_of_the_critic_goes_on_where_it_was_saved(tmp_path: Any) -> None:
-    def policy() -> Policy:
-        return Policy(Table(), AlgorithmSettings("gae", critic_warmup=2), critic=critic())
+    def policy() -> PolicyTrainer:
+        return PolicyTrainer(Table(), AlgorithmSettings("gae", critic_warmup=2), critic=critic())
 
     step, whole, saved = step_of(SAMPLES, **CRITIC_SIZES), policy(), policy()
     step.run(saved)
@@ -348,7 +348,7 @@ def test_the_warm_up_of_the_critic_goes_on_where_it_was_saved(tmp_path: Any) -> 
 def test_remax_takes_the_score_of_the_greedy_answer_off() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else -1.0) for one in SAMPLES]
     actor, step = Table(), step_of(samples)
-    step.run(Policy(actor, AlgorithmSettings("remax")))
+    step.run(PolicyTrainer(actor, AlgorithmSettings("remax")))
     advantages = by_token(actor.seen[0], actor.seen[0].advantages)
     for one in samples:
         assert advantages[tuple(one.tokens)] == [one.score - one.baseline] * int(one.mask.sum())
@@ -358,7 +358,7 @@ def test_remax_without_greedy_answers_says_what_is_missing() -> None:
     samples = [replace(one, baseline=0.5 if one.group == 0 else None) for one in SAMPLES]
     step = step_of(samples)
     with pytest.raises(ValueError, match="no greedy baseline; run a greedy episode"):
-        step.run(Policy(Table(), AlgorithmSettings("remax")))
+        step.run(PolicyTrainer(Table(), AlgorithmSettings("remax")))
 
 
 # The engine that generated
@@ -367,7 +367,7 @@ def test_remax_without_greedy_answers_says_what_is_missing() -> None:
 def test_the_mismatch_with_the_engine_is_measured_though_nothing_is_corrected() -> None:
     actor = Table()
     step = step_of(told(SAMPLES, actor, {0: 0.5, 3: -0.25}))
-    metrics = step.run(Policy(actor))
+    metrics = step.run(PolicyTrainer(actor))
     batch = FlatBatch.from_samples(step.samples)
     p = (
         torch.from_numpy(np.concatenate([one.logprobs for one in told(step.samples, Table())]))[batch.mask]
@@ -394,8 +394,8 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
     samples = told(SAMPLES, actor, {0: 0.3, 3: -0.25, 4: 0.1})
     expected = {0: 0.3, 3: -0.25, 4: 0.1}
     step = step_of(samples)
-    metrics = step.run(Policy(actor, AlgorithmSettings(correction=correction)))
-    without = step.run(Policy(plain))
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=correction)))
+    without = step.run(PolicyTrainer(plain))
     batch = actor.seen[0]
     weights, advantages = by_token(batch, batch.weights), by_token(batch, batch.advantages)
     assert advantages == by_token(plain.seen[0], plain.seen[0].advantages)
@@ -418,8 +418,10 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
 def test_a_weight_of_one_changes_nothing() -> None:
     actor, plain = Table(), Table()
     step = step_of(told(SAMPLES, actor))
-    step.run(Policy(actor, AlgorithmSettings(correction=Correction("sequence", normalize=True, reject="sequence"))))
-    step.run(Policy(plain))
+    step.run(
+        PolicyTrainer(actor, AlgorithmSettings(correction=Correction("sequence", normalize=True, reject="sequence")))
+    )
+    step.run(PolicyTrainer(plain))
     torch.testing.assert_close(actor.table, plain.table, atol=1e-5, rtol=1e-5)
 
 
@@ -430,8 +432,8 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
     actor, plain = Table(), Table()
     samples = told(SAMPLES, actor, {0: 1.0, 5: -0.5})  # exp(3) and exp(-0.5): one out, one in
     step = step_of(samples)
-    metrics = step.run(Policy(actor, AlgorithmSettings(correction=REJECTING)))
-    step.run(Policy(plain))
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=REJECTING)))
+    step.run(PolicyTrainer(plain))
     batch, whole = actor.seen[0], plain.seen[0]
     assert [len(numbers) for numbers in by_token(batch, batch.advantages).values()].count(
         0
@@ -441,7 +443,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
     assert metrics["training/rollout_rejected"] == pytest.approx(3 / GENERATED)
     without = step_of([one for place, one in enumerate(samples) if place != 0])
     lonely = Table()
-    without.run(Policy(lonely))
+    without.run(PolicyTrainer(lonely))
     others = by_token(lonely.seen[0], lonely.seen[0].advantages)
     assert others[tuple(SAMPLES[1].tokens)] != by_token(batch, batch.advantages)[tuple(SAMPLES[1].tokens)]
 
@@ -449,7 +451,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
 def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
     actor, valuer = Table(), critic(torch.linspace(-1, 1, VOCABULARY))
     step = step_of(told(SAMPLES, actor, {0: 1.0}), **CRITIC_SIZES)
-    step.run(Policy(actor, AlgorithmSettings("gae", correction=REJECTING), critic=valuer))
+    step.run(PolicyTrainer(actor, AlgorithmSettings("gae", correction=REJECTING), critic=valuer))
     assert int(actor.seen[0].mask.sum()) == GENERATED - 3
     assert int(valuer.seen[0].mask.sum()) == GENERATED
     assert by_token(valuer.seen[0], valuer.seen[0].returns)[tuple(SAMPLES[0].tokens)] == pytest.approx([1.0] * 3)
@@ -458,7 +460,7 @@ def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
 def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> None:
     actor = Table()
     start, step = actor.table.detach().clone(), step_of(told(SAMPLES, actor, 5.0), prompts=1)
-    metrics = step.run(Policy(actor, AlgorithmSettings(correction=Correction(reject="token"))))
+    metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=Correction(reject="token"))))
     assert torch.equal(actor.table, start)
     assert metrics["actor/skipped_steps"] == 2
     assert metrics["training/rollout_rejected"] == 1.0
@@ -467,7 +469,7 @@ def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> No
 # Losses
 
 
-def method_of(loss_mode: str, **changes: Any) -> AlgorithmSettings:
+def algorithm_of(loss_mode: str, **changes: Any) -> AlgorithmSettings:
     options = LossOptions(clip_cov_lb=-9.0, clip_cov_ub=9.0, clip_cov_ratio=0.4, kl_cov_ratio=0.3)
     estimator = "win_rate" if loss_mode == "sppo" else "grpo"
     return replace(AlgorithmSettings(estimator, loss_mode=loss_mode, loss_options=options), **changes)
@@ -480,7 +482,7 @@ def test_the_new_policy_does_not_depend_on_the_micro_batches(loss_mode: str, pro
     for micro in (1, 2, 9):
         actor = Table(grad_clip=0.5)
         step = step_of(told(SAMPLES, actor), prompts=prompts, micro=micro, epochs=2)
-        step.run(Policy(actor, method_of(loss_mode), reference=Table(seed=1)))
+        step.run(PolicyTrainer(actor, algorithm_of(loss_mode), reference=Table(seed=1)))
         assert len(actor.seen) == 2 * 2 // prompts
         tables.append(actor.table.detach())
     assert not torch.equal(tables[0], Table().table)
@@ -492,7 +494,7 @@ def test_the_new_policy_does_not_depend_on_the_micro_batches(loss_mode: str, pro
 def test_kl_cov_holds_the_tokens_that_have_the_largest_covariance_now(prompts: int) -> None:
     actor = Table(lr=0.5)
     step = step_of(told(SAMPLES, actor), prompts=prompts)
-    metrics = step.run(Policy(actor, method_of("kl_cov")))
+    metrics = step.run(PolicyTrainer(actor, algorithm_of("kl_cov")))
     for batch, table in zip(actor.seen, actor.before, strict=True):
         mask, now = batch.mask, actor.says(batch, table)
         advantages, logprobs = batch.advantages[mask], now[mask]
@@ -514,7 +516,7 @@ def test_clip_cov_takes_the_gradient_of_a_share_of_all_tokens(prompts: int) -> N
     ]
     actor = Table()
     step = step_of(told(samples, actor), prompts=20 * prompts)
-    metrics = step.run(Policy(actor, method_of("clip_cov")))
+    metrics = step.run(PolicyTrainer(actor, algorithm_of("clip_cov")))
     shares = [float(batch.chosen.sum() / batch.mask.sum()) for batch in actor.seen]
     assert all(0.25 < share < 0.55 for share in shares)  # 0.4 in expectation, of 300 tokens or more
     assert all(not (batch.chosen & ~batch.mask).any() for batch in actor.seen)
@@ -544,7 +546,10 @@ PAIRS = [
 @pytest.mark.parametrize("loss_mode", ["dpo", "sppo"])
 def test_better_answers_become_likelier_and_worse_ones_less(loss_mode: str, prompts: int) -> None:
     actor = Table(lr=0.02)
-    policy, step = Policy(actor, method_of(loss_mode), reference=Table()), step_of(PAIRS[:-1], prompts=prompts)
+    policy, step = (
+        PolicyTrainer(actor, algorithm_of(loss_mode), reference=Table()),
+        step_of(PAIRS[:-1], prompts=prompts),
+    )
     start = preference(actor, PAIRS[:-1])
     found = [step.run(policy) for _ in range(3)]
     end = preference(actor, PAIRS[:-1])
@@ -560,7 +565,9 @@ def test_better_answers_become_likelier_and_worse_ones_less(loss_mode: str, prom
 def test_the_gradient_of_dpo_is_that_of_its_formula() -> None:
     actor, reference = Table(), Table(seed=1)
     step = step_of(PAIRS[:2] + PAIRS[4:6], micro=1)
-    metrics = step.run(Policy(actor, method_of("dpo", loss_options=LossOptions(dpo_beta=0.3)), reference=reference))
+    metrics = step.run(
+        PolicyTrainer(actor, algorithm_of("dpo", loss_options=LossOptions(dpo_beta=0.3)), reference=reference)
+    )
     table = actor.before[0].requires_grad_()
     losses = []
     for better, worse in (PAIRS[:2], PAIRS[4:6]):
@@ -577,7 +584,7 @@ def test_the_gradient_of_dpo_is_that_of_its_formula() -> None:
 
 def test_an_answer_without_a_pair_is_left_alone() -> None:
     actor, step = Table(), step_of(PAIRS)
-    step.run(Policy(actor, method_of("dpo"), reference=Table()))
+    step.run(PolicyTrainer(actor, algorithm_of("dpo"), reference=Table()))
     batch = actor.seen[0]
     trained = by_token(batch, batch.advantages)
     assert sum(not numbers for numbers in trained.values()) == 1
@@ -586,7 +593,7 @@ def test_an_answer_without_a_pair_is_left_alone() -> None:
 
 def test_dpo_on_groups_without_a_difference_moves_nothing_and_says_so() -> None:
     actor, step = Table(), step_of([replace(one, score=1.0) for one in PAIRS])
-    metrics = step.run(Policy(actor, method_of("dpo"), reference=Table(seed=1)))
+    metrics = step.run(PolicyTrainer(actor, algorithm_of("dpo"), reference=Table(seed=1)))
     assert torch.equal(actor.table, actor.before[0])
     assert metrics["actor/skipped_steps"] == 1
     assert metrics["actor/dpo_loss"] == 0.0
@@ -596,8 +603,8 @@ def test_dpo_on_groups_without_a_difference_moves_nothing_and_says_so() -> None:
 
 
 def test_the_reference_becomes_the_policy_every_so_many_steps_and_is_in_the_checkpoint(tmp_path: Any) -> None:
-    def policy() -> Policy:
-        return Policy(Table(), method_of("dpo", ref_update_freq=2), reference=Table(trainable=False))
+    def policy() -> PolicyTrainer:
+        return PolicyTrainer(Table(), algorithm_of("dpo", ref_update_freq=2), reference=Table(trainable=False))
 
     step, whole, parts = step_of(PAIRS), policy(), policy()
     for number in range(1, 6):
@@ -609,7 +616,7 @@ def test_the_reference_becomes_the_policy_every_so_many_steps_and_is_in_the_chec
 
 
 def test_a_reference_that_stays_is_not_in_the_checkpoint() -> None:
-    policy = Policy(Table(), method_of("dpo"), reference=Table(trainable=False))
+    policy = PolicyTrainer(Table(), algorithm_of("dpo"), reference=Table(trainable=False))
     step_of(PAIRS).run(policy)
     assert set(policy.states()) == {"actor"}
     assert torch.equal(policy.reference.table, Table().table)  # type: ignore[union-attr]
@@ -618,9 +625,9 @@ def test_a_reference_that_stays_is_not_in_the_checkpoint() -> None:
 # Process rewards
 
 
-def prime_policy(**changes: Any) -> Policy:
+def prime_policy(**changes: Any) -> PolicyTrainer:
     process = PrimeRewardModel(Table(role="process", **changes), Table(trainable=False), beta=0.5, coef=2.0)
-    return Policy(Table(), AlgorithmSettings("prime"), process=process)
+    return PolicyTrainer(Table(), AlgorithmSettings("prime"), prime=process)
 
 
 def test_the_process_model_learns_to_tell_right_answers_from_wrong_ones() -> None:
@@ -639,7 +646,7 @@ def test_the_process_rewards_are_the_log_ratio_of_the_model_to_where_it_started(
     policy._estimator = lambda x: (shown.append(x.process), estimator(x))[1]  # type: ignore[func-returns-value]
     step.run(policy)
     assert not shown[0].any()  # type: ignore[union-attr]
-    batch, model = FlatBatch.from_samples(step.samples), policy.process.model  # type: ignore[union-attr]
+    batch, model = FlatBatch.from_samples(step.samples), policy.prime.model  # type: ignore[union-attr]
     expected = 2.0 * 0.5 * (model.says(batch) - Table().says(batch)).double()  # type: ignore[attr-defined]
     step.run(policy)
     assert expected.any()
@@ -652,7 +659,7 @@ def test_the_process_model_is_in_the_checkpoint(tmp_path: Any) -> None:
     assert set(saved.states()) == {"actor", "process"}
     parts = resumed(prime_policy(), saved, tmp_path)
     assert [step.run(parts) for _ in range(2)] == [step.run(saved) for _ in range(2)]
-    assert torch.equal(parts.process.model.table, saved.process.model.table)  # type: ignore[union-attr, attr-defined]
+    assert torch.equal(parts.prime.model.table, saved.prime.model.table)  # type: ignore[union-attr, attr-defined]
 
 
 # The user's own functions
@@ -679,7 +686,7 @@ def mine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("mine")
 def test_an_estimator_of_the_user() -> None:
     actor, step = Table(), step_of(SAMPLES)
-    step.run(Policy(actor, AlgorithmSettings("mine_of_this_test:doubled")))
+    step.run(PolicyTrainer(actor, AlgorithmSettings("mine_of_this_test:doubled")))
     advantages = by_token(actor.seen[0], actor.seen[0].advantages)
     for one in SAMPLES:
         assert advantages[tuple(one.tokens)] == [2 * one.score] * int(one.mask.sum())
@@ -688,7 +695,7 @@ def test_an_estimator_of_the_user() -> None:
 @pytest.mark.usefixtures("mine")
 def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
     valuer, step = critic(), step_of(SAMPLES, **CRITIC_SIZES)
-    metrics = step.run(Policy(Table(), AlgorithmSettings("mine_of_this_test:with_returns"), critic=valuer))
+    metrics = step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:with_returns"), critic=valuer))
     returns = by_token(valuer.seen[0], valuer.seen[0].returns)
     for one in SAMPLES:
         assert returns[tuple(one.tokens)] == [one.score + 1] * int(one.mask.sum())
@@ -699,15 +706,15 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
 def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_the_mend() -> None:
     step = step_of(SAMPLES, **CRITIC_SIZES)
     with pytest.raises(ConfigError, match=r"doubled returned advantages and no returns .* critic.enable=false"):
-        step.run(Policy(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
+        step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
 
 
 @pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name: str) -> None:
     own, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
-    metrics = step.run(Policy(own, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
-    step.run(Policy(shipped, AlgorithmSettings(loss_mode="gpg")))
+    metrics = step.run(PolicyTrainer(own, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
+    step.run(PolicyTrainer(shipped, AlgorithmSettings(loss_mode="gpg")))
     assert torch.equal(own.table, shipped.table)
     assert metrics["actor/pg_clipfrac_upper"] == (1.0 if name == "clipped" else 0.0)
 
@@ -724,9 +731,9 @@ def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name
 )
 def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, said: str) -> None:
     with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {said}"):
-        Policy(Table(), AlgorithmSettings(name))
+        PolicyTrainer(Table(), AlgorithmSettings(name))
     with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {said}"):
-        Policy(Table(), AlgorithmSettings(loss_mode=name))
+        PolicyTrainer(Table(), AlgorithmSettings(loss_mode=name))
 
 
 # All together
@@ -739,13 +746,13 @@ def test_a_rank_without_samples_prepares_and_updates_nothing() -> None:
     for loss_mode in LOSSES:
         actor = Table()
         step = Step([], empty)
-        method = method_of(loss_mode, estimator="gae", reward_kl=KlController(0.1), correction=REJECTING)
-        step.run(Policy(actor, method, reference=Table(), critic=critic()))
+        algorithm = algorithm_of(loss_mode, estimator="gae", reward_kl=KlController(0.1), correction=REJECTING)
+        step.run(PolicyTrainer(actor, algorithm, reference=Table(), critic=critic()))
         assert torch.equal(actor.table, actor.before[0])
 
 
 def test_what_was_prepared_is_forgotten_after_the_update() -> None:
-    policy, step = Policy(Table()), step_of(SAMPLES)
+    policy, step = PolicyTrainer(Table()), step_of(SAMPLES)
     policy.prepare(step.samples, step.plan)
     states = copy.deepcopy(policy.states())
     policy.update(step.plan)
@@ -757,6 +764,6 @@ def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last() -> N
     actor, step = Table(), step_of(SAMPLES, prompts=1)
     rates = iter([0.1, 0.2])
     actor.schedule = type("Rising", (), {"at": staticmethod(lambda step: next(rates))})()  # type: ignore[assignment]
-    metrics = step.run(Policy(actor))
+    metrics = step.run(PolicyTrainer(actor))
     assert metrics["actor/lr"] == 0.2
     assert metrics["actor/skipped_steps"] == 0

@@ -5,10 +5,10 @@ from hypothesis import strategies as st
 from torch.nn.functional import logsigmoid
 
 from verl.algorithms.advantages import AdvantageInputs
-from verl.algorithms.aggregate import segment_sum, totals_of
+from verl.algorithms.aggregate import count_totals, segment_sum
 from verl.algorithms.losses import LossInputs, LossOptions, vanilla
 from verl.algorithms.objective import PolicyObjective
-from verl.algorithms.prepass import covariance, pairs, survey_clip_cov, survey_dpo, survey_kl_cov, token_noise
+from verl.algorithms.prepass import covariance, pairs, prepass_clip_cov, prepass_dpo, prepass_kl_cov, token_noise
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ModelOutput
 
@@ -50,7 +50,7 @@ def test_noise_belongs_to_the_token_and_looks_random():
 def test_clip_cov_chooses_its_share_of_free_tokens_within_the_bounds():
     x, episodes, noise = mini_batch()
     o = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.2, clip_cov_ub=3.0)
-    found = survey_clip_cov(x, episodes, noise, o)
+    found = prepass_clip_cov(x, episodes, noise, o)
     chosen, cov, plain = found.fields["chosen"], covariance(x, episodes), vanilla(x, o)
     held = plain.clipped_high | plain.clipped_low | plain.clipped_dual
     assert not (chosen & (~x.mask | held | (cov <= 0.2) | (cov >= 3.0))).any()
@@ -64,7 +64,7 @@ def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
     x, episodes, noise = mini_batch()
     if tied:
         x = LossInputs(x.logprobs, x.old_logprobs, torch.zeros_like(x.advantages), x.mask, x.offsets)
-    chosen = survey_kl_cov(x, episodes, noise, LossOptions(kl_cov_ratio=0.1)).fields["chosen"]
+    chosen = prepass_kl_cov(x, episodes, noise, LossOptions(kl_cov_ratio=0.1)).fields["chosen"]
     assert int(chosen.sum()) == int(x.mask.sum()) // 10
     assert not (chosen & ~x.mask).any()
     cov = covariance(x, episodes)
@@ -73,11 +73,11 @@ def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
 
 def test_kl_cov_chooses_at_least_one_and_of_nothing_none():
     x, episodes, noise = mini_batch(count=20)
-    assert survey_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].sum() == 1
+    assert prepass_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].sum() == 1
     nothing = [torch.zeros_like(x.mask)] * 2
     x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, nothing[0], x.offsets)
     episodes = AdvantageInputs(episodes.scores, episodes.groups, nothing[1], x.offsets, episodes.rewards)
-    assert not survey_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].any()
+    assert not prepass_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].any()
 
 
 @given(scores_and_noise, st.randoms(use_true_random=False))
@@ -112,7 +112,7 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
     loss = -logsigmoid(margin).mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
-    found = survey_dpo(x, episodes, noise, o)
+    found = prepass_dpo(x, episodes, noise, o)
     assert found.metrics["actor/dpo_loss"] == pytest.approx(loss.item())
     assert found.metrics["actor/dpo_pairs"] == len(margins)
     assert found.metrics["actor/dpo_margin"] == pytest.approx(margin.mean().item())
@@ -120,14 +120,14 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
     batch = FlatBatch(torch.zeros_like(x.mask).long(), x.offsets, x.mask, old_logprobs=x.old_logprobs)
     batch = batch.with_(**found.fields)
     output = ModelOutput(logprobs, torch.zeros_like(logprobs))
-    share, _ = PolicyObjective("dpo", o)(output, batch, totals_of(batch.mask, batch.offsets))
+    share, _ = PolicyObjective("dpo", o)(output, batch, count_totals(batch.mask, batch.offsets))
     assert torch.allclose(torch.autograd.grad(share, logprobs)[0], gradient)
 
 
 def test_a_mini_batch_of_equal_scores_has_no_pairs_and_no_loss():
     x, episodes, noise = mini_batch(count=40)
     episodes.scores.fill_(1.0)
-    found = survey_dpo(x, episodes, noise, LossOptions())
+    found = prepass_dpo(x, episodes, noise, LossOptions())
     assert not found.fields["mask"].any()
     assert found.metrics["actor/dpo_pairs"] == 0
     assert found.metrics["actor/dpo_loss"] == 0
@@ -137,4 +137,4 @@ def test_dpo_asks_for_a_reference():
     x, episodes, noise = mini_batch(count=40)
     x = LossInputs(x.logprobs, x.old_logprobs, x.advantages, x.mask, x.offsets)
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        survey_dpo(x, episodes, noise, LossOptions())
+        prepass_dpo(x, episodes, noise, LossOptions())

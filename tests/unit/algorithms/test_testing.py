@@ -4,7 +4,7 @@ import torch
 from verl.algorithms.advantages import ESTIMATORS, grpo
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
-from verl.algorithms.testing import check_estimator, check_loss, on_ranks
+from verl.algorithms.testing import check_estimator, check_loss, run_on_ranks
 
 pytestmark = pytest.mark.unit
 
@@ -58,7 +58,7 @@ def test_simulated_ranks_gather_in_their_order_again_and_again():
         once = gather(torch.tensor(part)[:, None]).flatten()
         return gather(once.sum()[None, None] + rank).flatten().tolist()
 
-    assert on_ranks([[1.0, 2.0], [], [4.0]], run) == [[7.0, 8.0, 9.0]] * 3
+    assert run_on_ranks([[1.0, 2.0], [], [4.0]], run) == [[7.0, 8.0, 9.0]] * 3
 
 
 def test_what_went_wrong_on_one_rank_is_raised():
@@ -68,4 +68,4 @@ def test_what_went_wrong_on_one_rank_is_raised():
         return gather(torch.ones(1, 1))
 
     with pytest.raises(ZeroDivisionError):
-        on_ranks([0, 1, 2], run)
+        run_on_ranks([0, 1, 2], run)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.algorithms.aggregate import MODES, aggregate, totals_of
-from verl.algorithms.values import ValueObjective, value_loss
+from verl.algorithms.aggregate import MODES, aggregate, count_totals
+from verl.algorithms.value_loss import ValueObjective, value_loss
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ValueOutput
 
@@ -21,7 +21,7 @@ def example():
     mask = torch.tensor([0, 1, 1, 1, 0, 1, 0, 0, 1, 1, 1, 0, 0]).bool()
     old, returns, values = (torch.randn(13, dtype=torch.float64) * mask for _ in range(3))
     batch = FlatBatch(torch.arange(13), offsets, mask, values=old, returns=returns)
-    return values.requires_grad_(), batch, totals_of(mask, offsets)
+    return values.requires_grad_(), batch, count_totals(mask, offsets)
 
 
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5), st.floats(0.01, 2))

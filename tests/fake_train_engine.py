@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.aggregate import Totals, totals_of
+from verl.algorithms.aggregate import Totals, count_totals
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
@@ -57,7 +57,7 @@ class FakeTrainEngine:
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
         """One optimiser step."""
-        mine = [totals_of(batch.mask, batch.offsets) for batch in micro_batches]
+        mine = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in mine), sum(t.sequences for t in mine))
         metrics: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=False)
@@ -84,7 +84,7 @@ class FakeTrainEngine:
         """The table."""
         yield "table", self.table.detach().to(dtype)
 
-    def take_weights(self, other: Any) -> None:
+    def copy_weights_from(self, other: Any) -> None:
         """Copy another table."""
         self.table.data.copy_(other.table.data)
 
