@@ -28,9 +28,9 @@ from transformers import AutoModelForCausalLM
 from verl.algorithms.objective import sft
 from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
+from verl.commands.merge import main as merge
 from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
-from verl.model_merger import main as merge
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import pack

@@ -12,10 +12,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from verl.cli import main
+from verl.commands import generate as generate_command
 from verl.config.load import load_dict
 from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
-from verl.trainer import main_generation
 
 pytestmark = pytest.mark.contract
 
@@ -53,16 +53,16 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert all(len(row["responses"]) == len(row["finish_reasons"]) == 2 for row in table)
     assert all(1 <= length <= 4 for row in table for length in row["response_lengths"])
 
-    write, written = main_generation._Parts.write, []
+    write, written = generate_command._Parts.write, []
 
-    def dies_in_the_third(self: main_generation._Parts, start: int, rows: pa.Table) -> None:
+    def dies_in_the_third(self: generate_command._Parts, start: int, rows: pa.Table) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(start)
         write(self, start, rows)
 
     with monkeypatch.context() as patched:
-        patched.setattr(main_generation._Parts, "write", dies_in_the_third)
+        patched.setattr(generate_command._Parts, "write", dies_in_the_third)
         assert generate(assets, broken) == 130
     assert not broken.exists()
     assert generate(assets, broken, "rollout.temperature=0.5") == 2
@@ -114,13 +114,13 @@ def test_parts_made_of_other_files_do_not_belong_together(
     told = {"data": {"train_files": str(data)}, "actor_rollout_ref": {"model": {"path": str(assets.model)}}}
     told["actor_rollout_ref"]["model"]["tokenizer_path"] = str(tokenizer)
     config = load_dict(told).config
-    made = main_generation._made_with(config)
-    assert main_generation._made_with(config) == made
+    made = generate_command._made_with(config)
+    assert generate_command._made_with(config) == made
     data.write_text('{"prompt": "1+22="}\n')
-    changed = main_generation._made_with(config)
+    changed = generate_command._made_with(config)
     assert changed != made
     os.utime(tokenizer / "tokenizer.json", ns=(1, 1))
-    assert main_generation._made_with(config) != changed
+    assert generate_command._made_with(config) != changed
     assert generate(assets, tmp_path / "answers.jsonl") == 2
     assert "must end in .parquet or .pq, which is what is written" in capsys.readouterr().err
 

@@ -12,9 +12,9 @@ pytestmark = pytest.mark.contract
     ("module", "absent"),
     [
         ("verl.trainer.build", ("torch", "transformers", "vllm")),
-        ("verl.trainer.main_ppo", ("torch", "transformers", "vllm", "ray")),
+        ("verl.commands.train", ("torch", "transformers", "vllm", "ray")),
         ("verl.config.load", ("torch", "transformers", "vllm", "ray")),
-        ("verl.demo.main", ("torch", "transformers", "vllm", "ray")),
+        ("verl.commands.demo", ("torch", "transformers", "vllm", "ray")),
     ],
 )
 def test_an_import_brings_nothing_that_it_should_not(module: str, absent: tuple[str, ...]) -> None:

@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import types
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,7 +22,7 @@ pytestmark = pytest.mark.unit
 def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text and command.summary in text for name, command in COMMANDS.items())
+    assert all(f"  {name}" in text and summary in text for name, summary in COMMANDS.items())
     assert main([]) == 0
     assert capsys.readouterr().out == text
     assert main(["--version"]) == 0
@@ -36,9 +35,33 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.startswith(f"usage: verl {name}")
 
 
-def test_an_unknown_command_names_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    assert "there are train, sft, demo, data, generate, eval, merge, config" in capsys.readouterr().err
+    known = "Commands: train, sft, demo, data, generate, eval, merge, config."
+    assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
+    assert main(["xyz"]) == 2
+    assert capsys.readouterr().err == f"verl: unknown command 'xyz'. {known}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "command"),
+    [
+        ("verl", ""),
+        ("verl.trainer.main_ppo", " train"),
+        ("verl.trainer.sft_trainer", " sft"),
+        ("verl.trainer.main_generation", " generate"),
+        ("verl.trainer.main_eval", " eval"),
+        ("verl.model_merger", " merge"),
+    ],
+)
+def test_modules_that_are_run_directly_are_commands(module: str, command: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith(f"usage: verl{command}"), done.stderr
+    if command:
+        wrong = [sys.executable, "-m", module, "--no-such-option", "no.such_setting=1"]
+        done = subprocess.run(wrong, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 2
+        assert "Traceback" not in done.stderr
 
 
 def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,13 +106,13 @@ def test_wrong_settings_end_with_code_2_and_the_message_alone(
     assert "Traceback" not in printed.err
 
 
-@pytest.mark.parametrize(("command", "module"), [("train", "verl.trainer.main_ppo"), ("demo", "verl.demo.main")])
+@pytest.mark.parametrize(("command", "module"), [("train", "verl.commands.train"), ("demo", "verl.commands.demo")])
 def test_train_and_demo_hand_their_arguments_on(
     command: str, module: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen: list[list[str]] = []
     stand_in = types.ModuleType(module)
-    stand_in.main = seen.append  # type: ignore[attr-defined]
+    stand_in.main = lambda argv: seen.append(argv) or 0  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module, stand_in)
     assert main([command, "a=1", "-m"]) == 0
     assert seen == [["a=1", "-m"]]
@@ -186,7 +209,7 @@ def test_an_error_nobody_foresaw_is_told_without_secrets(
     def fail(argv: list[str]) -> int:
         raise RuntimeError("cannot log in with plain-old-words at http://ann:pa55word@host")
 
-    monkeypatch.setitem(COMMANDS, "train", replace(COMMANDS["train"], run=fail))
+    monkeypatch.setattr("verl.commands.train.main", fail)
     assert main(["train", "+x.api_key=plain-old-words"]) == 1
     told = capsys.readouterr().err
     assert told.endswith("RuntimeError: cannot log in with *** at http://ann:***@host\n")

@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from verl import cli
+from verl.commands import data, demo, evaluate, generate
 from verl.config.load import load, load_sft, load_yaml
-from verl.demo.main import read_arguments
-from verl.trainer import main_data, main_eval, main_generation
 
 pytestmark = pytest.mark.unit
 
@@ -71,13 +70,13 @@ def check_verl(arguments: list[str]) -> None:
     elif name == "sft":
         load_sft(rest, complete=bool(rest))
     elif name == "demo":
-        read_arguments(rest)
+        demo.read_arguments(rest)
     elif name == "data":
-        main_data.read_arguments(rest or ["train.parquet"])
+        data.read_arguments(rest or ["train.parquet"])
     elif name == "generate" and rest:
-        main_generation.read_arguments(rest)
+        generate.read_arguments(rest)
     elif name == "eval" and rest:
-        main_eval.read_arguments(rest)
+        evaluate.read_arguments(rest)
     elif name == "config":
         assert cli.main(["config", *rest]) == 0
     else:

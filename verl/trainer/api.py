@@ -21,7 +21,7 @@ from verl.config.paths import graft
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.tracking.console import Console
-from verl.trainer.main_ppo import train
+from verl.trainer.launcher import train
 from verl.workers.inputs import check_model, tokenizer_for
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from verl.checkpoint.lock import run_lock
+from verl.config.batch_sizes import derived_sizes, render_sizes
 from verl.config.load import Loaded
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
@@ -17,9 +18,20 @@ from verl.trainer.restarts import RestartTracker, goes_on
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop
 
-__all__ = ["own_folder", "run", "run_all"]
+__all__ = ["own_folder", "run", "run_all", "train"]
 
 C = TypeVar("C", Config, SftConfig)
+
+
+async def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> int:
+    """Train with reinforcement learning; return the exit code.
+
+    `reward` is a function object, instead of the path of its file in the settings.
+    """
+    from verl.trainer.build import assemble  # imports Ray, after the settings have been checked
+
+    console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
+    return await run(config, console, lambda config, faults: assemble(config, console, faults=faults, reward=reward))
 
 
 async def run(

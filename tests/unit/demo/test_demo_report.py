@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.demo.main import read_arguments
+from verl.commands.demo import read_arguments
 from verl.demo.report import Example, curve, report
 
 pytestmark = pytest.mark.unit

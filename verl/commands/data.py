@@ -8,12 +8,30 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from verl.commands import SETTINGS_HELP
 from verl.config.load import load, load_sft, names_and_settings
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, VerlError
 
-__all__ = ["main", "read_arguments"]
+__all__ = ["HELP", "main", "read_arguments"]
+
+HELP = f"""\
+usage: verl data FILE... [--sft] [--row N] [--head N] [--limit N] [settings]
+
+Show data files as a run will read them. With actor_rollout_ref.model.path=..., prompts are rendered with the model's
+chat template and counted in tokens. Exits with code 1 if a run could not start or its rewards would fail.
+
+options:
+  --sft                   examples for `verl sft`, with the tokens that are trained; needs model.path=...
+  --row N                 show all of row N; can be repeated
+  --head N                show the first N rows (1)
+  --limit N               read only the first N rows
+
+{SETTINGS_HELP}
+example:
+  verl data train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct data.max_prompt_length=256
+"""
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config | SftConfig]:

@@ -1,8 +1,7 @@
-"""`verl demo`: a tiny model, made here, learns to add while you watch. No download, no accelerator, a few minutes."""
+"""The demo's run: create a tiny model, warm it up, train it by `verl train`'s own path, and report."""
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import shutil
 from collections.abc import AsyncIterator, Sequence
@@ -20,28 +19,16 @@ from verl.weights.sync import Source
 if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray starts
     import torch
 
-__all__ = ["demo_settings", "main", "read_arguments"]
+__all__ = ["demo_settings", "load_settings", "run_demo"]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Make, warm up, train, show."""
-    folder, loaded = read_arguments(argv)
-    asyncio.run(_demo(folder, loaded, Console()))
-    return 0
-
-
-def read_arguments(argv: Sequence[str]) -> tuple[Path, Loaded]:
-    """The demo's folder and the run's settings. What is no option of the demo is a setting, as in `verl train`."""
-    parser = argparse.ArgumentParser(prog="verl demo", description=__doc__)
-    parser.add_argument("--dir", default="demo", help="folder for everything that is made (default: %(default)s)")
-    parser.add_argument("--steps", type=int, default=40, help="reinforcement-learning steps (default: %(default)s)")
-    options, overrides = parser.parse_known_args(argv)
-    folder = Path(options.dir)
-    settings = [*demo_settings(Assets(folder), options.steps), *overrides]
+def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> Loaded:
+    """Return the settings of the demo's run, with the user's overrides."""
+    settings = [*demo_settings(Assets(folder), steps), *overrides]
     [loaded] = load(settings)
-    if publishes_adapter(loaded.config):  # the model is still being made when the engines would read it
+    if publishes_adapter(loaded.config):  # the model is still being created when the engines would read it
         [loaded] = load([*settings, "actor_rollout_ref.rollout.lora_transport=merged"])
-    return folder, loaded
+    return loaded
 
 
 def demo_settings(assets: Assets, steps: int) -> list[str]:
@@ -69,7 +56,7 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
     ]
 
 
-async def _demo(folder: Path, loaded: Loaded, console: Console) -> None:
+async def run_demo(folder: Path, loaded: Loaded, console: Console) -> None:
     from verl.cluster.session import connect
 
     console.note(f"making a model of 0.6 million parameters and its problems in {folder}/")

@@ -1,0 +1,38 @@
+"""`verl sft`: supervised fine-tuning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl.commands import SETTINGS_HELP
+from verl.config.batch_sizes import render_sizes
+from verl.config.load import load_sft
+from verl.config.schema import SftConfig
+from verl.config.sft_checks import sft_sizes
+from verl.tracking.console import Console
+from verl.trainer.launcher import run, run_all
+
+__all__ = ["HELP", "main"]
+
+HELP = f"""\
+usage: verl sft [settings]
+
+Train a model on prompts with responses, or on whole conversations. Rerun the command to resume from the last
+checkpoint. `verl config --sft` lists the settings.
+
+{SETTINGS_HELP}
+example:
+  verl sft data.train_files=train.parquet model.path=Qwen/Qwen2.5-0.5B optim.lr=1e-5
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train once per point of the sweep (once without `-m`); return the exit code."""
+    return run_all(load_sft(argv), _train)
+
+
+async def _train(config: SftConfig, console: Console) -> int:
+    from verl.trainer.sft_build import assemble_sft  # imports Ray, after the settings have been checked
+
+    console.banner(render_sizes(sft_sizes(config)), title="sizes of a step")
+    return await run(config, console, lambda config, faults: assemble_sft(config, console, faults=faults))

@@ -1,0 +1,27 @@
+"""`verl train`: reinforcement learning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from verl.commands import SETTINGS_HELP
+from verl.config.load import load
+from verl.trainer.launcher import run_all, train
+
+__all__ = ["HELP", "main"]
+
+HELP = f"""\
+usage: verl train [settings]
+
+Train a model with reinforcement learning. Rerun the command to resume from the last checkpoint.
+
+{SETTINGS_HELP}
+example:
+  verl train data.train_files=train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct \
+actor_rollout_ref.rollout.n=8
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Train once per point of the sweep (once without `-m`); return the exit code."""
+    return run_all(load(argv), train)
