@@ -58,9 +58,9 @@ def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: i
     screen = Screen()
 
     async def run() -> None:
-        saver = Checkpointer(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
-        await saver.save(step, {"data": {"position": 10 * step}})
-        await saver.finish()
+        checkpointer = Checkpointer(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
+        await checkpointer.save(step, {"data": {"position": 10 * step}})
+        await checkpointer.finish()
 
     asyncio.run(run())
     return screen

@@ -92,7 +92,7 @@ class Reader:
         from verl.config.load import load_dict
         from verl.data.dataset import PromptDataset
         from verl.data.stream import PromptStream
-        from verl.trainer.data import check_files, read_data
+        from verl.trainer.run_data import check_files, read_data
 
         settings = {
             "data": {
@@ -135,7 +135,7 @@ def first(folder: Path, layout: str) -> dict[str, Any]:
     """The process that starts anew, and is stopped in the middle."""
     import transformers.models.auto.tokenization_auto  # noqa: F401 - imports are not what is measured
 
-    import verl.trainer.data  # noqa: F401
+    import verl.trainer.run_data  # noqa: F401
 
     before, watch = peak_mb(), Stopwatch()
     reader = Reader(folder, layout)

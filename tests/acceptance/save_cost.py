@@ -25,7 +25,7 @@ from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.tracking.console import Console
-from verl.trainer.build import assemble
+from verl.trainer.build import build_trainer
 
 BOUND = 1.10
 
@@ -70,7 +70,7 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
     """Seconds of every step, by whether it saved."""
     found: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
     [loaded] = load(settings(folder))
-    async with assemble(loaded.config, Console()) as trainer:
+    async with build_trainer(loaded.config, Console()) as trainer:
         await trainer.weights.publish(0)
 
         async def step(kind: str | None = None) -> None:
@@ -92,7 +92,7 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
         async def blocking() -> None:
             began = time.perf_counter()
             await save()
-            await trainer.saver.finish()
+            await trainer.checkpointer.finish()
             found["blocking"].append(time.perf_counter() - began)
 
         await step()  # memory is taken, and files are read, in the first of each
@@ -106,7 +106,7 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
             found["stall"].pop()
             for _ in range(steps):
                 await step("saving")  # beside the writing of the one before
-            await trainer.saver.finish()
+            await trainer.checkpointer.finish()
             await step()
             await blocking()
             found["stall"].pop()

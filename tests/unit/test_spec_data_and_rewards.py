@@ -22,9 +22,9 @@ from verl.rewards.resolve import resolve_scorer
 from verl.rewards.result import Failed, RewardInput
 from verl.rewards.reward_function import load_reward
 from verl.tracking.diagnosis import Diagnosis, diagnose
-from verl.trainer.data import check_files, read_data
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.worker_settings import scoring
+from verl.trainer.run_data import check_files, read_data
+from verl.trainer.worker_settings import reward_settings
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -263,9 +263,9 @@ def test_a_function_that_asks_for_prompts_is_refused_at_start_where_they_are_not
     path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
     chosen = (f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward")
     with pytest.raises(RewardError, match=r"compute_reward: asks for `prompt`: .*data\.return_raw_input_ids=true"):
-        load_reward(**scoring(settings(*chosen).config, 1)["reward"])
-    load_reward(**scoring(settings(*chosen, "data.return_raw_input_ids=true").config, 1)["reward"])
-    load_reward(**scoring(settings(*chosen).config, 1, prompts=True)["reward"])
+        load_reward(**reward_settings(settings(*chosen).config, 1)["reward"])
+    load_reward(**reward_settings(settings(*chosen, "data.return_raw_input_ids=true").config, 1)["reward"])
+    load_reward(**reward_settings(settings(*chosen).config, 1, prompts=True)["reward"])
 
 
 @pytest.mark.parametrize("signature", ["question: str, response: str", "text, truth"])
@@ -286,10 +286,10 @@ async def test_a_validation_of_zeros_shows_an_answer_its_truth_and_its_scorer() 
     async def answer(row: int) -> list[SampleHandle]:
         return [handle(0.0)]
 
-    async def exhibit(source: str) -> str:
+    async def preview(source: str) -> str:
         return shown
 
-    validation = Evaluator(answer, ["gsm8k"] * 3, exhibit=exhibit)
+    validation = Evaluator(answer, ["gsm8k"] * 3, preview=preview)
     await validation.evaluate()
     [warning] = validation.warnings
     assert warning.startswith(f"validation: all 3 answers to data source 'gsm8k' got 0. {shown}")
@@ -321,10 +321,10 @@ async def test_a_function_that_fails_in_validation_is_said() -> None:
     async def answer(row: int) -> list[SampleHandle]:
         return [handle(math.nan, failed)]
 
-    async def exhibit(source: str) -> str:
+    async def preview(source: str) -> str:
         raise AssertionError("nothing got 0: nothing was scored")
 
-    validation = Evaluator(answer, ["mine"] * 2, exhibit=exhibit)
+    validation = Evaluator(answer, ["mine"] * 2, preview=preview)
     means = await validation.evaluate()
     assert math.isnan(means["val/mine/mean@1"])
     assert validation.warnings == [f"validation: 2 answers could not be scored; {failed.message}"]

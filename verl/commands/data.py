@@ -114,6 +114,6 @@ def _tokenizer(config: Config) -> Any:
     model = config.actor_rollout_ref.model
     if (model.tokenizer_path or model.path) == MISSING:
         return None
-    from verl.trainer.data import open_tokenizer
+    from verl.trainer.run_data import open_tokenizer
 
     return open_tokenizer(model, "actor_rollout_ref.model")

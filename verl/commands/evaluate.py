@@ -137,12 +137,12 @@ async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[R
     from verl.rewards.pool.pool import open_rewards
     from verl.rewards.resolve import resolve_scorer
     from verl.rewards.reward_function import explain_no_scorer
-    from verl.trainer.worker_settings import scoring
+    from verl.trainer.worker_settings import reward_settings
 
     for source in sorted({row["data_source"] for row in rows}):
         if resolve_scorer(config, source) is None:
             raise RewardError(explain_no_scorer(source))
-    with open_rewards(**scoring(config, 1, prompts=True)) as pool:
+    with open_rewards(**reward_settings(config, 1, prompts=True)) as pool:
         await pool.start()
         return await asyncio.gather(
             *(asyncio.gather(*(_score(pool, row, text) for text in row["texts"])) for row in rows)

@@ -107,9 +107,9 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
     from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
     from verl.trainer.build import place_engines
-    from verl.trainer.data import check_files
     from verl.trainer.restarts import RestartTracker
-    from verl.trainer.setup import changed, full_path, start_runtime
+    from verl.trainer.run_data import check_files
+    from verl.trainer.setup import resolve_path, start_runtime, with_changes
     from verl.trainer.worker_settings import deadlines
 
     check_files(config)
@@ -117,25 +117,25 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
     sheet = ParquetWriter(dataset)
     for note in (str(dataset.report), *sheet.notes):
         console.note(note)
-    model = {"path": full_path(config.actor_rollout_ref.model.path)}
-    config = changed(config, {"actor_rollout_ref": {"model": model}})
+    model = {"path": resolve_path(config.actor_rollout_ref.model.path)}
+    config = with_changes(config, {"actor_rollout_ref": {"model": model}})
     parts = _Parts(output, _made_with(config) | {"part": part, "prompts": len(dataset)})
     todo = [start for start in range(0, len(dataset), part) if not parts.has(start)]
     if done := -(-len(dataset) // part) - len(todo):
         console.note(f"{done} parts of {part} prompts were there already, in {parts.folder}")
     async with AsyncExitStack() as closing:
-        faults, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
-        site = await closing.enter_async_context(start_runtime(config, console, faults, Metrics()))
+        restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
+        site = await closing.enter_async_context(start_runtime(config, console, restarts, Metrics()))
         engines = place_engines(config, site.pool, site.device, load_format="auto")
         for engine in engines:
             closing.push_async_callback(engine.close)
         await asyncio.gather(*(engine.start() for engine in engines))
         keeper = EngineSupervisor(
             engines,
-            faults.engine,
+            restarts.engine,
             answer_s=limits.reply.seconds + MARGIN_S,
             start_s=limits.start.seconds + MARGIN_S,
-            max_restarts=faults.settings.max_engine_restarts,
+            max_restarts=restarts.settings.max_engine_restarts,
         )
 
         async def join(number: int) -> None:
@@ -162,7 +162,7 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
 def _prompts(config: Config) -> tuple[PromptDataset, SamplingParams, Callable[[Sequence[int]], str]]:
     """The prompts, how they are answered, and what makes text of an answer."""
     from verl.data.dataset import PromptDataset
-    from verl.trainer.data import open_tokenizer, stop_tokens
+    from verl.trainer.run_data import find_stop_tokens, open_tokenizer
     from verl.types import SamplingParams
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
@@ -179,7 +179,11 @@ def _prompts(config: Config) -> tuple[PromptDataset, SamplingParams, Callable[[S
         num_workers=data.num_workers,
     )
     sampling = SamplingParams(
-        data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_tokens(model.path, tokenizer)
+        data.max_response_length,
+        rollout.temperature,
+        rollout.top_p,
+        rollout.top_k,
+        find_stop_tokens(model.path, tokenizer),
     )
     return dataset, sampling, lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
 

@@ -84,7 +84,7 @@ async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
     """Train by the same way as `verl train`; the model is warmed up while the rollout engine starts."""
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up
-    from verl.trainer.build import assemble
+    from verl.trainer.build import build_trainer
 
     console.note("warming it up by supervised steps, while the other processes start")
     warming = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
@@ -93,7 +93,7 @@ async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
         done = await warming
         console.note(f"warm: {done.accuracy:.0%} of held-out sums right after {done.steps} steps, {done.seconds:.0f} s")
 
-    async with assemble(loaded.config, console, model_ready=warmed) as trainer:
+    async with build_trainer(loaded.config, console, model_ready=warmed) as trainer:
         await trainer.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
         policy = trainer.policy

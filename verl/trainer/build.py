@@ -26,21 +26,29 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.checkpointing import Checkpointer
-from verl.trainer.data import RunData, check_files, read_data
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import LoopSchedule, RLTrainer
-from verl.trainer.setup import WithRunInfo, changed, full_path, open_tracker, resume, shown_by_device, start_runtime
+from verl.trainer.run_data import RunData, check_files, read_data
+from verl.trainer.setup import (
+    WithRunInfo,
+    device_hints,
+    open_tracker,
+    resolve_path,
+    resume,
+    start_runtime,
+    with_changes,
+)
 from verl.trainer.worker_settings import (
+    algorithm_settings,
+    build_planner,
     compute_dtype,
     deadlines,
     engine_settings,
     episode_settings,
-    method,
-    planner,
     reward_model_settings,
+    reward_settings,
     rollout_dtype,
-    scoring,
     train_settings,
     transport_name,
 )
@@ -52,7 +60,7 @@ from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
-__all__ = ["assemble", "place_engines"]
+__all__ = ["build_trainer", "place_engines"]
 
 PROBE_LENGTH = 24
 RANKS_PER_EPISODE_WORKER = 8
@@ -62,26 +70,25 @@ S = TypeVar("S", bound=Section)
 Answer = Callable[[str, int, int, int], Awaitable[list[SampleHandle] | None]]
 """(split, row, group, how many answers) -> samples; None for a row that is left out."""
 Reward = Callable[..., Any]
-Exhibiting = Callable[..., Awaitable[str]]
+Preview = Callable[..., Awaitable[str]]
 """(split, data source or None) -> one of the latest answers, and what it got, in words."""
 
 
 @asynccontextmanager
-async def assemble(
+async def build_trainer(
     config: Config,
     console: Console,
     *,
-    faults: RestartTracker | None = None,
+    restarts: RestartTracker | None = None,
     reward: Reward | None = None,
     model_ready: Callable[[], Awaitable[None]] | None = None,
 ) -> AsyncIterator[RLTrainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes.
 
-    `faults` are those of the run so far, of which this may be a restart. `reward` is a function that was given as one,
-    instead of the path of its file. `model_ready` is awaited before the weights are read, so that engines can start
-    while somebody still makes them.
+    `restarts` counts those of the run so far. `reward` is a function to use instead of the configured one.
+    `model_ready` is awaited before the weights are read, so that engines start while the model is still being made.
     """
-    times, faults = Metrics(), faults or RestartTracker(console)
+    times, restarts = Metrics(), restarts or RestartTracker(console)
 
     async def timed(name: str, part: Awaitable[T]) -> T:
         with timer(times, f"start_{name}"):
@@ -92,7 +99,7 @@ async def assemble(
     with timer(times, "start_reward_check"):
         await _check_reward(config, reward)
     async with AsyncExitStack() as closing:
-        site = await closing.enter_async_context(start_runtime(config, console, faults, times))
+        site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
         config, pool, device, limits = site.config, site.pool, site.device, deadlines(config)
         ranks = train_ranks(config)
         engines = place_engines(config, pool, device)
@@ -109,9 +116,9 @@ async def assemble(
         data = await timed("data", _data(config))
         for report in data.reports:
             console.note(report)
-        timetable = _timetable(config, data)
-        models = train_settings(config, timetable.total_steps, device)
-        for note in (_outlook(config, timetable, data), *shown_by_device(config, device, hints)):
+        schedule = _schedule(config, data)
+        models = train_settings(config, schedule.total_steps, device)
+        for note in (_outlook(config, schedule, data), *device_hints(config, device, hints)):
             console.note(note)
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         together = config.trainer.deterministic
@@ -129,21 +136,21 @@ async def assemble(
         await asyncio.gather(engines_up, models_up, start_policy(), timed("episode_workers", episodes.start()))
         stream = PromptStream(data.order)
         version = await resume(config, policy, stream, console)
-        faults.resumed(version)
-        tracker = open_tracker(config, console, timetable, version)
+        restarts.resumed(version)
+        tracker = open_tracker(config, console, schedule, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
         keeper = EngineSupervisor(
             engines,
-            faults.engine,
+            restarts.engine,
             answer_s=limits.reply.seconds + MARGIN_S,
             start_s=limits.start.seconds + MARGIN_S,
-            max_restarts=faults.settings.max_engine_restarts,
+            max_restarts=restarts.settings.max_engine_restarts,
         )
-        answer, exhibit = _answering(config, data, episodes, keeper), _exhibiting(config, episodes)
+        answer, preview = _answering(config, data, episodes, keeper), _previewing(config, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
-        tally = FailureTracker(config.reward.max_failure_rate, timetable.batch * answers_a_prompt, console.advice)
+        tally = FailureTracker(config.reward.max_failure_rate, schedule.batch * answers_a_prompt, console.advice)
 
         async def run_group(position: int, row: int) -> list[SampleHandle] | None:
             handles = await answer("train", row, position, answers_a_prompt)
@@ -152,7 +159,7 @@ async def assemble(
         buffer = EpisodeBuffer(
             run_group,
             stream,
-            timetable.batch,
+            schedule.batch,
             max_staleness=config.trainer.max_staleness,
             has_signal=differs(dynamic.metric) if dynamic.enable else None,
             max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
@@ -164,24 +171,24 @@ async def assemble(
         closing.push_async_callback(keeper.close)
         yield RLTrainer(
             buffer=buffer,
-            planner=planner(config, ranks),
+            planner=build_planner(config, ranks),
             policy=policy,
             weights=weights,
-            evaluator=_evaluator(config, data, answer, exhibit),
-            saver=Checkpointer(
+            evaluator=_evaluator(config, data, answer, preview),
+            checkpointer=Checkpointer(
                 WithRunInfo(policy, config),
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
                 deadline=limits.checkpoint,
             ),
-            timetable=timetable,
+            schedule=schedule,
             tracker=tracker,
             console=console,
             version=version,
             tally=tally,
-            exhibit=exhibit,
-            faults=faults,
+            preview=preview,
+            restarts=restarts,
         )
 
 
@@ -189,7 +196,7 @@ async def _check_reward(config: Config, reward: Reward | None = None) -> None:
     """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
     if not uses_reward_function(config):
         return
-    arguments = scoring(config, 1, reward)
+    arguments = reward_settings(config, 1, reward)
     with open_rewards(**arguments | {"workers": min(1, arguments["workers"])}) as pool:
         await pool.start()
 
@@ -211,16 +218,16 @@ def _absolute(config: Config) -> Config:
     """Local paths in full, wherever the workers are started."""
 
     def all_full(paths: str | list[str] | None) -> str | list[str] | None:
-        return [full_path(path) for path in paths] if isinstance(paths, list) else paths and full_path(paths)
+        return [resolve_path(path) for path in paths] if isinstance(paths, list) else paths and resolve_path(paths)
 
     data = {name: all_full(getattr(config.data, name)) for name in ("train_files", "val_files")}
     model, reward = config.actor_rollout_ref.model, config.reward
-    return changed(
+    return with_changes(
         config,
         {
             "data": data,
             "actor_rollout_ref": {
-                "model": {"path": full_path(model.path), "tokenizer_path": all_full(model.tokenizer_path)}
+                "model": {"path": resolve_path(model.path), "tokenizer_path": all_full(model.tokenizer_path)}
             },
             "critic": {"model": {"path": all_full(config.critic.model.path)}},
             "reward": {
@@ -233,9 +240,9 @@ def _absolute(config: Config) -> Config:
     )
 
 
-def _outlook(config: Config, timetable: LoopSchedule, data: RunData) -> str:
-    epochs = timetable.total_steps * timetable.batch / data.order.length
-    return f"{timetable.total_steps:,} steps of {timetable.batch:,} prompts: {epochs:.3g} epochs"
+def _outlook(config: Config, schedule: LoopSchedule, data: RunData) -> str:
+    epochs = schedule.total_steps * schedule.batch / data.order.length
+    return f"{schedule.total_steps:,} steps of {schedule.batch:,} prompts: {epochs:.3g} epochs"
 
 
 def place_engines(config: Config, pool: Places, device: str, **changes: Any) -> list[RemoteEngine]:
@@ -281,7 +288,7 @@ def _engines_share(config: Config) -> float:
     return 0.25 if config.reward.reward_model.enable else 0.5
 
 
-def _timetable(config: Config, data: RunData) -> LoopSchedule:
+def _schedule(config: Config, data: RunData) -> LoopSchedule:
     batch = config.data.train_batch_size
     return LoopSchedule(
         batch=batch,
@@ -317,13 +324,13 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: Eng
 
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
         seeds = [seed(split, group, number) for number in range(count)]
-        greedy_baseline = split == "train" and method(config).estimator == "remax"
+        greedy_baseline = split == "train" and algorithm_settings(config).estimator == "remax"
         return await keeper.guard(episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline)))
 
     return answer
 
 
-def _evaluator(config: Config, data: RunData, answer: Answer, exhibit: Exhibiting) -> Evaluator | None:
+def _evaluator(config: Config, data: RunData, answer: Answer, preview: Preview) -> Evaluator | None:
     if not data.has_validation:
         return None
     count = config.actor_rollout_ref.rollout.val_kwargs.n
@@ -334,12 +341,12 @@ def _evaluator(config: Config, data: RunData, answer: Answer, exhibit: Exhibitin
         return handles
 
     return Evaluator(
-        validate, data.val_sources, batch=config.data.val_batch_size, exhibit=lambda source: exhibit("val", source)
+        validate, data.val_sources, batch=config.data.val_batch_size, preview=lambda source: preview("val", source)
     )
 
 
-def _exhibiting(config: Config, episodes: EpisodePool) -> Exhibiting:
-    async def exhibit(split: str, data_source: str | None = None) -> str:
+def _previewing(config: Config, episodes: EpisodePool) -> Preview:
+    async def preview(split: str, data_source: str | None = None) -> str:
         found = await episodes.exhibit(split, data_source)
         if found is None:
             return ""
@@ -350,7 +357,7 @@ def _exhibiting(config: Config, episodes: EpisodePool) -> Exhibiting:
         )
         return f"{scorer} gave {found.score:g} to the answer {answer}; the ground truth is {truth}"
 
-    return exhibit
+    return preview
 
 
 def _probe(config: Config, data: RunData, device: str) -> Probe:

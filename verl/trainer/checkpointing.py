@@ -65,7 +65,7 @@ class Checkpointer:
         self._writing = version, ended - started
         return ended - began
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         """Whether the checkpoint is written by now; if so, say it, and delete those that are too many."""
         await self._end(wait=False)
 

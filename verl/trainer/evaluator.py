@@ -22,7 +22,7 @@ class Evaluator:
     """Answers every held-out prompt `n` times and reports per data source the mean score and, with several answers,
     the unbiased pass@k for powers of two; the mean overall too.
 
-    `answer(row)` returns the samples of one prompt; `sources[row]` names where it came from; `exhibit(source)` shows
+    `answer(row)` returns the samples of one prompt; `sources[row]` names where it came from; `preview(source)` shows
     one of the latest answers in words. `warnings` are those of the last validation; each source is warned of once.
     """
 
@@ -32,10 +32,10 @@ class Evaluator:
         sources: list[str],
         *,
         batch: int | None = None,
-        exhibit: Callable[[str], Awaitable[str]],
+        preview: Callable[[str], Awaitable[str]],
     ) -> None:
         self._answer, self._sources, self._batch = answer, sources, batch or len(sources)
-        self._exhibit, self._warned = exhibit, set[str]()
+        self._exhibit, self._warned = preview, set[str]()
         self.warnings: list[str] = []
 
     async def evaluate(self) -> dict[str, float]:

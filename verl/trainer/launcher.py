@@ -14,11 +14,11 @@ from verl.config.load import Loaded
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
 from verl.tracking.console import Console
-from verl.trainer.restarts import RestartTracker, goes_on
+from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop
 
-__all__ = ["own_folder", "run", "run_all", "train"]
+__all__ = ["run", "run_all", "train", "with_sweep_folder"]
 
 C = TypeVar("C", Config, SftConfig)
 
@@ -28,43 +28,45 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
     `reward` is a function object, instead of the path of its file in the settings.
     """
-    from verl.trainer.build import assemble  # imports Ray, after the settings have been checked
+    from verl.trainer.build import build_trainer  # imports Ray, after the settings have been checked
 
     console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
-    return await run(config, console, lambda config, faults: assemble(config, console, faults=faults, reward=reward))
+    return await run(
+        config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)
+    )
 
 
 async def run(
-    config: C, console: Console, assemble: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
+    config: C, console: Console, build_trainer: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
 ) -> int:
     """Assemble, fit, close; the exit code. The run's folder is its own over all restarts."""
     async with run_lock(config.trainer.checkpoint_dir, console.note):
-        return await _run(config, console, assemble)
+        return await _run(config, console, build_trainer)
 
 
 async def _run(
-    config: C, console: Console, assemble: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
+    config: C, console: Console, build_trainer: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
 ) -> int:
     stopping = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
-    if outlook := stopping.outlook():
-        console.note(outlook)
-    faults = RestartTracker(console, config.trainer.faults)
+    if describe_deadline := stopping.describe_deadline():
+        console.note(describe_deadline)
+    restarts = RestartTracker(console, config.trainer.faults)
     with stopping.on_sigterm():
         while True:
             trainer = None
             try:
                 stopping.is_starting = True
-                async with assemble(config, faults) as trainer:
+                async with build_trainer(config, restarts) as trainer:
                     stopping.is_starting = False
                     await trainer.fit(stopping)
                 return stopping.exit_code
             except ProcessLostError as error:
-                if trainer is not None and await trainer.saver.has_saved():
-                    config = goes_on(config)
+                if trainer is not None and await trainer.checkpointer.has_saved():
+                    config = resume_from_own(config)
                 if reason := stopping.reason():
                     console.advice(f"{error}\n    {reason}: ended; start again to go on from the last checkpoint")
                     return stopping.exit_code
-                faults.restart(error, None if trainer is None else trainer.version)
+                restarts.restart(error, None if trainer is None else trainer.version)
             except asyncio.CancelledError:
                 if not stopping.exit_code:
                     raise
@@ -81,12 +83,12 @@ def run_all(points: Sequence[Loaded[C]], train: Callable[[C, Console], Coroutine
             console.note(f"hint: {hint}")
         if loaded.sweep:
             console.note(f"sweep: {' '.join(loaded.sweep)}")
-        if code := asyncio.run(train(own_folder(loaded), console)):
+        if code := asyncio.run(train(with_sweep_folder(loaded), console)):
             return code
     return 0
 
 
-def own_folder(loaded: Loaded[C]) -> C:
+def with_sweep_folder(loaded: Loaded[C]) -> C:
     """The settings of one point of a sweep, with a checkpoint directory of its own: points must not resume each other.
 
     >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir

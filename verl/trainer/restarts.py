@@ -10,7 +10,7 @@ from verl.errors import ProcessLostError
 from verl.rollout.supervisor import EngineEvent, EngineState
 from verl.tracking.console import Console
 
-__all__ = ["RestartTracker", "goes_on"]
+__all__ = ["RestartTracker", "resume_from_own"]
 
 C = TypeVar("C", Config, SftConfig)
 
@@ -81,7 +81,7 @@ class RestartTracker:
             self._console.note(f"{again} steps are done again{why}")
 
 
-def goes_on(config: C) -> C:
+def resume_from_own(config: C) -> C:
     """The settings of a run that has saved: whatever it began from, it goes on from its own checkpoints."""
     trainer = config.trainer.model_copy(update={"resume_mode": "auto", "resume_from_path": None})
     return config.model_copy(update={"trainer": trainer})

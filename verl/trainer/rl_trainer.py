@@ -38,18 +38,18 @@ class RLTrainer(TrainLoop):
         policy: TrainedPolicy,
         weights: WeightSync,
         evaluator: Evaluator | None,
-        saver: Checkpointer,
-        timetable: LoopSchedule,
+        checkpointer: Checkpointer,
+        schedule: LoopSchedule,
         tracker: Sink,
         console: Console,
         tally: FailureTracker,
-        exhibit: Callable[[str], Awaitable[str]],
-        faults: RestartTracker,
+        preview: Callable[[str], Awaitable[str]],
+        restarts: RestartTracker,
         version: int = 0,
     ) -> None:
-        super().__init__(saver, timetable, tracker, console, faults, version)
+        super().__init__(checkpointer, schedule, tracker, console, restarts, version)
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
-        self.evaluator, self.tally, self.exhibit, self._diagnosis = evaluator, tally, exhibit, Diagnosis()
+        self.evaluator, self.tally, self.preview, self._diagnosis = evaluator, tally, preview, Diagnosis()
 
     async def step(self, version: int) -> Metrics:
         """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
@@ -57,7 +57,7 @@ class RLTrainer(TrainLoop):
         with timer(times, "step"):
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
             with timer(times, "gen"):
-                samples = await self.buffer.take(self.timetable.batch)
+                samples = await self.buffer.take(self.schedule.batch)
                 self._advise_all(self.buffer.warnings)
             with timer(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
@@ -83,8 +83,8 @@ class RLTrainer(TrainLoop):
 
     async def report(self, metrics: Metrics) -> None:
         await super().report(metrics)
-        exhibit = await self.exhibit("train") if is_uniform(metrics) else ""
-        self._advise_all(self._diagnosis.advise(metrics, self.version, exhibit))
+        preview = await self.preview("train") if is_uniform(metrics) else ""
+        self._advise_all(self._diagnosis.advise(metrics, self.version, preview))
 
     async def validate(self) -> None:
         if self.evaluator is not None:

@@ -34,12 +34,12 @@ from verl.workers.base import RankGroup
 __all__ = [
     "Runtime",
     "WithRunInfo",
-    "changed",
-    "full_path",
+    "device_hints",
     "open_tracker",
+    "resolve_path",
     "resume",
-    "shown_by_device",
     "start_runtime",
+    "with_changes",
 ]
 
 C = TypeVar("C", Config, SftConfig)
@@ -57,7 +57,7 @@ class Runtime(Generic[C]):
 
 @asynccontextmanager
 async def start_runtime(
-    config: C, console: Console, faults: RestartTracker, times: Metrics
+    config: C, console: Console, restarts: RestartTracker, times: Metrics
 ) -> AsyncIterator[Runtime[C]]:
     """The devices of a run, in Ray's processes or in this one; leaving gives them back."""
     if config.trainer.local:
@@ -74,7 +74,7 @@ async def start_runtime(
         stalls = config.trainer.checkpoint_dir / "stalls"
         closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
         device = _device(config, detect_device)
-        if faults.has_restarted:
+        if restarts.has_restarted:
             config = await _with_devices_left(config, device, console)
         mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
         ranks = train_ranks(config)
@@ -104,7 +104,7 @@ async def _with_devices_left(config: C, device: str, console: Console) -> C:
     left = f"the cluster has {there} of {wanted} devices left"
     if there and settings.on_lost_node == "shrink":
         console.advice(f"{left}: the run goes on with {there} train ranks (trainer.faults.on_lost_node=shrink)")
-        return changed(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+        return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
     console.advice(
         f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
         "trainer.faults.on_lost_node=shrink the run would go on with fewer"
@@ -118,32 +118,32 @@ def _owned(device: str) -> str:
     return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
 
 
-def full_path(path: str) -> str:
+def resolve_path(path: str) -> str:
     """A local path in full: workers on a cluster that was started elsewhere have another working directory. A name on a
     hub stays as it is."""
     found = Path(path).expanduser()
     return str(found.absolute()) if found.exists() else path
 
 
-def changed(section: S, changes: Mapping[str, Any]) -> S:
+def with_changes(section: S, changes: Mapping[str, Any]) -> S:
     """A copy of frozen settings with some replaced, section by section."""
     update = {
-        name: changed(getattr(section, name), value) if isinstance(value, Mapping) else value
+        name: with_changes(getattr(section, name), value) if isinstance(value, Mapping) else value
         for name, value in changes.items()
     }
     return section.model_copy(update=update)
 
 
-def shown_by_device(config: C, device: str, hints: Callable[[C], Iterable[ConfigProblem]]) -> list[str]:
+def device_hints(config: C, device: str, hints: Callable[[C], Iterable[ConfigProblem]]) -> list[str]:
     """What is probably not meant, but could not be said before it was known what trainer.device=auto is here."""
     known = {found.text for found in hints(config)}
-    now = hints(changed(config, {"trainer": {"device": device}}))
+    now = hints(with_changes(config, {"trainer": {"device": device}}))
     return [found.text for found in now if found.text not in known]
 
 
-def open_tracker(config: Config | SftConfig, console: Console, timetable: LoopSchedule, version: int) -> Sink:
-    console.total_steps = timetable.total_steps
-    if timetable.save_every == -1 and "save_freq" not in config.trainer.model_fields_set:
+def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
+    console.total_steps = schedule.total_steps
+    if schedule.save_every == -1 and "save_freq" not in config.trainer.model_fields_set:
         console.note(
             "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is gone when the run ends; set "
             "trainer.save_freq=null for a checkpoint after the last step, or trainer.save_freq=20 for one every 20"
@@ -152,7 +152,7 @@ def open_tracker(config: Config | SftConfig, console: Console, timetable: LoopSc
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,
         name=config.trainer.experiment_name,
-        total_steps=timetable.total_steps,
+        total_steps=schedule.total_steps,
         settings=config.model_dump(mode="json"),
         resumed_step=version or None,
         wandb_proxy=config.trainer.wandb_proxy,
@@ -177,8 +177,8 @@ class WithRunInfo:
 
 def _signature(config: Config | SftConfig) -> dict[str, str]:
     if isinstance(config, SftConfig):
-        return {"command": "sft", "model": full_path(config.model.path)}
-    return {"command": "train", "model": full_path(config.actor_rollout_ref.model.path)}
+        return {"command": "sft", "model": resolve_path(config.model.path)}
+    return {"command": "train", "model": resolve_path(config.actor_rollout_ref.model.path)}
 
 
 def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, str] | None) -> None:

@@ -29,29 +29,29 @@ class SftTrainer(TrainLoop):
 
     def __init__(
         self,
-        feed: SFTDataLoader,
+        loader: SFTDataLoader,
         model: TrainedModel,
-        held_out: ValidationLoader | None,
-        saver: Checkpointer,
-        timetable: LoopSchedule,
+        validation: ValidationLoader | None,
+        checkpointer: Checkpointer,
+        schedule: LoopSchedule,
         tracker: Sink,
         console: Console,
-        faults: RestartTracker,
+        restarts: RestartTracker,
         version: int = 0,
     ) -> None:
-        super().__init__(saver, timetable, tracker, console, faults, version)
-        self.feed, self.model, self.held_out = feed, model, held_out
+        super().__init__(checkpointer, schedule, tracker, console, restarts, version)
+        self.loader, self.model, self.validation = loader, model, validation
 
     async def step(self, version: int) -> Metrics:
         """One optimiser step: a batch of examples in, weights of `version + 1` out."""
         times = Metrics()
         with timer(times, "step"):
             with timer(times, "data"):
-                batch = await self.feed.take(version)  # read, tokenised and cut while the former step trained
+                batch = await self.loader.take(version)  # read, tokenised and cut while the former step trained
             with timer(times, "update"):
                 update = await self.model.update(batch.shares)
         whole = {
-            "data/position": self.feed.position(version + 1),
+            "data/position": self.loader.position(version + 1),
             "perf/throughput": batch.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
         }
@@ -65,14 +65,14 @@ class SftTrainer(TrainLoop):
             self.console.advice(f"step {self.version} moved no weights: {why}")
 
     async def validate(self) -> None:
-        if self.held_out is None:
+        if self.validation is None:
             return
         times, total, tokens = Metrics(), 0.0, 0.0
         with timer(times, "validation"):
-            async for shares in self.held_out.batches():
+            async for shares in self.validation.batches():
                 part, count = await self.model.loss(shares)
                 total, tokens = total + part, tokens + count
         self.tracker.log({"val/loss": total / max(tokens, 1.0), **times}, self.version)
 
     def state(self) -> dict[str, Any]:
-        return {"data": self.feed.state(self.version)}
+        return {"data": self.loader.state(self.version)}

@@ -18,64 +18,72 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.setup import WithRunInfo, changed, full_path, open_tracker, resume, shown_by_device, start_runtime
+from verl.trainer.setup import (
+    WithRunInfo,
+    device_hints,
+    open_tracker,
+    resolve_path,
+    resume,
+    start_runtime,
+    with_changes,
+)
 from verl.trainer.sft import SftTrainer
 from verl.trainer.sft_data import SftData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
 from verl.trainer.train_loop import LoopSchedule
-from verl.trainer.worker_settings import deadlines, lora, optimiser, sharding
+from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, optimizer_settings
 from verl.training.settings import FsdpSettings
 from verl.workers.base import RankSettings
 from verl.workers.sft import SftGroup
 
-__all__ = ["assemble_sft"]
+__all__ = ["build_sft_trainer"]
 
 
 @asynccontextmanager
-async def assemble_sft(
-    config: SftConfig, console: Console, *, faults: RestartTracker | None = None
+async def build_sft_trainer(
+    config: SftConfig, console: Console, *, restarts: RestartTracker | None = None
 ) -> AsyncIterator[SftTrainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes."""
-    times, faults = Metrics(), faults or RestartTracker(console)
+    times, restarts = Metrics(), restarts or RestartTracker(console)
     config = _absolute(config)
     check_sft_files(config)  # what can be seen to be wrong at once is said before anything is started
     async with AsyncExitStack() as closing:
-        site = await closing.enter_async_context(start_runtime(config, console, faults, times))
+        site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
         config, ranks = site.config, train_ranks(site.config)
         model = SftGroup.place(site.pool, ranks, share=1.0, deadlines=deadlines(config))
         closing.callback(model.close)
         with timer(times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, config)
-        timetable = _timetable(config, data)
-        for note in (*data.notes, _outlook(timetable, data), *shown_by_device(config, site.device, hints)):
+        schedule = _schedule(config, data)
+        for note in (*data.notes, _outlook(schedule, data), *device_hints(config, site.device, hints)):
             console.note(note)
         with timer(times, "start_train_workers"):
-            started = await model.start(rank_settings(config, timetable.total_steps, site.device))
+            started = await model.start(rank_settings(config, schedule.total_steps, site.device))
         for note in started:
             console.note(note)
         stream = PromptStream(data.order)
         version = await resume(config, model, stream, console)
-        faults.resumed(version)
-        tracker = open_tracker(config, console, timetable, version)
+        restarts.resumed(version)
+        tracker = open_tracker(config, console, schedule, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
         cut = partial(shares, ranks=ranks, limit=_limit(config))
-        feed = SFTDataLoader(data.train, data.order, timetable.batch, cut, start=stream.position, version=version)
-        closing.callback(feed.close)
+        loader = SFTDataLoader(data.train, data.order, schedule.batch, cut, start=stream.position, version=version)
+        closing.callback(loader.close)
         yield SftTrainer(
-            feed=feed,
+            loader=loader,
             model=model,
-            held_out=None if data.val is None else ValidationLoader(data.val, timetable.batch, cut),
-            saver=Checkpointer(
+            validation=None if data.val is None else ValidationLoader(data.val, schedule.batch, cut),
+            checkpointer=Checkpointer(
                 WithRunInfo(model, config),
                 CheckpointDir(config.trainer.checkpoint_dir),
                 console,
                 keep=config.trainer.max_ckpts_to_keep,
                 deadline=deadlines(config).checkpoint,
             ),
-            timetable=timetable,
+            schedule=schedule,
             tracker=tracker,
             console=console,
-            faults=faults,
+            restarts=restarts,
             version=version,
         )
 
@@ -87,13 +95,13 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         actor=FsdpSettings(
             model.path,
             role="train",
-            lora=lora(model.peft, config.trainer.seed),
+            lora=lora_settings(model.peft, config.trainer.seed),
             grad_clip=config.optim.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             device=device,
             trust_remote_code=model.trust_remote_code,
-            **sharding(model.fsdp_config, device),
-            **optimiser("optim", config.optim, steps),
+            **fsdp_settings(model.fsdp_config, device),
+            **optimizer_settings("optim", config.optim, steps),
         ),
         seed=config.trainer.seed,
         tokenizer_path=model.tokenizer_path,
@@ -111,7 +119,7 @@ def _limit(config: SftConfig) -> Limit:
     return Limit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
-def _timetable(config: SftConfig, data: SftData) -> LoopSchedule:
+def _schedule(config: SftConfig, data: SftData) -> LoopSchedule:
     return LoopSchedule(
         batch=config.data.train_batch_size,
         total_steps=total_steps(config, len(data.train)),
@@ -122,19 +130,19 @@ def _timetable(config: SftConfig, data: SftData) -> LoopSchedule:
     )
 
 
-def _outlook(timetable: LoopSchedule, data: SftData) -> str:
-    epochs = timetable.total_steps * timetable.batch / len(data.train)
+def _outlook(schedule: LoopSchedule, data: SftData) -> str:
+    epochs = schedule.total_steps * schedule.batch / len(data.train)
     lengths = data.train.lengths
     return (
-        f"{timetable.total_steps:,} steps of {timetable.batch:,} examples: {epochs:.3g} epochs; an example has "
+        f"{schedule.total_steps:,} steps of {schedule.batch:,} examples: {epochs:.3g} epochs; an example has "
         f"{lengths.mean():,.0f} tokens on average, {lengths.max():,} at most"
     )
 
 
 def _absolute(config: SftConfig) -> SftConfig:
     """Local paths in full, wherever the workers are started."""
-    paths = {"path": full_path(config.model.path)}
+    paths = {"path": resolve_path(config.model.path)}
     if config.model.tokenizer_path is not None:
-        paths["tokenizer_path"] = full_path(config.model.tokenizer_path)
+        paths["tokenizer_path"] = resolve_path(config.model.tokenizer_path)
     folder = str(config.trainer.checkpoint_dir.absolute())
-    return changed(config, {"model": paths, "trainer": {"default_local_dir": folder}})
+    return with_changes(config, {"model": paths, "trainer": {"default_local_dir": folder}})

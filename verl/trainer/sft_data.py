@@ -13,7 +13,15 @@ from verl.data.sft_batches import ExampleDataset, Share
 from verl.data.sft_examples import Example, ExampleReader, without_header
 from verl.data.validate import inspect_files, oddities
 from verl.errors import ConfigError
-from verl.trainer.data import cache_dir, check_length, open_tokenizer, raise_all, splits, stop_tokens, wrong_models
+from verl.trainer.run_data import (
+    check_length,
+    data_splits,
+    find_model_problems,
+    find_stop_tokens,
+    length_cache_dir,
+    open_tokenizer,
+    raise_data_problems,
+)
 from verl.training.families import family_note
 
 __all__ = ["SFTDataLoader", "SftData", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
@@ -43,14 +51,14 @@ def check_sft_files(config: SftConfig) -> None:
     """In a blink: the model and the data are there, and the data can be read and has the columns that it must."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
-    if wrong := [*wrong_models(paths, trust_remote_code=model.trust_remote_code)]:
+    if wrong := [*find_model_problems(paths, trust_remote_code=model.trust_remote_code)]:
         raise ConfigError(wrong)
     keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
     if data.messages_key is not None:
         keys = {"messages_key": data.messages_key}
     if data.tools_key is not None:
         keys["tools_key"] = data.tools_key
-    raise_all([problem for files in splits(config).values() for problem in inspect_files(files, keys)])
+    raise_data_problems([problem for files in data_splits(config).values() for problem in inspect_files(files, keys)])
 
 
 def read_sft_data(config: SftConfig) -> SftData:
@@ -61,7 +69,7 @@ def read_sft_data(config: SftConfig) -> SftData:
     tokenizer = open_tokenizer(config.model, "model")
     reader = ExampleReader(
         tokenizer,
-        stop_tokens(config.model.path, tokenizer),
+        find_stop_tokens(config.model.path, tokenizer),
         data.prompt_key,
         data.response_key,
         data.messages_key,
@@ -70,7 +78,7 @@ def read_sft_data(config: SftConfig) -> SftData:
     )
     found: dict[str, ExampleDataset] = {}
     notes: list[str] = []
-    for split, files in splits(config).items():
+    for split, files in data_splits(config).items():
         found[split] = ExampleDataset(
             files,
             reader,
@@ -78,7 +86,7 @@ def read_sft_data(config: SftConfig) -> SftData:
             truncation=data.truncation,
             max_samples=data.train_max_samples if split == "train" else data.val_max_samples,
             num_workers=data.num_workers,
-            cache_dir=cache_dir(config),
+            cache_dir=length_cache_dir(config),
         )
         notes += [str(found[split].report), *oddities(found[split].files), *found[split].cautions()]
     train = found["train"]

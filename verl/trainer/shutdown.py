@@ -58,7 +58,7 @@ class StopController:
         ends_at, limit = min(limits, default=(None, ""))
         return cls(ends_at, limit, margin_s=margin_s, clock=clock)
 
-    def outlook(self) -> str | None:
+    def describe_deadline(self) -> str | None:
         """What a deadline means for the run, in words."""
         if self._ends_at is None:
             return None
@@ -69,18 +69,18 @@ class StopController:
         """The first step begins, or the first after a restart."""
         self._last = self._clock()
 
-    def stepped(self) -> None:
+    def record_step(self) -> None:
         """A step is over: all that happened since the last call was a part of it."""
         now = self._clock()
         self._longest_s = max(self._longest_s, now - self._last)
         self._last = now
 
-    def ask(self) -> None:
+    def request_stop(self) -> None:
         """End after the step in progress."""
         self._asked += 1
         self._is_asked.set()
 
-    async def unless_asked(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
+    async def run_unless_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
         """Do `work`, but break it off as soon as the run is asked to end; whether it was done."""
         if self._asked:
             return False
@@ -126,7 +126,7 @@ class StopController:
         assert task is not None
 
         def asked() -> None:
-            self.ask()
+            self.request_stop()
             if self._asked > 1 or self.is_starting:
                 self.exit_code = TERMINATED
                 task.cancel()

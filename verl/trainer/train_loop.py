@@ -46,14 +46,14 @@ class TrainLoop(ABC):
 
     def __init__(
         self,
-        saver: Checkpointer,
-        timetable: LoopSchedule,
+        checkpointer: Checkpointer,
+        schedule: LoopSchedule,
         tracker: Sink,
         console: Console,
-        faults: RestartTracker,
+        restarts: RestartTracker,
         version: int = 0,
     ) -> None:
-        self.saver, self.timetable, self.faults = saver, timetable, faults
+        self.checkpointer, self.schedule, self.restarts = checkpointer, schedule, restarts
         self.tracker, self.console, self.version = tracker, console, version
 
     @abstractmethod
@@ -73,7 +73,7 @@ class TrainLoop(ABC):
 
     async def report(self, metrics: Metrics) -> None:
         """A step is done, and the version is that of its weights."""
-        self.tracker.log(metrics | self.faults.metrics(), self.version)
+        self.tracker.log(metrics | self.restarts.metrics(), self.version)
 
     async def fit(self, stopping: StopController | None = None) -> None:
         """Steps until the timetable is done or `stopping` says so, from wherever a checkpoint left off.
@@ -81,8 +81,8 @@ class TrainLoop(ABC):
         However it ends, what is being written is written to its end, as far as the train workers can: a dead one says
         so at once. One that has given no answer would not give this one either, and is not waited for again.
         """
-        if self.version >= self.timetable.total_steps:
-            self.console.note(f"nothing left to do: {self.version} of {self.timetable.total_steps} steps are done")
+        if self.version >= self.schedule.total_steps:
+            self.console.note(f"nothing left to do: {self.version} of {self.schedule.total_steps} steps are done")
             return
         try:
             await self._fit(stopping or StopController())
@@ -90,27 +90,27 @@ class TrainLoop(ABC):
             if _no_answer(error):
                 raise
             with suppress(Exception):  # what ended the run comes first, whatever the others of a dead rank say
-                await self.saver.finish()
+                await self.checkpointer.finish()
             raise
 
     async def _fit(self, stopping: StopController) -> None:
         await self.begin()
         began, reason = self.version, self._reason(stopping)
-        if reason is None and self.timetable.validate_first:
+        if reason is None and self.schedule.validate_first:
             reason = await self._validate(stopping)
         stopping.begin()
-        while reason is None and self.version < self.timetable.total_steps:
+        while reason is None and self.version < self.schedule.total_steps:
             metrics = await self.step(self.version)
             self.version += 1
             await self.report(metrics)
-            await self.saver.look()
-            stopping.stepped()
+            await self.checkpointer.poll()
+            stopping.record_step()
             reason = self._reason(stopping)
-            if reason is None and self.timetable.validates_at(self.version):
+            if reason is None and self.schedule.validates_at(self.version):
                 reason = await self._validate(stopping)
-            if reason or self.timetable.saves_at(self.version):
+            if reason or self.schedule.saves_at(self.version):
                 await self.save()
-        await self.saver.finish()
+        await self.checkpointer.finish()
         if reason:
             ended = (
                 f"saved and ended after step {self.version}" if self.version > began else "ended before the first step"
@@ -118,19 +118,19 @@ class TrainLoop(ABC):
             self.console.note(f"{reason}: {ended}; start again to go on")
 
     def _reason(self, stopping: StopController) -> str | None:
-        done = self.version == self.timetable.total_steps  # what is finished is not stopped
-        return None if done else stopping.reason(self.saver.longest_s)
+        done = self.version == self.schedule.total_steps  # what is finished is not stopped
+        return None if done else stopping.reason(self.checkpointer.longest_s)
 
     async def _validate(self, stopping: StopController) -> str | None:
         """Validate, and ask again. A save that is due comes afterwards, so that a run that resumes has validated what
         it resumes from; but who asks a run to end may not wait for a validation, so that breaks it off."""
-        if not await stopping.unless_asked(self.validate):
+        if not await stopping.run_unless_stopped(self.validate):
             self.console.note(f"asked to end: the validation after step {self.version} is left out")
         return self._reason(stopping)
 
     async def save(self) -> None:
         """Begin a checkpoint of the current version; it is written beside what comes next."""
-        seconds = await self.saver.save(self.version, self.state())
+        seconds = await self.checkpointer.save(self.version, self.state())
         self.tracker.log({"timing_s/save": seconds}, self.version)
 
     def _advise_all(self, lines: Iterable[str]) -> None:

@@ -37,7 +37,7 @@ from verl.errors import ConfigError
 from verl.rewards.function_io import pack_function
 from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.sandbox.sandbox import Limits
-from verl.trainer.data import RunData
+from verl.trainer.run_data import RunData
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings, LoraSettings
 from verl.workers.episodes import EpisodeSettings, ModelReward
@@ -45,19 +45,19 @@ from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
 
 __all__ = [
+    "algorithm_settings",
+    "build_planner",
     "compute_dtype",
     "deadlines",
     "engine_settings",
     "episode_settings",
-    "lora",
-    "method",
-    "optimiser",
-    "planner",
+    "fsdp_settings",
+    "lora_settings",
+    "optimizer_settings",
     "reward_arguments",
     "reward_model_settings",
+    "reward_settings",
     "rollout_dtype",
-    "scoring",
-    "sharding",
     "train_settings",
     "transport_name",
 ]
@@ -82,7 +82,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         "trust_remote_code": model.trust_remote_code,
     }
     compiled = actor.use_torch_compile and device != "cpu"
-    own = {**common, **sharding(actor.fsdp_config, device), "compile": compiled}
+    own = {**common, **fsdp_settings(actor.fsdp_config, device), "compile": compiled}
     held = own | {  # of what is compared with, and not trained
         "param_offload": device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
         "optimizer_offload": False,
@@ -93,7 +93,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
     process_path = prime.model_path or model.path
-    adapter = lora(actor.peft, config.trainer.seed)
+    adapter = lora_settings(actor.peft, config.trainer.seed)
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
@@ -103,7 +103,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             grad_clip=actor.grad_clip,
             gradient_checkpointing=model.enable_gradient_checkpointing,
             **own,
-            **optimiser("actor_rollout_ref.actor.optim", actor.optim, updates),
+            **optimizer_settings("actor_rollout_ref.actor.optim", actor.optim, updates),
         ),
         reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
         if uses_reference(config) and not reference_is_policy(config)
@@ -113,11 +113,11 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             critic.model.path or model.path,
             head="value",
             role="critic",
-            lora=lora(critic.peft, config.trainer.seed),
+            lora=lora_settings(critic.peft, config.trainer.seed),
             grad_clip=critic.grad_clip,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            **common | sharding(critic.fsdp_config, device),
-            **optimiser("critic.optim", critic.optim, critic_optimiser_steps(config, total_steps)),
+            **common | fsdp_settings(critic.fsdp_config, device),
+            **optimizer_settings("critic.optim", critic.optim, critic_optimiser_steps(config, total_steps)),
         )
         if uses_critic(config)
         else None,
@@ -134,7 +134,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         process_reference=FsdpSettings(process_path, trainable=False, **held)
         if prime.enable and not process_shares_reference(config)
         else None,
-        algorithm=method(config),
+        algorithm=algorithm_settings(config),
         publish_dtype=rollout_dtype(config, device),
         publish_adapter=publishes_adapter(config),
         tokenizer_path=model.tokenizer_path,
@@ -144,7 +144,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     )
 
 
-def sharding(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
+def fsdp_settings(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
     """Types and places of a model's numbers, as `FsdpSettings` names them. On a CPU there is no other place."""
     away, policy = device != "cpu", fsdp.offload_policy
     return {
@@ -157,7 +157,7 @@ def sharding(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
     }
 
 
-def lora(peft: PeftConfig, seed: int) -> LoraSettings | None:
+def lora_settings(peft: PeftConfig, seed: int) -> LoraSettings | None:
     """The adapter that is asked for, if any."""
     if peft.lora_rank == 0:
         return None
@@ -170,7 +170,7 @@ def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence
     return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
 
 
-def method(config: Config) -> AlgorithmSettings:
+def algorithm_settings(config: Config) -> AlgorithmSettings:
     """The algorithm, as the train workers run it."""
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
@@ -217,7 +217,7 @@ def _estimator(config: Config) -> str:
     return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
 
 
-def optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
+def optimizer_settings(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
     """What an engine is told of its optimiser; `section` is where its settings stand."""
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
@@ -241,7 +241,7 @@ def optimiser(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
     }
 
 
-def planner(config: Config, ranks: int) -> Planner:
+def build_planner(config: Config, ranks: int) -> Planner:
     """How the samples of a step are cut."""
     actor, rollout, cut = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, actor_cut(config)
     return Planner(
@@ -270,7 +270,7 @@ def episode_settings(
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        scoring(config, workers, reward) if uses_reward_function(config) else None,
+        reward_settings(config, workers, reward) if uses_reward_function(config) else None,
         _model_reward(config),
         model.trust_remote_code,
         OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
@@ -338,7 +338,7 @@ def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     return {"verl.rewards.scorers.code": arguments}
 
 
-def scoring(
+def reward_settings(
     config: Config, workers: int, given: Callable[..., Any] | None = None, *, prompts: bool = False
 ) -> dict[str, Any]:
     """The arguments of `scores` in each of so many episode workers: they share the processes.

@@ -6,7 +6,7 @@ import pytest
 
 from verl.config.load import load
 from verl.trainer.build import _absolute
-from verl.trainer.launcher import own_folder
+from verl.trainer.launcher import with_sweep_folder
 from verl.trainer.rl_trainer import LoopSchedule
 
 pytestmark = pytest.mark.unit
@@ -16,14 +16,14 @@ REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=mode
 
 def test_points_of_a_sweep_have_checkpoint_directories_of_their_own() -> None:
     points = load(["-m", "actor_rollout_ref.actor.optim.lr=1e-5,1e-6", *REQUIRED])
-    folders = [own_folder(point).trainer.checkpoint_dir for point in points]
+    folders = [with_sweep_folder(point).trainer.checkpoint_dir for point in points]
     assert len(set(folders)) == 2
     assert all(folder.parent == Path("checkpoints/verl/default") for folder in folders)
 
 
 def test_without_a_sweep_the_checkpoint_directory_is_as_documented() -> None:
     [loaded] = load(REQUIRED)
-    assert own_folder(loaded).trainer.checkpoint_dir == Path("checkpoints/verl/default")
+    assert with_sweep_folder(loaded).trainer.checkpoint_dir == Path("checkpoints/verl/default")
 
 
 def test_local_paths_are_made_absolute_and_names_on_a_hub_are_left_alone(
@@ -42,6 +42,6 @@ def test_local_paths_are_made_absolute_and_names_on_a_hub_are_left_alone(
 
 @pytest.mark.parametrize(("every", "due"), [(-1, []), (2, [2, 4, 5]), (5, [5]), (9, [5])])
 def test_saving_comes_at_its_interval_and_at_the_end(every: int, due: list[int]) -> None:
-    timetable = LoopSchedule(batch=1, total_steps=5, save_every=every, validate_every=every)
-    assert [step for step in range(1, 6) if timetable.saves_at(step)] == due
-    assert [step for step in range(1, 6) if timetable.validates_at(step)] == due
+    schedule = LoopSchedule(batch=1, total_steps=5, save_every=every, validate_every=every)
+    assert [step for step in range(1, 6) if schedule.saves_at(step)] == due
+    assert [step for step in range(1, 6) if schedule.validates_at(step)] == due

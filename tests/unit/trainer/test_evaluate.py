@@ -29,10 +29,10 @@ def evaluator(samples: list[list[SampleHandle]], sources: list[str], batch: int 
     async def answer(row: int) -> list[SampleHandle]:
         return samples[row]
 
-    async def exhibit(source: str) -> str:
+    async def preview(source: str) -> str:
         return f"my_reward.py:compute_score gave 0 to an answer to {source}"
 
-    return Evaluator(answer, sources, batch=batch, exhibit=exhibit)
+    return Evaluator(answer, sources, batch=batch, preview=preview)
 
 
 async def test_means_are_by_data_source_and_over_all() -> None:

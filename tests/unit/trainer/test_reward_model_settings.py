@@ -13,7 +13,7 @@ from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rollout.vllm.engine import VllmSettings
-from verl.trainer.data import check_files
+from verl.trainer.run_data import check_files
 from verl.trainer.worker_settings import episode_settings, reward_model_settings
 from verl.workers.episodes import ModelReward
 from verl.workers.rewards import RewardModelSettings

@@ -16,7 +16,7 @@ from verl.config.schema.root import Config
 from verl.data import dataset as dataset_module
 from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
-from verl.trainer.data import check_files, open_tokenizer, read_data
+from verl.trainer.run_data import check_files, open_tokenizer, read_data
 
 pytestmark = pytest.mark.unit
 
@@ -137,7 +137,7 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
 
 
 def test_a_buffer_that_does_not_fit_is_said(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer import data as module
+    from verl.trainer import run_data as module
 
     monkeypatch.setattr(module, "CACHED_BYTES", 1000)
     path = write(tmp_path / "a.parquet", 12)

@@ -15,7 +15,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.setup import WithRunInfo, open_tracker, resume
-from verl.trainer.sft_build import _timetable as sft_timetable
+from verl.trainer.sft_build import _schedule as sft_schedule
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
@@ -36,7 +36,7 @@ def test_supervised_training_saves_its_last_step_unless_told_otherwise(tmp_path:
         train = range(40)
 
     def saves(*settings: str) -> list[int]:
-        table = sft_timetable(sft_of(tmp_path, "data.train_batch_size=10", *settings), Data())  # type: ignore[arg-type]
+        table = sft_schedule(sft_of(tmp_path, "data.train_batch_size=10", *settings), Data())  # type: ignore[arg-type]
         return [step for step in range(1, table.total_steps + 1) if table.saves_at(step)]
 
     assert saves() == [4]

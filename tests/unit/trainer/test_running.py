@@ -73,13 +73,15 @@ async def modes_of_two_starts(config: SftConfig, ranks: Ranks) -> list[str]:
     console, tracker = Console(io.StringIO()), SimpleNamespace(log=lambda *_: None)
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
+    async def build_trainer(config: SftConfig, restarts: RestartTracker) -> AsyncIterator[TrainLoop]:
         modes.append(config.trainer.resume_mode)
-        saver = Checkpointer(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
+        checkpointer = Checkpointer(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
         total = 1 if len(modes) == 2 else 10  # the second run has nothing left to do
-        yield Dying(saver, LoopSchedule(1, total, save_every=1), tracker, console, faults, version=len(modes) - 1)  # type: ignore[arg-type]
+        yield Dying(
+            checkpointer, LoopSchedule(1, total, save_every=1), tracker, console, restarts, version=len(modes) - 1
+        )  # type: ignore[arg-type]
 
-    assert await run(config, console, assemble) == 0
+    assert await run(config, console, build_trainer) == 0
     return modes
 
 
@@ -104,7 +106,7 @@ async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigte
     closed: list[str] = []
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
+    async def build_trainer(config: SftConfig, restarts: RestartTracker) -> AsyncIterator[TrainLoop]:
         os.kill(os.getpid(), signal.SIGTERM)
         try:
             await asyncio.Event().wait()
@@ -113,7 +115,7 @@ async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigte
         yield  # type: ignore[misc]
 
     out = io.StringIO()
-    assert await run(settings(tmp_path), Console(out=rich.console.Console(file=out, width=200)), assemble) == 143
+    assert await run(settings(tmp_path), Console(out=rich.console.Console(file=out, width=200)), build_trainer) == 143
     assert closed == ["engines"]
     assert "asked to end at once (SIGTERM while it started)" in out.getvalue()
 
@@ -130,12 +132,12 @@ async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_aga
             raise ProcessLostError("train worker 1: update: its process has died")
 
     @asynccontextmanager
-    async def assemble(config: SftConfig, faults: RestartTracker) -> AsyncIterator[TrainLoop]:
+    async def build_trainer(config: SftConfig, restarts: RestartTracker) -> AsyncIterator[TrainLoop]:
         starts.append(1)
-        saver = Checkpointer(Ranks(commits=False), CheckpointDir(tmp_path), console)
-        yield Asked(saver, LoopSchedule(1, 10), tracker, console, faults)  # type: ignore[arg-type]
+        checkpointer = Checkpointer(Ranks(commits=False), CheckpointDir(tmp_path), console)
+        yield Asked(checkpointer, LoopSchedule(1, 10), tracker, console, restarts)  # type: ignore[arg-type]
 
-    assert await run(settings(tmp_path), console, assemble) == 143
+    assert await run(settings(tmp_path), console, build_trainer) == 143
     assert starts == [1]
     assert "asked to end (SIGTERM): ended; start again" in out.getvalue()
 

@@ -62,35 +62,35 @@ class Screen(Console):
 
 async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
     policy, screen = Writing(), Screen()
-    saver = Checkpointer(policy, CheckpointDir(tmp_path), screen)
-    await saver.save(1, {})
-    await saver.look()
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), screen)
+    await checkpointer.save(1, {})
+    await checkpointer.poll()
     assert CheckpointDir(tmp_path).latest() is None, "it is still being written"
-    await saver.save(2, {})
+    await checkpointer.save(2, {})
     assert CheckpointDir(tmp_path).latest() == 1
-    await saver.finish()
+    await checkpointer.finish()
     assert CheckpointDir(tmp_path).latest() == 2
     assert screen.said == [f"saved {tmp_path}/global_step_1", f"saved {tmp_path}/global_step_2"]
 
 
 async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Path) -> None:
     policy = Writing()
-    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), keep=1)
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), keep=1)
     policy.done = True
     for step in (1, 2, 3):
-        await saver.save(step, {})
-        await saver.look()
+        await checkpointer.save(step, {})
+        await checkpointer.poll()
         assert CheckpointDir(tmp_path).steps() == [step]
 
 
 async def test_an_error_is_raised_at_the_next_opportunity_and_only_there(tmp_path: Path) -> None:
     policy = Writing()
-    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen())
-    await saver.save(1, {})
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen())
+    await checkpointer.save(1, {})
     policy.error = CheckpointError("checkpoint .../global_step_1: no space")
     with pytest.raises(CheckpointError, match="global_step_1: no space"):
-        await saver.save(2, {})
-    await saver.finish()
+        await checkpointer.save(2, {})
+    await checkpointer.finish()
     assert policy.begun == [1]
 
 
@@ -108,9 +108,9 @@ A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
 
 async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    saver = Checkpointer(Writing(), hanging, Screen(), deadline=A_MOMENT)
+    checkpointer = Checkpointer(Writing(), hanging, Screen(), deadline=A_MOMENT)
     with pytest.raises(CheckpointError, match=rf"{tmp_path}: waited .* to begin a checkpoint .*checkpoint=0.05"):
-        await saver.save(1, {})
+        await checkpointer.save(1, {})
     hanging.let_go.set()
 
 
@@ -127,10 +127,10 @@ async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path
 
 async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_path: Path) -> None:
     hanging, screen = Hanging(tmp_path, "prune"), Screen()
-    saver = Checkpointer(Writing(), hanging, screen)
-    await saver.save(1, {})
-    saver._deadline = A_MOMENT
-    await saver.finish()
+    checkpointer = Checkpointer(Writing(), hanging, screen)
+    await checkpointer.save(1, {})
+    checkpointer._deadline = A_MOMENT
+    await checkpointer.finish()
     assert "for the file system to delete old checkpoints" in screen.said[-1]
     hanging.let_go.set()
 
@@ -151,13 +151,13 @@ async def test_the_longest_save_is_known_however_late_it_is_looked_at(tmp_path: 
             await super().save(directory, trainer)
 
     policy = Copying()
-    saver = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
     for step, seconds in ((1, 5.0), (2, 20.0), (3, 1.0)):
         policy.seconds = seconds
-        await saver.save(step, {})
+        await checkpointer.save(step, {})
         now[0] += 1800.0  # a step
-        await saver.finish()
-    assert saver.longest_s == 23.0
+        await checkpointer.finish()
+    assert checkpointer.longest_s == 23.0
 
 
 def saved(root: Path, *steps: int) -> CheckpointDir:

@@ -71,16 +71,20 @@ class Log:
 def trainer_of(
     tmp_path: Path,
     model: FakeModel,
-    feed: SFTDataLoader,
-    timetable: LoopSchedule,
+    loader: SFTDataLoader,
+    schedule: LoopSchedule,
     version: int = 0,
-    held_out: ValidationLoader | None = None,
+    validation: ValidationLoader | None = None,
 ):
     out = io.StringIO()
     console = Console(out=rich.console.Console(file=out))
-    saver = Checkpointer(model, CheckpointDir(tmp_path), console)
+    checkpointer = Checkpointer(model, CheckpointDir(tmp_path), console)
     log = Log()
-    return SftTrainer(feed, model, held_out, saver, timetable, log, console, RestartTracker(console), version), log, out
+    return (
+        SftTrainer(loader, model, validation, checkpointer, schedule, log, console, RestartTracker(console), version),
+        log,
+        out,
+    )
 
 
 async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_path: Path) -> None:
@@ -99,20 +103,20 @@ async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_
 
 async def test_a_resumed_run_goes_on_at_its_position_also_with_another_batch_size(tmp_path: Path) -> None:
     model = FakeModel()
-    feed = SFTDataLoader(ROWS, SequentialSampler(len(ROWS)), 3, CUT, start=4, version=2)
-    trainer, _, _ = trainer_of(tmp_path, model, feed, LoopSchedule(3, 4), version=2)
+    loader = SFTDataLoader(ROWS, SequentialSampler(len(ROWS)), 3, CUT, start=4, version=2)
+    trainer, _, _ = trainer_of(tmp_path, model, loader, LoopSchedule(3, 4), version=2)
     await trainer.fit()
     assert model.trained == [[0, 1, 4], [2, 3, 4]]
 
 
 async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_and_at_the_end(tmp_path: Path) -> None:
     model = FakeModel()
-    held_out = ValidationLoader(ROWS, 2, CUT)
-    feed, timetable = (
+    validation = ValidationLoader(ROWS, 2, CUT)
+    loader, schedule = (
         SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
         LoopSchedule(1, 3, validate_every=2, validate_last=True),
     )
-    trainer, log, _ = trainer_of(tmp_path, model, feed, timetable, held_out=held_out)
+    trainer, log, _ = trainer_of(tmp_path, model, loader, schedule, validation=validation)
     await trainer.fit()
     found = [(step, metrics["val/loss"]) for step, metrics in log.lines if "val/loss" in metrics]
     mean = sum(row * (len(example.tokens) - 1) for row, example in enumerate(ROWS)) / sum(
@@ -123,13 +127,13 @@ async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_
 
 
 async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_path: Path) -> None:
-    timetable = LoopSchedule(1, 3, validate_first=False, validate_last=True)
+    schedule = LoopSchedule(1, 3, validate_first=False, validate_last=True)
     trainer, log, _ = trainer_of(
         tmp_path,
         FakeModel(),
         SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
-        timetable,
-        held_out=ValidationLoader(ROWS, 9, CUT),
+        schedule,
+        validation=ValidationLoader(ROWS, 9, CUT),
     )
     await trainer.fit()
     assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
@@ -140,7 +144,7 @@ async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_p
 
     class Asked(FakeModel):
         async def update(self, parts: Sequence[Share]) -> dict[str, float]:
-            stopping.ask()
+            stopping.request_stop()
             return await super().update(parts)
 
     model = Asked()
@@ -159,8 +163,8 @@ async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
 
 
 async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
-    feed = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
-    first, third = await feed.take(0), await feed.take(2)
+    loader = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
+    first, third = await loader.take(0), await loader.take(2)
     assert sorted({int(token) for share in first.shares for token in share.tokens}) == [0, 1]
     assert sorted({int(token) for share in third.shares for token in share.tokens}) == [0, 4]
-    feed.close()
+    loader.close()

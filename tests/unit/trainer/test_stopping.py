@@ -31,7 +31,7 @@ def stepping(stopping: StopController, clock: Clock, *durations: float) -> None:
     stopping.begin()
     for seconds in durations:
         clock.now += seconds
-        stopping.stepped()
+        stopping.record_step()
 
 
 def test_another_step_is_begun_only_if_the_longest_step_and_save_fit() -> None:
@@ -74,7 +74,7 @@ def test_what_a_restart_takes_is_no_step() -> None:
     stepping(stopping, clock, 10)
     clock.now += 500
     stepping(stopping, clock, 10)
-    assert stopping.outlook() == "the run saves and ends in time for the end, in 0.13 hours"
+    assert stopping.describe_deadline() == "the run saves and ends in time for the end, in 0.13 hours"
     clock.now += 465
     assert stopping.reason() is None
     clock.now += 10
@@ -111,7 +111,7 @@ class Recorder:
         self.saves.append(version)
         return 0.0
 
-    async def look(self) -> None:
+    async def poll(self) -> None:
         pass
 
     async def finish(self) -> None:
@@ -165,7 +165,7 @@ class Stepping(RLTrainer):
     async def step(self, version: int) -> Any:
         self.clock.now += self.seconds
         if version == self.signalled:
-            self.stopping.ask()
+            self.stopping.request_stop()
         return {}
 
 
@@ -267,7 +267,7 @@ async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second
 async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping, signalled=3)
-    trainer.timetable = LoopSchedule(1, 10, validate_every=2)
+    trainer.schedule = LoopSchedule(1, 10, validate_every=2)
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated) == ([4], [0, 2])
 
@@ -276,7 +276,7 @@ async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     trainer = Stepping(around, clock, 20, stopping)
-    trainer.timetable = LoopSchedule(1, 10, validate_every=4)
+    trainer.schedule = LoopSchedule(1, 10, validate_every=4)
     await trainer.fit(stopping)  # after 4 steps 20 s are left, and 30 are needed
     assert (around.saves, trainer.validated) == ([4], [0])
 
@@ -284,8 +284,8 @@ async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
 async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is_asked_anew() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping)
-    trainer.timetable = LoopSchedule(1, 10, validate_every=4, validate_first=False)
-    trainer.during_validation = stopping.ask
+    trainer.schedule = LoopSchedule(1, 10, validate_every=4, validate_first=False)
+    trainer.during_validation = stopping.request_stop
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated, trainer.version) == ([4], [], 4)
     assert around.notes == [
@@ -298,7 +298,7 @@ async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
     trainer = Stepping(around, clock, 20, stopping)
-    trainer.timetable = LoopSchedule(1, 10, validate_every=2, validate_first=False)
+    trainer.schedule = LoopSchedule(1, 10, validate_every=2, validate_first=False)
     trainer.during_validation = lambda: setattr(clock, "now", clock.now + 35)
     await trainer.fit(stopping)  # after 2 steps and a validation 25 s are left, and 30 are needed
     assert (around.saves, trainer.validated, stopping.exit_code) == ([2], [2], OUT_OF_TIME)
@@ -307,7 +307,7 @@ async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
 async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked_to_end() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping, signalled=9)
-    trainer.timetable = LoopSchedule(1, 10, save_every=10, validate_every=10)
+    trainer.schedule = LoopSchedule(1, 10, save_every=10, validate_every=10)
     await trainer.fit(stopping)
     assert (around.saves, trainer.validated, stopping.exit_code) == ([10], [0], 0)
     assert around.notes == ["asked to end: the validation after step 10 is left out"]
@@ -316,7 +316,7 @@ async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked
 async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_saves_nothing() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
     trainer = Stepping(around, clock, 1, stopping)
-    trainer.during_validation = stopping.ask
+    trainer.during_validation = stopping.request_stop
     await trainer.fit(stopping)
     assert (around.saves, trainer.version, stopping.exit_code) == ([], 0, TERMINATED)
     assert around.notes[-1] == "asked to end (SIGTERM): ended before the first step; start again to go on"

@@ -17,9 +17,15 @@ from verl.data.samplers import SequentialSampler
 from verl.errors import ConfigError
 from verl.rewards.overlong import OverlongPenalty
 from verl.trainer.build import _absolute
-from verl.trainer.data import RunData
-from verl.trainer.setup import shown_by_device
-from verl.trainer.worker_settings import engine_settings, episode_settings, method, planner, train_settings
+from verl.trainer.run_data import RunData
+from verl.trainer.setup import device_hints
+from verl.trainer.worker_settings import (
+    algorithm_settings,
+    build_planner,
+    engine_settings,
+    episode_settings,
+    train_settings,
+)
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
 
@@ -95,18 +101,18 @@ def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -
 
 
 def test_the_defaults_are_those_of_the_records() -> None:
-    found = method(config_of("data.max_response_length=77"))
+    found = algorithm_settings(config_of("data.max_response_length=77"))
     assert found == AlgorithmSettings(scale=77)
 
 
 def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
     kl = ("algorithm.use_kl_in_reward=True", "algorithm.kl_penalty=mse", "algorithm.kl_ctrl.kl_coef=0.2")
-    fixed = method(config_of(*kl))
+    fixed = algorithm_settings(config_of(*kl))
     assert (fixed.reward_kl, fixed.reward_kl_type) == (KlController(0.2), "mse")
     adaptive = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.3", "algorithm.kl_ctrl.horizon=5000")
-    assert method(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 5000)
+    assert algorithm_settings(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 5000)
     assert train_settings(config_of(*kl), 10, "cpu").reference is not None
-    assert method(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
+    assert algorithm_settings(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
 
 
 LORA = ("actor.lora_rank=12", "actor.lora_alpha=24", "trainer.seed=5")
@@ -139,40 +145,42 @@ def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> 
 
 
 def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:
-    assert method(config_of("actor_rollout_ref.actor.kl_loss_coef=0.5")).loss_kl_coef is None
+    assert algorithm_settings(config_of("actor_rollout_ref.actor.kl_loss_coef=0.5")).loss_kl_coef is None
     used = config_of("actor_rollout_ref.actor.kl_loss_coef=0.5", "actor_rollout_ref.actor.use_kl_loss=True")
-    assert method(used).loss_kl_coef == 0.5
+    assert algorithm_settings(used).loss_kl_coef == 0.5
 
 
 def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> None:
     correction = ("algorithm.rollout_correction.rollout_rs=geometric",)
     upper = "algorithm.rollout_correction.rollout_rs_threshold=4"
-    assert method(config_of(*correction, upper)).correction == Correction(reject="geometric", upper=4, lower=0.25)
+    assert algorithm_settings(config_of(*correction, upper)).correction == Correction(
+        reject="geometric", upper=4, lower=0.25
+    )
     lower = "algorithm.rollout_correction.rollout_rs_threshold_lower=0.9"
-    assert method(config_of(*correction, upper, lower)).correction.lower == 0.9
+    assert algorithm_settings(config_of(*correction, upper, lower)).correction.lower == 0.9
     weigh = config_of(
         "algorithm.rollout_correction.rollout_is=sequence",
         "algorithm.rollout_correction.rollout_is_threshold=3",
         "algorithm.rollout_correction.rollout_is_batch_normalize=True",
     )
-    assert method(weigh).correction == Correction("sequence", 3.0, True)
+    assert algorithm_settings(weigh).correction == Correction("sequence", 3.0, True)
 
 
 def test_an_estimator_and_a_loss_of_the_user_go_through_as_they_are() -> None:
     own = ("algorithm.adv_estimator=my.module:best", "actor_rollout_ref.actor.policy_loss.loss_mode=my.module:loss")
-    found = method(config_of(*own))
+    found = algorithm_settings(config_of(*own))
     assert (found.estimator, found.loss_mode) == ("my.module:best", "my.module:loss")
 
 
 def test_process_rewards_take_the_place_of_rloo_but_not_of_the_users_own_estimator() -> None:
     prime = ("reward.prime.enable=True", "actor_rollout_ref.rollout.n=4")
-    assert method(config_of(*prime, "algorithm.adv_estimator=rloo")).estimator == "prime"
-    assert method(config_of(*prime, "algorithm.adv_estimator=my.module:best")).estimator == "my.module:best"
+    assert algorithm_settings(config_of(*prime, "algorithm.adv_estimator=rloo")).estimator == "prime"
+    assert algorithm_settings(config_of(*prime, "algorithm.adv_estimator=my.module:best")).estimator == "my.module:best"
 
 
 def test_gamma_lambda_and_the_division_by_std_reach_the_estimator() -> None:
     settings = ("algorithm.gamma=0.9", "algorithm.lam=0.8", "algorithm.norm_adv_by_std_in_grpo=False")
-    assert method(config_of(*PPO, *settings)).estimator_options == EstimatorOptions(0.9, 0.8, False)
+    assert algorithm_settings(config_of(*PPO, *settings)).estimator_options == EstimatorOptions(0.9, 0.8, False)
 
 
 def test_a_critic_starts_from_the_policys_model_unless_it_has_its_own() -> None:
@@ -242,13 +250,13 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
         "actor_rollout_ref.actor.ppo_epochs=2",
     )
     handles = [SampleHandle(k, group=k, tokens=100, generated=50, score=0.0, version=0) for k in range(64)]
-    own = planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).rank(0)
+    own = build_planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).rank(0)
     assert own.critic is not None
     updates = [[len(micro) for micro in update] for update in own.critic]
     assert len(updates) == 64 // sizes.mini_batch_prompts * sizes.epochs
     assert {sum(update) for update in updates} == {sizes.mini_batch_prompts}
     assert max(max(update) for update in updates) <= (sizes.micro_batch_samples or sizes.micro_batch_tokens // 100)
-    assert planner(config_of(*GRPO, *common), ranks=1).plan(handles).rank(0).critic is None
+    assert build_planner(config_of(*GRPO, *common), ranks=1).plan(handles).rank(0).critic is None
 
 
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
@@ -345,7 +353,7 @@ def test_resharding_is_as_it_is_told() -> None:
 
 def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
-    assert shown_by_device(config_of(f"{key}=true"), "cuda", hints) == []
-    [said] = shown_by_device(config_of(f"{key}=true"), "cpu", hints)
+    assert device_hints(config_of(f"{key}=true"), "cuda", hints) == []
+    [said] = device_hints(config_of(f"{key}=true"), "cpu", hints)
     assert said.startswith(f"{key}=true has no effect: on a CPU")
-    assert shown_by_device(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", hints) == []  # it was said before
+    assert device_hints(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", hints) == []  # it was said before

@@ -21,7 +21,7 @@ from verl.errors import ConfigError, DataError, RewardError
 from verl.model_safety import model_problems
 from verl.rewards.resolve import resolve_scorer
 from verl.rewards.reward_function import explain_no_scorer
-from verl.trainer.order import load_sampler, order_of
+from verl.trainer.prompt_sampler import build_sampler, load_sampler
 from verl.training.families import family_note, family_problems, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunData",
-    "cache_dir",
     "check_files",
     "check_length",
+    "data_splits",
+    "find_model_problems",
+    "find_stop_tokens",
+    "length_cache_dir",
     "open_tokenizer",
-    "raise_all",
+    "raise_data_problems",
     "read_data",
-    "splits",
-    "stop_tokens",
-    "wrong_models",
 ]
 
 
@@ -64,10 +64,10 @@ def check_files(config: Config) -> None:
         raise ConfigError(wrong)
     if config.data.sampler is not None:
         load_sampler(config.data.sampler)
-    raise_all([problem for split in splits(config) for problem in _inspect(config, split)])
+    raise_data_problems([problem for split in data_splits(config) for problem in _inspect(config, split)])
 
 
-def raise_all(problems: list[str]) -> None:
+def raise_data_problems(problems: list[str]) -> None:
     """What is wrong with the data, if anything is: all of it at once."""
     if len(problems) == 1:
         raise DataError(problems[0])
@@ -86,10 +86,10 @@ def _wrong_models(config: Config) -> Iterator[str]:
         paths["reward.prime.model_path"] = reward.prime.model_path
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
-    return wrong_models(paths, trust_remote_code=actor.trust_remote_code)
+    return find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
 
 
-def wrong_models(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
+def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
     """The same of the paths that these settings name."""
     for key, path in paths.items():
         if path is None:
@@ -118,7 +118,7 @@ def read_data(config: Config) -> RunData:
     datasets: dict[str, DatasetSettings] = {}
     reports: list[str] = []
     val_sources: list[str] = []
-    for split, files in splits(config).items():
+    for split, files in data_splits(config).items():
         arguments: dict[str, Any] = {
             "prompt_key": config.data.prompt_key,
             "max_prompt_length": config.data.max_prompt_length,
@@ -134,7 +134,7 @@ def read_data(config: Config) -> RunData:
             **arguments,
             streaming=split == "train" and _streams(config),
             num_workers=config.data.num_workers,
-            cache_dir=cache_dir(config),
+            cache_dir=length_cache_dir(config),
         )
         arguments["streaming"] = dataset.report.streamed
         datasets[split] = DatasetSettings(files, arguments, dataset.kept)
@@ -145,7 +145,7 @@ def read_data(config: Config) -> RunData:
         else:
             sources = dataset.sources()
         if split == "train":
-            order = order_of(config, dataset, files)
+            order = build_sampler(config, dataset, files)
         else:
             val_sources = sources
         unknown = sorted(source for source in set(sources) if resolve_scorer(config, source) is None)
@@ -155,7 +155,7 @@ def read_data(config: Config) -> RunData:
     found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     check_length(model.path, found, max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length")
     reports += [note] if (note := family_note(model.path, found.model_type)) else []
-    stops = stop_tokens(model.path, tokenizer)
+    stops = find_stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)
 
 
@@ -182,7 +182,7 @@ def _taken_for_a_name(path: str) -> str:
     return f"\n{meant}{path} is no folder here, and was taken for a name on the hub; {there}" if there else ""
 
 
-def stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+def find_stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """The tokens that end an answer of the model at `path`."""
     from transformers import GenerationConfig
 
@@ -193,7 +193,7 @@ def stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...
     return tuple(sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}))
 
 
-def splits(config: Config | SftConfig) -> dict[str, list[str]]:
+def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
     """The entries of the data files that there are: paths and patterns."""
     given = {"train": config.data.train_files, "val": config.data.val_files}
     return {split: [files] if isinstance(files, str) else files for split, files in given.items() if files}
@@ -205,7 +205,7 @@ def _inspect(config: Config, split: str) -> list[str]:
     if split == "train" and config.data.curriculum_key is not None:
         keys["curriculum_key"] = config.data.curriculum_key
     weighted = split == "train" and config.data.train_weights is not None
-    return inspect_files(splits(config)[split], keys, weighted=weighted)
+    return inspect_files(data_splits(config)[split], keys, weighted=weighted)
 
 
 def _streams(config: Config) -> bool | None:
@@ -232,6 +232,6 @@ def _cautions(config: Config, dataset: PromptDataset) -> list[str]:
     return found
 
 
-def cache_dir(config: Config | SftConfig) -> Path:
+def length_cache_dir(config: Config | SftConfig) -> Path:
     """Where lengths are kept from one start to the next."""
     return Path(config.data.cache_dir or "~/.cache/verl").expanduser() / "lengths"

@@ -17,7 +17,7 @@ from verl.data.samplers import (
 )
 from verl.errors import ConfigError, DataError
 
-__all__ = ["load_sampler", "order_of"]
+__all__ = ["build_sampler", "load_sampler"]
 
 
 def load_sampler(name: str) -> SamplerFunction:
@@ -29,7 +29,7 @@ def load_sampler(name: str) -> SamplerFunction:
         raise ConfigError([str(error)]) from error
 
 
-def order_of(config: Config, dataset: PromptDataset, entries: list[str]) -> Sampler:
+def build_sampler(config: Config, dataset: PromptDataset, entries: list[str]) -> Sampler:
     """The order of the prompts of a data set that was made of these entries."""
     data = config.data
     seed = config.trainer.seed if data.seed is None else data.seed
