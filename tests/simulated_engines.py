@@ -118,7 +118,7 @@ class SimulatedEngine:
 
         return await self._call(answer, None)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         async def answer(process: Process) -> list[float]:
             _demand(process.is_started, "not started")
             await process.work(0.1)
@@ -128,7 +128,7 @@ class SimulatedEngine:
 
         return await self._call(answer, SYNC_S)
 
-    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
         async def load(process: Process) -> None:
             _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
             async with process.loading:
@@ -138,7 +138,7 @@ class SimulatedEngine:
                 if process.is_deaf or process.mislabels:
                     self.failures += 1
                 if not process.is_deaf:
-                    [process.weights] = parcels
+                    [process.weights] = buckets
                 process.version = version - process.mislabels
 
         await self._call(load, SYNC_S)
@@ -150,13 +150,13 @@ class SimulatedEngine:
 
         return await self._call(answer, SYNC_S)
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         async def answer(process: Process) -> bool:
             return process.is_open
 
         return await self._call(answer, SYNC_S)
 
-    async def open(self, version: int) -> None:
+    async def enable(self, version: int) -> None:
         async def opening(process: Process) -> None:
             _demand(process.is_started and process.version == version, f"does not hold version {version}")
             await self._fate.maybe_die(process, "opened")
@@ -165,7 +165,7 @@ class SimulatedEngine:
 
         await self._call(opening, SYNC_S)
 
-    async def shut(self, why: str) -> None:
+    async def disable(self, why: str) -> None:
         async def shutting(process: Process) -> None:
             process.is_open = False
 
@@ -251,7 +251,7 @@ class SimulatedModel:
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         raise AssertionError("not this way")
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         weights = await self._steady(0.3)
         return [[weights - token for token in sequence[1:]] for sequence in sequences]
 

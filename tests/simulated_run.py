@@ -17,7 +17,7 @@ from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedMode
 from verl.data.samplers import SequentialSampler
 from verl.data.stream import PromptStream
 from verl.errors import EngineError, ProcessLostError, VerlError
-from verl.rollout.replica_pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import Completion, SampleHandle, SamplingParams
@@ -122,7 +122,7 @@ class Outcome:
     steps: int = 0  # with those that were repeated
     faults: int = 0
     restarts: int = 0
-    runs_again: int = 0
+    retries: int = 0
     resumes: int = 0
     given_up: int = 0
     ended_early: str = ""  # by an error that is right: no engine left, or a request that lost too many
@@ -275,13 +275,13 @@ class _World:
 
     def _event(self, event: EngineEvent) -> None:
         self.note(str(event))
-        if event.now is EngineState.READY and event.before is EngineState.PROBING:
+        if event.state is EngineState.READY and event.previous is EngineState.PROBING:
             self.outcome.restarts += 1
-        if event.now is EngineState.GIVEN_UP:
+        if event.state is EngineState.GIVEN_UP:
             self.outcome.given_up += 1
-            failures = self.engines[event.number].failures + self.model.failures
-            if event.number not in self.scenario.broken:
-                self.check(failures >= MAX_RESTARTS, f"engine {event.number} was given up after {failures} faults")
+            failures = self.engines[event.index].failures + self.model.failures
+            if event.index not in self.scenario.broken:
+                self.check(failures >= MAX_RESTARTS, f"engine {event.index} was given up after {failures} faults")
 
     # The run
 
@@ -322,7 +322,7 @@ class _World:
                 return
             deaths -= 1
             self.outcome.resumes += 1
-            await self.keeper.close()  # whatever it was, all processes end, and others are started
+            await self.supervisor.close()  # whatever it was, all processes end, and others are started
             for pool in self.pools:
                 pool.close()
             for engine in self.engines:
@@ -331,27 +331,33 @@ class _World:
             self._build()
         await self._check_rest()
         torment.cancel()
-        await self.keeper.close()
+        await self.supervisor.close()
 
     def _build(self) -> None:
         scenario = self.scenario
         self.model = SimulatedModel(self)
         self.engines = [SimulatedEngine(self, number) for number in range(scenario.engines)]
-        self.keeper = EngineSupervisor(
+        self.supervisor = EngineSupervisor(
             self.engines,
             self._event,
-            beat_s=15.0,
-            answer_s=ANSWER_S,
-            start_s=START_S,
+            heartbeat_s=15.0,
+            reply_timeout_s=ANSWER_S,
+            start_timeout_s=START_S,
             max_restarts=MAX_RESTARTS,
         )
-        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.keeper)
+        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
         self.pools = [
-            EnginePool(self.engines, stall_s=STALL_S, patience_s=PATIENCE_S, answer_s=ANSWER_S, ask_every_s=3.0)
+            EnginePool(
+                self.engines,
+                stall_timeout_s=STALL_S,
+                recovery_timeout_s=PATIENCE_S,
+                reply_timeout_s=ANSWER_S,
+                poll_interval_s=3.0,
+            )
             for _ in range(scenario.workers)
         ]
         self._one_round = asyncio.Lock()
-        self.keeper.start(self.publisher.join)
+        self.supervisor.start(self.publisher.sync_one)
 
     async def _train(self) -> None:
         scenario, saved = self.scenario, self._saved
@@ -360,7 +366,7 @@ class _World:
         if saved.data is not None:
             stream.load(saved.data)
         version = saved.version
-        async with self.publisher.changing():
+        async with self.publisher.updating():
             self.model.weights = saved.weights
         self._version_of[saved.weights] = version
         expected = scenario.batches(self.seed)
@@ -373,18 +379,18 @@ class _World:
             max_batches=scenario.max_batches,
         )
         try:
-            await self.publisher.publish(version)
+            await self.publisher.sync(version)
             while version < scenario.steps:
                 buffer.advance(version)
                 samples = await buffer.take(scenario.batch)
                 self._check_step(version, samples, expected[version])
                 await self.model.compute(2.0)
-                async with self.publisher.changing():
+                async with self.publisher.updating():
                     await self.model.compute(5.0)
                     self.model.weights = version + 1 if scenario.together else version + 1 + 1000.0 * self._life
                     self._version_of[self.model.weights] = version + 1
                 await asyncio.sleep(self.delay())
-                await self.publisher.publish(version + 1)
+                await self.publisher.sync(version + 1)
                 version += 1
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")
@@ -399,7 +405,9 @@ class _World:
         self._begun.add(place)
         work = asyncio.ensure_future(self._ask_together(position) if together else self._episodes(position))
         # Shielded: an episode worker may not hear that its answer is not waited for any more.
-        return await self.keeper.guard(asyncio.shield(work) if together or self.draw.random() < 0.5 else work)
+        return await self.supervisor.run_while_available(
+            asyncio.shield(work) if together or self.draw.random() < 0.5 else work
+        )
 
     async def _episodes(self, position: int) -> list[SampleHandle] | None:
         if self.scenario.is_left_out(position, self.seed):
@@ -451,7 +459,7 @@ class _World:
             self.check(self.outcome.given_up >= self.scenario.engines, f"it ended although engines are left: {text}")
             self.outcome.ended_early = "no engine left"
         elif isinstance(error, EngineError) and "may be what ends them" in text:
-            self.check(self.outcome.faults >= MOST_LOSSES, f"a request was given up after fewer losses: {text}")
+            self.check(self.outcome.faults >= MAX_LOSSES, f"a request was given up after fewer losses: {text}")
             self.outcome.ended_early = "a request lost too many engines"
         else:
             self.violations.append(f"the run ended with {error!r}")
@@ -465,24 +473,26 @@ class _World:
         """
         up = (EngineState.READY, EngineState.GIVEN_UP)
         for _ in range(2000):
-            if not self.model.is_up or (self._faults_left <= 0 and all(state in up for state in self.keeper.states)):
+            if not self.model.is_up or (
+                self._faults_left <= 0 and all(state in up for state in self.supervisor.states)
+            ):
                 break
             self._faults_left = 0
             await asyncio.sleep(5)
         else:
-            self.check(False, f"engines did not come back: {self.keeper.states}")
+            self.check(False, f"engines did not come back: {self.supervisor.states}")
         for pool in self.pools:
             for _ in range(2000):
                 if not any(pool.load) and all(
-                    self._agrees(*pair) for pair in zip(self.keeper.states, pool.states, strict=True)
+                    self._agrees(*pair) for pair in zip(self.supervisor.states, pool.states, strict=True)
                 ):
                     break
                 await asyncio.sleep(5)
             else:
                 self.check(
-                    False, f"a pool holds on to {pool.load}, or does not see {self.keeper.states}: {pool.states}"
+                    False, f"a pool holds on to {pool.load}, or does not see {self.supervisor.states}: {pool.states}"
                 )
-            self.outcome.runs_again += pool.runs_again
+            self.outcome.retries += pool.retries
 
     def _agrees(self, kept: EngineState, pooled: EngineState) -> bool:
         cannot_come = kept is EngineState.GIVEN_UP or (kept is not EngineState.READY and not self.model.is_up)

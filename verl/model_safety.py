@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["OWN_ATTENTION", "PICKLED", "attention_for", "fetched", "model_problems"]
+__all__ = ["MODEL_ATTENTION", "PICKLED", "attention_for", "local_path", "model_problems"]
 
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
@@ -28,13 +28,13 @@ PICKLED = (
 )
 
 
-OWN_ATTENTION = "eager"
+MODEL_ATTENTION = "eager"
 """The model's own word on its attention; transformers' sdpa leaves out soft caps without saying so."""
 
 
 def attention_for(config: PreTrainedConfig) -> str | None:
     """The attention to load a model with, so that it computes what it defines; None: transformers' choice does."""
-    return OWN_ATTENTION if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
+    return MODEL_ATTENTION if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
 
 
 def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[str]:
@@ -46,7 +46,7 @@ def model_problems(path: str, *, trust_remote_code: bool = False) -> Iterator[st
         yield from _code_problems(folder / "config.json")
 
 
-def fetched(path: str) -> str:
+def local_path(path: str) -> str:
     """The folder with the small files of a model: `path` itself, or where those of a name on the Hub lie by now."""
     if Path(path).expanduser().is_dir():
         return path

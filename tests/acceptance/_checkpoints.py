@@ -44,7 +44,7 @@ class LocalPolicy:
         self._writer.start(self.states, Path(directory), trainer, [_small_files])
 
     async def saved(self, *, wait: bool) -> float | None:
-        return self._writer.seconds if self._writer.finished(wait=wait) else None
+        return self._writer.seconds if self._writer.poll(wait=wait) else None
 
 
 def _small_files(directory: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ import torch
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
-from verl.checkpoint.files import make_directory, sum_of, write
+from verl.checkpoint.files import compute_checksum, make_directory, write
 from verl.checkpoint.manifest import CheckpointDir, _seal, find_corruption
 from verl.checkpoint.save import load, save
 from verl.cli import main as verl
@@ -319,7 +319,7 @@ def sealed(step: Path, *more: str) -> None:
     path = step / "ckpt_contents.json"
     told = json.loads(path.read_text())
     for name in told["files"]:
-        found = sum_of(step / name)
+        found = compute_checksum(step / name)
         told["files"][name] = {"size": found.size, "sha256": found.sha256}
     told["files"] |= {name: {"size": 1, "sha256": "0"} for name in more}
     contents = {"step": told["step"], "files": told["files"]}

@@ -71,7 +71,7 @@ def distance(one, other):
 async def published(engine, worker, version, probe):
     """How far trainer and engine are apart after a publish."""
     await engine.load_weights([*pack(worker._policy.actor.weights(), max_bytes=1 << 20)], version)
-    return distance(worker.score(probe), [await engine.score(sequence) for sequence in probe])
+    return distance(worker.compute_logprobs(probe), [await engine.compute_logprobs(sequence) for sequence in probe])
 
 
 async def look_at(name, folder, with_vllm):
@@ -94,7 +94,7 @@ async def look_at(name, folder, with_vllm):
     finally:
         if engine is not None:
             await engine.close()
-    scores = worker.score(probe)
+    scores = worker.compute_logprobs(probe)
     held = {each: tensor.clone() for each, tensor in worker._policy.actor._whole(lambda each: True)}
     steps = CheckpointDir(folder / "run")
     steps.begin(STEP)

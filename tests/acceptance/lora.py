@@ -117,9 +117,9 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
     pack = PolicyGroup.pack_weights
 
     async def counted(self: PolicyGroup) -> Sequence[Any]:
-        parcels = await pack(self)
-        published.append(sum(parcel.data.nbytes for parcel in [await each for each in parcels]))
-        return parcels
+        buckets = await pack(self)
+        published.append(sum(bucket.data.nbytes for bucket in [await each for each in buckets]))
+        return buckets
 
     PolicyGroup.pack_weights = counted  # type: ignore[method-assign]
     async with build_trainer(config, Console()) as trainer:
@@ -127,7 +127,7 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
         policy: Any = trainer.policy
         asked = [actor.__ray_call__.remote(examined, str(folder / "model")) for actor in policy._group.actors]
         found = (await asyncio.gather(*asked))[0]
-        found["logprobs"] = await policy.score(PROBE)
+        found["logprobs"] = await policy.compute_logprobs(PROBE)
     whole = found.pop("model_bytes")
     return found | {
         "bytes_a_publish": max(published),

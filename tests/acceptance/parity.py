@@ -60,14 +60,14 @@ def main() -> None:
 
 async def run_with_skipped_publish(overrides: list[str]) -> str:
     """The same run, but from version 1 on the engines are told of a new version and sent nothing: what ends it."""
-    carry = HostTransport.carry
+    send = HostTransport.send
 
     async def skip(self: HostTransport, source: Source, receivers: Sequence[Receiver], version: int) -> list[Any]:
         if version == 0:
-            return list(await carry(self, source, receivers, version))
+            return list(await send(self, source, receivers, version))
         return await asyncio.gather(*(receiver.load_weights([], version) for receiver in receivers))
 
-    HostTransport.carry = skip  # type: ignore[method-assign]
+    HostTransport.send = skip  # type: ignore[method-assign]
     try:
         [loaded] = load(overrides)
         async with build_trainer(loaded.config, Console()) as trainer:
@@ -75,7 +75,7 @@ async def run_with_skipped_publish(overrides: list[str]) -> str:
     except WeightSyncError as error:
         return str(error)
     finally:
-        HostTransport.carry = carry  # type: ignore[method-assign]
+        HostTransport.send = send  # type: ignore[method-assign]
     return "the run went on"
 
 

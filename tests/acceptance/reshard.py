@@ -100,7 +100,7 @@ def save_on(rank: int, world: int, port: int, folder: Path) -> None:
     dist.barrier()
     writer.start({"actor": engine.state()}, checkpoints.step_dir(BEFORE), {})
     losses = [loss_of(engine, mine) for _ in range(AFTER)]  # while it is written
-    writer.finished(wait=True)
+    writer.poll(wait=True)
     if rank == 0:
         torch.save({"state": state, "losses": losses}, folder / "saved.pt")
     dist.destroy_process_group()

@@ -71,7 +71,7 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
     found: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
     [loaded] = load(settings(folder))
     async with build_trainer(loaded.config, Console()) as trainer:
-        await trainer.weights.publish(0)
+        await trainer.weights.sync(0)
 
         async def step(kind: str | None = None) -> None:
             began = time.perf_counter()

@@ -215,7 +215,7 @@ def train(rank: int, port: int, root: Path) -> None:
         dist.barrier()
         states = {"actor": actor.state(), "critic": critic.state()}
         writer.start(states, checkpoints.step_dir(step), {"data": {"position": 10 * step}})
-        writer.finished(wait=True)
+        writer.poll(wait=True)
     dist.destroy_process_group()
 
 

@@ -16,7 +16,7 @@ from verl.errors import WeightSyncError
 from verl.rollout.engine import RolloutEngine
 from verl.rollout.fake import FakeRolloutEngine
 from verl.rollout.hf import HfEngine
-from verl.rollout.vllm.engine import AdapterRoom, VllmEngine, VllmSettings
+from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 from verl.types import SamplingParams
 from verl.weights.bucket import pack
 
@@ -125,7 +125,7 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
         await publish(engine, model, version)
-        assert (torch.tensor(await engine.score(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
+        assert (torch.tensor(await engine.compute_logprobs(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
         answer = await engine.generate(PROMPT, SamplingParams(max_tokens=8))
         own = expected(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
         assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
@@ -141,11 +141,11 @@ async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngin
     assert answer.logprobs[0] == pytest.approx(float(logits.log_softmax(-1)[answer.token_ids[0]]), abs=1e-4)
 
 
-ROOM = AdapterRoom(rank=4, alpha=8, targets="all-linear", room=8)
+ADAPTER = AdapterSettings(rank=4, alpha=8, targets="all-linear", max_rank=8)
 ADAPTED: dict[str, Callable[[Path], Any]] = {
     "fake": lambda path: FakeRolloutEngine(VOCABULARY),
     "vllm": lambda path: VllmEngine(
-        VllmSettings(str(path), dtype="float32", load_format="auto", max_model_len=64, max_num_seqs=16, adapter=ROOM)
+        VllmSettings(str(path), dtype="float32", load_format="auto", max_model_len=64, max_num_seqs=16, adapter=ADAPTER)
     ),
 }
 
@@ -164,7 +164,7 @@ async def adapted(request: pytest.FixtureRequest, model: PreTrainedModel) -> Asy
 @pytest.fixture(scope="module")
 def peft_model(model: PreTrainedModel) -> PeftModel:
     fresh = AutoModelForCausalLM.from_pretrained(model.name_or_path, dtype=torch.float32)
-    return get_peft_model(fresh, LoraConfig(r=ROOM.rank, lora_alpha=ROOM.alpha, target_modules="all-linear"))
+    return get_peft_model(fresh, LoraConfig(r=ADAPTER.rank, lora_alpha=ADAPTER.alpha, target_modules="all-linear"))
 
 
 async def publish_adapter(engine: RolloutEngine, peft_model: PeftModel, version: int, seed: int) -> None:
@@ -190,7 +190,7 @@ async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(
         assert all(answer.versions == [version] * 8 for answer in answers)
         if isinstance(adapted, FakeRolloutEngine):
             continue
-        assert (torch.tensor(await adapted.score(PROMPT)) - expected(peft_model, PROMPT)).abs().max() < 1e-4
+        assert (torch.tensor(await adapted.compute_logprobs(PROMPT)) - expected(peft_model, PROMPT)).abs().max() < 1e-4
         for answer in answers:
             own = expected(peft_model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
             assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4

@@ -57,7 +57,7 @@ def scenario(root, name):
     dist.barrier()
     writer.start({"actor": engine.state()}, directory, {})
     metrics += [engine.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
-    writer.finished(wait=True)
+    writer.poll(wait=True)
     resumed.load_state(load(resumed.state(), directory / "actor"))
     again = [resumed.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
     said = [output.logprobs for output in engine.forward(mine, reference=reference)]

@@ -153,7 +153,7 @@ async def process_of(model: RemoteRewardModel) -> int:
 
 async def is_ready(model: RemoteRewardModel) -> bool:
     try:
-        return await model.ready()
+        return await model.is_ready()
     except ProcessLostError:
         return False
 

@@ -19,12 +19,12 @@ __all__ = [
     "WEIGHTS",
     "SavedAdapter",
     "adapter_config",
-    "adapter_files",
     "is_adapter",
-    "merged",
+    "merge_adapter",
     "original_name",
     "peft_name",
-    "saved_adapter",
+    "read_saved_adapter",
+    "write_adapter",
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -50,7 +50,7 @@ class SavedAdapter:
         return float(self.config["lora_alpha"]) / float(self.config["r"])
 
 
-def saved_adapter(directory: str | Path) -> SavedAdapter | None:
+def read_saved_adapter(directory: str | Path) -> SavedAdapter | None:
     """What a folder of shards says of its adapter; None if it holds all weights."""
     values = read_values(directory, "base.")
     if not values:
@@ -84,7 +84,7 @@ def peft_name(name: str) -> str:
     return PREFIX + name.replace(f".{NAME}.", ".")
 
 
-def merged(
+def merge_adapter(
     weights: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor], scale: float
 ) -> Iterator[tuple[str, Tensor]]:
     """Weights by their original names, with what the adapter adds to them, computed in float32.
@@ -116,7 +116,7 @@ def adapter_config(*, base: str, rank: int, alpha: int, targets: str | Iterable[
     }
 
 
-def adapter_files(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
+def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write an adapter for `PeftModel.from_pretrained`; tensors by the names that PEFT's files have."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from verl.checkpoint.files import FileSum
+from verl.checkpoint.files import FileChecksum
 from verl.checkpoint.manifest import CheckpointDir, writing
 from verl.checkpoint.save import save
 
-__all__ = ["BackgroundWriter", "Finishing"]
+__all__ = ["BackgroundWriter", "Finisher"]
 
-Finishing = Callable[[Path], Mapping[str, FileSum]]
+Finisher = Callable[[Path], Mapping[str, FileChecksum]]
 """More files for a checkpoint whose shards are all there: its directory -> what was written, by path inside it."""
 
 TIMEOUT = timedelta(hours=2)
@@ -53,7 +53,7 @@ class BackgroundWriter:
         states: Mapping[str, dict[str, Any]],
         directory: Path,
         trainer: Mapping[str, Any],
-        finishing: Iterable[Finishing] = (),
+        finishing: Iterable[Finisher] = (),
     ) -> None:
         """Returns when `states`, by folder, are copied. `directory` is what `CheckpointDir.begin` made for a step.
 
@@ -63,7 +63,7 @@ class BackgroundWriter:
         copies: dict[str, Any] = {folder: self._stager.stage(state) for folder, state in states.items()}
         self._writing = self._thread.submit(self._write, copies, directory, trainer, list(finishing))
 
-    def finished(self, *, wait: bool) -> bool:
+    def poll(self, *, wait: bool) -> bool:
         """Whether nothing is being written any more; an error of the writing is raised here, once."""
         if self._writing is None:
             return True
@@ -78,10 +78,10 @@ class BackgroundWriter:
         states: Mapping[str, dict[str, Any]],
         directory: Path,
         trainer: Mapping[str, Any],
-        finishing: Iterable[Finishing],
+        finishing: Iterable[Finisher],
     ) -> None:
         began = time.monotonic()
-        mine: dict[str, FileSum] = {}
+        mine: dict[str, FileChecksum] = {}
         for folder, state in states.items():
             written = save(state, directory / folder, group=self._group)
             mine |= {f"{folder}/{name}": each for name, each in written.items()}
@@ -94,7 +94,7 @@ class BackgroundWriter:
             root.commit(step, files, trainer)
         self.seconds = time.monotonic() - began
 
-    def _gathered(self, mine: dict[str, FileSum]) -> dict[str, FileSum]:
+    def _gathered(self, mine: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
         """What all ranks have written, on rank 0."""
         if self._group is None:
             return mine

@@ -18,12 +18,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl.checkpoint.adapter import SavedAdapter, is_adapter, merged, saved_adapter
-from verl.checkpoint.files import FileSum, sum_of, sync_directory, write
+from verl.checkpoint.adapter import SavedAdapter, is_adapter, merge_adapter, read_saved_adapter
+from verl.checkpoint.files import FileChecksum, compute_checksum, sync_directory, write
 from verl.checkpoint.format import entries, read_tensors
 from verl.errors import CheckpointError
 
-__all__ = ["BaseWeights", "checkpoint_weights", "export_weights", "weight_gaps"]
+__all__ = ["BaseWeights", "compare_weights", "export_weights", "iter_checkpoint_weights"]
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -36,7 +36,7 @@ BaseWeights = Callable[[SavedAdapter], Iterable[tuple[str, Tensor]]]
 """The weights that an adapter was trained on, or an error."""
 
 
-def checkpoint_weights(
+def iter_checkpoint_weights(
     directory: str | Path, *, dtype: torch.dtype | None = None, tied: bool = False, base: BaseWeights | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The weights in a folder of shards, as Hugging Face names them, floating ones in `dtype` or as they were kept.
@@ -67,20 +67,20 @@ def checkpoint_weights(
 
 
 def _held(directory: str | Path, base: BaseWeights | None) -> Iterator[tuple[str, Tensor]]:
-    found, adapter = read_tensors(directory, prefix=MODEL), saved_adapter(directory)
+    found, adapter = read_tensors(directory, prefix=MODEL), read_saved_adapter(directory)
     if adapter is None:
         yield from found
         return
     if base is None:
         raise CheckpointError(f"checkpoint {directory}: holds an adapter of {adapter.base}, and not the weights below")
     tensors = dict(found)
-    yield from merged(base(adapter), tensors, adapter.scale)
+    yield from merge_adapter(base(adapter), tensors, adapter.scale)
     yield from ((name, tensor) for name, tensor in tensors.items() if not is_adapter(name))
 
 
 def export_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, *, file_bytes: int = FILE_BYTES
-) -> dict[str, FileSum]:
+) -> dict[str, FileChecksum]:
     """Write the weights into `folder`; what was written, by the name of the file. Every file is read again for that."""
     drafts: list[list[str]] = []
     held: dict[str, Tensor] = {}
@@ -95,7 +95,7 @@ def export_weights(
     names = [_file_name(number, len(drafts)) for number in range(len(drafts))]
     for number, file in enumerate(names):
         os.replace(_draft(folder, number), folder / file)
-    written = {file: sum_of(folder / file) for file in names}
+    written = {file: compute_checksum(folder / file) for file in names}
     if len(names) > 1:
         places = {name: file for file, held_names in zip(names, drafts, strict=True) for name in held_names}
         index = {"metadata": {"total_size": total}, "weight_map": places}
@@ -104,7 +104,7 @@ def export_weights(
     return written
 
 
-def weight_gaps(expected: Iterable[tuple[str, Tensor]], folder: str | Path) -> list[str]:
+def compare_weights(expected: Iterable[tuple[str, Tensor]], folder: str | Path) -> list[str]:
     """How the weights in a Hugging Face folder differ from those expected, in words: names, shapes, types, numbers."""
     gaps = []
     with _opened(Path(folder)) as found:

@@ -12,20 +12,28 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["FileSum", "SummedFile", "make_directory", "replace", "sum_of", "sync_directory", "write"]
+__all__ = [
+    "ChecksummedFile",
+    "FileChecksum",
+    "compute_checksum",
+    "make_directory",
+    "replace",
+    "sync_directory",
+    "write",
+]
 
 BLOCK = 4 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
-class FileSum:
+class FileChecksum:
     """What a file must be: so many bytes, with this SHA-256."""
 
     size: int
     sha256: str
 
 
-class SummedFile:
+class ChecksummedFile:
     """A new file, written from its beginning to its end; on the disk when it is left. `sum` is of what it must be."""
 
     def __init__(self, path: Path) -> None:
@@ -35,8 +43,8 @@ class SummedFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     @property
-    def sum(self) -> FileSum:
-        return FileSum(self._size, self._hash.hexdigest())
+    def sum(self) -> FileChecksum:
+        return FileChecksum(self._size, self._hash.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
         """All of it; how much it was."""
@@ -48,7 +56,7 @@ class SummedFile:
                 rest = rest[os.write(self._descriptor, rest) :]
         return size
 
-    def __enter__(self) -> SummedFile:
+    def __enter__(self) -> ChecksummedFile:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -60,10 +68,10 @@ class SummedFile:
             os.close(self._descriptor)
 
 
-def write(path: Path, data: bytes) -> FileSum:
+def write(path: Path, data: bytes) -> FileChecksum:
     """All of it or nothing, also when the machine stops."""
     draft = path.with_name(f".{path.name}.draft")
-    with SummedFile(draft) as file:
+    with ChecksummedFile(draft) as file:
         file.write(data)
     replace(draft, path)
     return file.sum
@@ -92,14 +100,14 @@ def sync_directory(path: Path) -> None:
             os.close(descriptor)
 
 
-def sum_of(path: Path) -> FileSum:
+def compute_checksum(path: Path) -> FileChecksum:
     """What a file is."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
             digest.update(block)
             size += len(block)
-    return FileSum(size, digest.hexdigest())
+    return FileChecksum(size, digest.hexdigest())
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from verl.checkpoint.files import FileSum, SummedFile, make_directory, write
+from verl.checkpoint.files import ChecksummedFile, FileChecksum, make_directory, write
 from verl.errors import CheckpointError
 
 __all__ = [
@@ -143,7 +143,7 @@ class Writer(dcp.StorageWriter):
 
     def __init__(self, directory: str | Path) -> None:
         self._directory = Path(directory)
-        self.sums: dict[str, FileSum] = {}
+        self.sums: dict[str, FileChecksum] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         assert checkpoint_id is None, "a writer is of one directory"
@@ -161,7 +161,7 @@ class Writer(dcp.StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """The bytes of all that the plan holds, one after the other."""
         name, results, start = str(plan.storage_data), [], 0
-        with SummedFile(self._directory / name) as file:
+        with ChecksummedFile(self._directory / name) as file:
             for item in plan.items:
                 data = planner.resolve_data(item)
                 size = file.write(data.getbuffer() if isinstance(data, io.BytesIO) else _bytes_of(data))

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from verl.checkpoint.files import FileSum, make_directory, naming, replace, sum_of, sync_directory, write
+from verl.checkpoint.files import FileChecksum, compute_checksum, make_directory, naming, replace, sync_directory, write
 from verl.errors import CheckpointError
 
 __all__ = ["CheckpointDir", "find_corruption", "writing"]
@@ -58,7 +58,7 @@ class CheckpointDir:
             sync_directory(self.root)
         return directory
 
-    def commit(self, step: int, files: Mapping[str, FileSum], trainer: Mapping[str, Any] | None = None) -> None:
+    def commit(self, step: int, files: Mapping[str, FileChecksum], trainer: Mapping[str, Any] | None = None) -> None:
         """Declare `step` complete: these files, by their paths inside it, and what the trainer itself must remember.
 
         It becomes the one to resume from.
@@ -79,7 +79,7 @@ class CheckpointDir:
                 (directory / MARK).unlink(missing_ok=True)
             write(self.root / LATEST, str(step).encode())
 
-    def trainer(self, step: int) -> dict[str, Any]:
+    def read_trainer_state(self, step: int) -> dict[str, Any]:
         """What was given to `commit`, and the step."""
         if damage := find_corruption(self.step_dir(step), sums=False):
             raise CheckpointError(
@@ -95,18 +95,18 @@ class CheckpointDir:
         """All complete steps, oldest first: with a manifest, and every file of it in its size."""
         return [step for step in self._all() if not find_corruption(self.step_dir(step), sums=False)]
 
-    def candidates(self) -> list[int]:
+    def resume_candidates(self) -> list[int]:
         """The steps to try, whole or not, the newest first; none after the one named in the latest file, if one is."""
-        named = self.named()
+        named = self.read_latest()
         return [step for step in reversed(self._all()) if named is None or step <= named]
 
-    def later(self) -> list[int]:
+    def newer_steps(self) -> list[int]:
         """Those after the one named in the latest file, whole or not: somebody has gone back from them, or they are of
         another run that used this directory, or a kill has left them. Nobody resumes from them unasked."""
-        named = self.named()
+        named = self.read_latest()
         return [step for step in self._all() if named is not None and step > named]
 
-    def named(self) -> int | None:
+    def read_latest(self) -> int | None:
         """The step in the latest file."""
         try:
             return int((self.root / LATEST).read_text())
@@ -115,7 +115,9 @@ class CheckpointDir:
 
     def latest(self) -> int | None:
         """The step to resume from, as far as can be seen without reading the files: the first complete candidate."""
-        return next((step for step in self.candidates() if not find_corruption(self.step_dir(step), sums=False)), None)
+        return next(
+            (step for step in self.resume_candidates() if not find_corruption(self.step_dir(step), sums=False)), None
+        )
 
     def prune(self, keep: int | None) -> list[int]:
         """Delete all complete steps but the one to resume from and the newest before it, `keep` in all; None keeps all.
@@ -126,7 +128,7 @@ class CheckpointDir:
             return []
         if keep < 1:
             raise CheckpointError(f"prune: keep {keep} must be at least 1, or None to keep all")
-        later = self.later()
+        later = self.newer_steps()
         surplus = [step for step in self.steps() if step not in later][:-keep]
         for step in surplus:
             self._remove(step)
@@ -186,9 +188,9 @@ def find_corruption(directory: Path, *, sums: bool = True, rank: int = 0, ranks:
     return damage
 
 
-def _sum_damage(path: Path, name: str, wanted: FileSum) -> list[str]:
+def _sum_damage(path: Path, name: str, wanted: FileChecksum) -> list[str]:
     try:
-        found = sum_of(path)
+        found = compute_checksum(path)
     except OSError as error:
         return [f"{name} cannot be read: {error}"]
     if found == wanted:
@@ -196,14 +198,14 @@ def _sum_damage(path: Path, name: str, wanted: FileSum) -> list[str]:
     return [f"{name} has changed: its SHA-256 is {found.sha256[:12]}..., {wanted.sha256[:12]}... was written"]
 
 
-def _manifest(directory: Path) -> dict[str, FileSum]:
+def _manifest(directory: Path) -> dict[str, FileChecksum]:
     written = json.loads((directory / MANIFEST).read_bytes())
     contents = {"step": written["step"], "files": written["files"]}
     if written["seal"] != _seal(contents):
         raise ValueError("it is not what was written")
     if directory.name != f"{PREFIX}{written['step']}":
         raise ValueError(f"it is that of step {written['step']}")
-    files = {str(name): FileSum(int(each["size"]), str(each["sha256"])) for name, each in written["files"].items()}
+    files = {str(name): FileChecksum(int(each["size"]), str(each["sha256"])) for name, each in written["files"].items()}
     for name in files:
         path = PurePosixPath(name)
         if path.is_absolute() or ".." in path.parts:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from verl.checkpoint.files import FileSum
+from verl.checkpoint.files import FileChecksum
 from verl.checkpoint.format import Entry, Loading, Reader, Saving, Writer, entries
 from verl.errors import CheckpointError, VerlError
 
@@ -27,7 +27,9 @@ PER_RANK = "rng"
 """The part of a state whose keys name ranks; a run on more ranks than wrote it finds some missing."""
 
 
-def save(state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None) -> dict[str, FileSum]:
+def save(
+    state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None
+) -> dict[str, FileChecksum]:
     """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together.
 
     Returns what this rank has written, by the name of the file.

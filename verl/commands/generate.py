@@ -130,29 +130,31 @@ async def generate(config: Config, output: Path, part: int, console: Console) ->
         for engine in engines:
             closing.push_async_callback(engine.close)
         await asyncio.gather(*(engine.start() for engine in engines))
-        keeper = EngineSupervisor(
+        supervisor = EngineSupervisor(
             engines,
             restarts.engine,
-            answer_s=limits.reply.seconds + MARGIN_S,
-            start_s=limits.start.seconds + MARGIN_S,
+            reply_timeout_s=limits.reply.seconds + MARGIN_S,
+            start_timeout_s=limits.start.seconds + MARGIN_S,
             max_restarts=restarts.settings.max_engine_restarts,
         )
 
-        async def join(number: int) -> None:
-            keeper.carried(number)
-            await keeper.proved(number, FROM_DISK)
+        async def sync_one(number: int) -> None:
+            supervisor.mark_synced(number)
+            await supervisor.mark_ready(number, FROM_DISK)
 
         for number in range(len(engines)):
-            await keeper.proved(number, FROM_DISK)
-        keeper.start(join)
-        closing.push_async_callback(keeper.close)
+            await supervisor.mark_ready(number, FROM_DISK)
+        supervisor.start(sync_one)
+        closing.push_async_callback(supervisor.close)
         pool = EnginePool(
-            engines, stall_s=limits.generation.seconds + MARGIN_S, answer_s=limits.reply.seconds + MARGIN_S
+            engines,
+            stall_timeout_s=limits.generation.seconds + MARGIN_S,
+            reply_timeout_s=limits.reply.seconds + MARGIN_S,
         )
         for start in todo:
             rows = range(start, min(start + part, len(dataset)))
             answering = asyncio.gather(*(_answers(config, dataset, row, pool, sampling) for row in rows))
-            answered = zip(rows, await keeper.guard(answering), strict=True)
+            answered = zip(rows, await supervisor.run_while_available(answering), strict=True)
             parts.write(start, sheet.table([dataset.row(row) | _columns(answers, text) for row, answers in answered]))
             console.note(f"{rows.stop:,} of {len(dataset):,} prompts are answered")
     parts.finish()

@@ -177,11 +177,11 @@ def _base(options: argparse.Namespace) -> Any:
 
 def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration and the tensors of the adapter that a checkpoint holds, as PEFT names them."""
-    from verl.checkpoint.adapter import peft_name, saved_adapter
+    from verl.checkpoint.adapter import peft_name, read_saved_adapter
     from verl.checkpoint.format import read_tensors
     from verl.training.model_files import check_fingerprint
 
-    saved = saved_adapter(source)
+    saved = read_saved_adapter(source)
     if saved is None:
         raise CheckpointError(f"--adapter: {source} holds all weights and no adapter; leave the option out")
     base = options.hf_model_path or saved.base
@@ -191,9 +191,9 @@ def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any],
 
 
 def _write_adapter(source: Path, folder: Path, options: argparse.Namespace) -> None:
-    from verl.checkpoint.adapter import adapter_files
+    from verl.checkpoint.adapter import write_adapter
 
-    adapter_files(folder, *_adapter(source, options))
+    write_adapter(folder, *_adapter(source, options))
 
 
 def _adapter_gaps(source: Path, folder: Path, options: argparse.Namespace) -> Iterator[str]:
@@ -272,12 +272,12 @@ def _config(folder: Path, options: argparse.Namespace) -> Any:
 
 def _compare(source: Path, folder: Path, options: argparse.Namespace) -> list[str]:
     """How the model in `folder` differs from the checkpoint, in words; empty: not at all."""
-    from verl.checkpoint.export import weight_gaps
+    from verl.checkpoint.export import compare_weights
 
     if options.adapter:
         return [*_adapter_gaps(source, folder, options)]
     config = _config(folder, options)
-    gaps = weight_gaps(_weights(source, config, options), folder)
+    gaps = compare_weights(_weights(source, config, options), folder)
     return gaps or [*_forward_gaps(source, folder, config, options)]
 
 
@@ -287,7 +287,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
     from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
     from transformers.utils.logging import disable_progress_bar
 
-    from verl.checkpoint.export import checkpoint_weights
+    from verl.checkpoint.export import iter_checkpoint_weights
     from verl.training.model_files import weight_format
 
     disable_progress_bar()
@@ -309,7 +309,7 @@ def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Nam
         found = loaded.eval()(tokens).logits
         del loaded
         filled = kind.from_config(config, dtype=form["dtype"], **arguments)
-        weights = dict(checkpoint_weights(source, base=_base(options), **form))  # by the names inside of the model
+        weights = dict(iter_checkpoint_weights(source, base=_base(options), **form))  # by the names inside of the model
         filled.load_state_dict(weights, strict=False, assign=True)
         filled.tie_weights()
         right = filled.eval()(tokens).logits

@@ -106,8 +106,8 @@ async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]
     from verl.weights.bucket import unpack
 
     for reference in await source.pack_weights():
-        parcel = await reference
-        for name, tensor in unpack(parcel.slots, torch.from_numpy(parcel.data.copy())):
+        bucket = await reference
+        for name, tensor in unpack(bucket.slots, torch.from_numpy(bucket.data.copy())):
             yield name, tensor
 
 

@@ -31,12 +31,12 @@ class RolloutEngine(Protocol):
         """
         ...
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
         ...
 
-    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
-        """Replace all weights by those in `parcels` and become `version`. Caches of the old weights are dropped."""
+    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
+        """Replace all weights by those in `buckets` and become `version`. Caches of the old weights are dropped."""
         ...
 
     async def version(self) -> int:

@@ -46,10 +46,10 @@ class FakeRolloutEngine:
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
 
-    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         self._version = version
 
     async def version(self) -> int:

@@ -14,7 +14,7 @@ from verl.errors import WeightSyncError
 from verl.model_safety import attention_for
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket, unpack
-from verl.weights.hf_names import as_saved, write_saved
+from verl.weights.hf_names import load_hf, to_hf
 
 __all__ = ["HfEngine"]
 
@@ -59,21 +59,21 @@ class HfEngine:
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [await self.generate(*request) for request in requests]
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         async with self._turn:
             tokens = torch.tensor(token_ids, device=self._device)
             with torch.no_grad():
                 logits = self._model(tokens[None]).logits[0, :-1].float()
             return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
 
-    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         async with self._turn:
-            weights = {name: w for p in parcels for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
-            own = {name for name, _ in as_saved(self._model, self._model.named_parameters())}
+            weights = {name: w for p in buckets for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
+            own = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
             if wrong := own ^ weights.keys():
                 missing, unexpected = sorted(wrong & own), sorted(wrong - own)
                 raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
-            write_saved(self._model, weights.items())
+            load_hf(self._model, weights.items())
             self._version = version
 
     async def version(self) -> int:

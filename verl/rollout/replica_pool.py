@@ -14,19 +14,19 @@ from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rollout.supervisor import EngineState, within
 from verl.types import Completion, SamplingParams
 
-__all__ = ["EnginePool", "Member", "PoisonRequestError", "Pool", "PooledEngine", "Request", "Seat"]
+__all__ = ["EnginePool", "PoisonRequestError", "PooledEngine", "Replica", "ReplicaHandle", "ReplicaPool", "Request"]
 
 T = TypeVar("T")
-M = TypeVar("M", bound="Member")
+M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
-MOST_LOSSES = 5  # of engines that one request ran on; then it is probably the request that ends them
+MAX_LOSSES = 5  # of engines that one request ran on; then it is probably the request that ends them
 
 
-class Member(Protocol):
+class ReplicaHandle(Protocol):
     """One of a pool: it may be lost, and come back under the same handle."""
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether it could answer; `ProcessLostError` while it is down."""
         ...
 
@@ -36,58 +36,63 @@ class PoisonRequestError(EngineError):
 
 
 @dataclass(eq=False)
-class Seat(Generic[M]):
+class Replica(Generic[M]):
     """One member as this pool sees it."""
 
-    number: int
-    member: M
+    index: int
+    handle: M
     is_ready: bool = True  # or lost
-    why: str = ""  # it was lost
+    reason: str = ""  # it was lost
     load: int = 0  # outstanding tokens
     has_batch: bool = False
     returning: asyncio.Future[None] | None = None
 
 
-class Pool(ABC, Generic[M]):
-    """Members that are asked in the order of their load, and who of them is there.
+class ReplicaPool(ABC, Generic[M]):
+    """Sends each request to the replica with the least outstanding work, and again elsewhere if that one is lost.
 
-    One that is lost gets nothing more until it is back; what ran on it runs again elsewhere, exactly as it was asked.
-    While none is there requests wait, until that has been so for `patience_s`. Ties begin at a member of the pool's own
-    choice, so that many pools do not all run to the first one. Subclasses know how to watch over a request, and how a
-    member comes back.
+    A lost replica gets no requests until it has recovered. While none is available requests wait, for at most
+    `recovery_timeout_s`. Ties are broken from a random starting index, so that many pools do not all favor the first
+    replica. Subclasses define how a request is watched and how a replica recovers.
     """
 
     kind: str
 
-    def __init__(self, members: Sequence[M], *, patience_s: float, answer_s: float, ask_every_s: float) -> None:
-        self._seats = [Seat(number, member) for number, member in enumerate(members)]
+    def __init__(
+        self, members: Sequence[M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
+    ) -> None:
+        self._replicas = [Replica(index, handle) for index, handle in enumerate(members)]
         self._first = randrange(len(members))
-        self._patience_s, self._answer_s, self._ask_every_s = patience_s, answer_s, ask_every_s
+        self._recovery_timeout_s, self._reply_timeout_s, self._poll_interval_s = (
+            recovery_timeout_s,
+            reply_timeout_s,
+            poll_interval_s,
+        )
         self._none_since = 0.0  # if none is there
         self._news = asyncio.Event()  # one came back, or has done its batch
         self.losses = 0  # of members
-        self.runs_again = 0  # of requests
+        self.retries = 0  # of requests
 
     def close(self) -> None:
         """Ask after none any more."""
-        for seat in self._seats:
-            if seat.returning is not None:
-                seat.returning.cancel()
+        for replica in self._replicas:
+            if replica.returning is not None:
+                replica.returning.cancel()
 
     @property
     def load(self) -> tuple[int, ...]:
         """Outstanding tokens per member."""
-        return tuple(seat.load for seat in self._seats)
+        return tuple(replica.load for replica in self._replicas)
 
     @abstractmethod
-    async def _watched(self, seat: Seat[M], request: asyncio.Future[T]) -> T:
+    async def _await_reply(self, replica: Replica[M], request: asyncio.Future[T]) -> T:
         """What comes of a request; `ProcessLostError` also if that has to be taken for lost."""
 
     @abstractmethod
-    async def _come_back(self, seat: Seat[M], hangs: bool) -> None:
+    async def _recover(self, replica: Replica[M], hangs: bool) -> None:
         """Returns when a member that was lost is there again. `hangs`: nobody knows whether its process is gone."""
 
-    async def _answered(
+    async def _request_with_retry(
         self,
         ask: Callable[[M], Awaitable[T]],
         work: int,
@@ -103,77 +108,79 @@ class Pool(ABC, Generic[M]):
         against the request is one that was there and was then lost; many may go at once, with their machine.
         """
         while len(losses) < most_losses:
-            seat = await self._free_seat(own)
-            with self._seated(seat, work, is_batch=own is not None):
-                if losses and not await self._is_there(seat):
+            replica = await self._free_seat(own)
+            with self._seated(replica, work, is_batch=own is not None):
+                if losses and not await self._is_there(replica):
                     continue
-                request = asyncio.ensure_future(ask(seat.member))
+                request = asyncio.ensure_future(ask(replica.handle))
                 try:
-                    return await self._watched(seat, request)
+                    return await self._await_reply(replica, request)
                 except ProcessLostError as error:
-                    self._lose(seat, str(error), hangs=isinstance(error, WorkerTimeoutError))
-                    losses.append(self._told(seat, str(error)))
-                    self.runs_again += requests
+                    self._lose(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
+                    losses.append(self._told(replica, str(error)))
+                    self.retries += requests
                 finally:
                     request.cancel()  # of no effect on one that is done
         raise PoisonRequestError("; ".join(losses))
 
-    async def _free_seat(self, own: int | None) -> Seat[M]:
+    async def _free_seat(self, own: int | None) -> Replica[M]:
         clock = asyncio.get_running_loop().time
         while True:
-            ready = [seat for seat in self._seats if seat.is_ready]
-            if free := [seat for seat in ready if own is None or not seat.has_batch]:
-                return min(free, key=lambda seat: (seat.number != own, seat.load, self._distance(seat)))
-            patience_s = self._patience_s if ready else self._none_since + self._patience_s - clock()
-            if patience_s <= 0:
+            ready = [replica for replica in self._replicas if replica.is_ready]
+            if free := [replica for replica in ready if own is None or not replica.has_batch]:
+                return min(free, key=lambda replica: (replica.index != own, replica.load, self._distance(replica)))
+            recovery_timeout_s = (
+                self._recovery_timeout_s if ready else self._none_since + self._recovery_timeout_s - clock()
+            )
+            if recovery_timeout_s <= 0:
                 raise EngineError(
-                    f"no {self.kind} came back within {self._patience_s:.0f} s. How they were lost: "
-                    + "; ".join(self._told(seat, seat.why) for seat in self._seats)
+                    f"no {self.kind} came back within {self._recovery_timeout_s:.0f} s. How they were lost: "
+                    + "; ".join(self._told(replica, replica.reason) for replica in self._replicas)
                 )
             with suppress(asyncio.TimeoutError):
-                await within(self._news.wait(), patience_s)
+                await within(self._news.wait(), recovery_timeout_s)
 
-    def _distance(self, seat: Seat[M]) -> int:
-        return (seat.number - self._first) % len(self._seats)
+    def _distance(self, replica: Replica[M]) -> int:
+        return (replica.index - self._first) % len(self._replicas)
 
-    def _told(self, seat: Seat[M], why: str) -> str:
-        return f"{self.kind.split()[-1]} {seat.number}: {why}"
+    def _told(self, replica: Replica[M], reason: str) -> str:
+        return f"{self.kind.split()[-1]} {replica.index}: {reason}"
 
     @contextmanager
-    def _seated(self, seat: Seat[M], work: int, *, is_batch: bool) -> Iterator[None]:
-        seat.load += work
-        seat.has_batch |= is_batch
+    def _seated(self, replica: Replica[M], work: int, *, is_batch: bool) -> Iterator[None]:
+        replica.load += work
+        replica.has_batch |= is_batch
         try:
             yield
         finally:
-            seat.load -= work
+            replica.load -= work
             if is_batch:
-                seat.has_batch = False
+                replica.has_batch = False
                 self._tell()
 
-    async def _is_there(self, seat: Seat[M]) -> bool:
+    async def _is_there(self, replica: Replica[M]) -> bool:
         try:
-            is_ready = await within(seat.member.ready(), self._answer_s)
-            why = "it is not ready"
+            is_ready = await within(replica.handle.is_ready(), self._reply_timeout_s)
+            reason = "it is not ready"
         except (EngineError, asyncio.TimeoutError) as error:
-            is_ready, why = False, str(error)
+            is_ready, reason = False, str(error)
         if not is_ready:
-            self._lose(seat, why)
-        return is_ready and seat.is_ready
+            self._lose(replica, reason)
+        return is_ready and replica.is_ready
 
-    def _lose(self, seat: Seat[M], why: str, *, hangs: bool = False) -> None:
+    def _lose(self, replica: Replica[M], reason: str, *, hangs: bool = False) -> None:
         """It gets nothing more until it is back; what runs on it notices by itself, or is lucky."""
-        if not seat.is_ready:
+        if not replica.is_ready:
             return
-        seat.is_ready, seat.why = False, why
+        replica.is_ready, replica.reason = False, reason
         self.losses += 1
-        if not any(seat.is_ready for seat in self._seats):
+        if not any(replica.is_ready for replica in self._replicas):
             self._none_since = asyncio.get_running_loop().time()
-        seat.returning = asyncio.ensure_future(self._return(seat, hangs))
+        replica.returning = asyncio.ensure_future(self._return(replica, hangs))
 
-    async def _return(self, seat: Seat[M], hangs: bool) -> None:
-        await self._come_back(seat, hangs)
-        seat.is_ready = True
+    async def _return(self, replica: Replica[M], hangs: bool) -> None:
+        await self._recover(replica, hangs)
+        replica.is_ready = True
         self._tell()
 
     def _tell(self) -> None:
@@ -181,23 +188,23 @@ class Pool(ABC, Generic[M]):
         self._news = asyncio.Event()
 
 
-class PooledEngine(Member, Protocol):
+class PooledEngine(ReplicaHandle, Protocol):
     """A rollout engine as the pool needs it; it is ready when it holds weights that were proved."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]: ...
 
-    async def shut(self, why: str) -> None:
+    async def disable(self, reason: str) -> None:
         """Somebody waited for it in vain: it shall not be ready before it has been restarted."""
         ...
 
 
-class EnginePool(Pool[PooledEngine]):
-    """Routes by outstanding work: tokens of the prompt plus tokens that may still come.
+class EnginePool(ReplicaPool[PooledEngine]):
+    """Routes by outstanding work: tokens of the prompt plus tokens that may still be generated.
 
     A request may wait as long as its engine makes progress. An engine whose process is gone, or that finishes nothing
-    for `stall_s`, is lost until it says that it is ready; to bring it back is the keeper's. A request that has seen
-    several engines end is an error of its own.
+    for `stall_timeout_s`, is lost until it reports that it is ready; restarting it is the supervisor's job. A request
+    that was running on `MAX_LOSSES` engines when they were lost fails.
     """
 
     kind = "rollout engine"
@@ -206,17 +213,22 @@ class EnginePool(Pool[PooledEngine]):
         self,
         engines: Sequence[PooledEngine],
         *,
-        stall_s: float = 1800.0,
-        patience_s: float = 3600.0,
-        answer_s: float = 60.0,
-        ask_every_s: float = 1.0,
+        stall_timeout_s: float = 1800.0,
+        recovery_timeout_s: float = 3600.0,
+        reply_timeout_s: float = 60.0,
+        poll_interval_s: float = 1.0,
     ) -> None:
         if not engines:
             raise EngineError(
                 "a pool needs at least one rollout engine; set actor_rollout_ref.rollout.num_engines >= 1"
             )
-        super().__init__(engines, patience_s=patience_s, answer_s=answer_s, ask_every_s=ask_every_s)
-        self._stall_s = stall_s
+        super().__init__(
+            engines,
+            recovery_timeout_s=recovery_timeout_s,
+            reply_timeout_s=reply_timeout_s,
+            poll_interval_s=poll_interval_s,
+        )
+        self._stall_timeout_s = stall_timeout_s
         self._last_finish = [float("-inf")] * len(engines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -230,18 +242,18 @@ class EnginePool(Pool[PooledEngine]):
         Neither does it on losses: the whole batch of an engine that is lost runs again, unchanged and by itself, on one
         that has nothing else to do.
         """
-        count = len(self._seats)
+        count = len(self._replicas)
         batches = [asyncio.ensure_future(self._batch(requests[k::count], k)) for k in range(min(count, len(requests)))]
         try:
             answers = await asyncio.gather(*batches)
         finally:
             for batch in batches:
                 batch.cancel()
-        return [answers[number % count][number // count] for number in range(len(requests))]
+        return [answers[index % count][index // count] for index in range(len(requests))]
 
     @property
     def states(self) -> tuple[EngineState, ...]:
-        return tuple(EngineState.READY if seat.is_ready else EngineState.LOST for seat in self._seats)
+        return tuple(EngineState.READY if replica.is_ready else EngineState.LOST for replica in self._replicas)
 
     async def _batch(self, batch: Sequence[Request], own: int) -> list[Completion]:
         work = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
@@ -257,39 +269,39 @@ class EnginePool(Pool[PooledEngine]):
     ) -> T:
         """The answer; or an error that names the request, if it is to blame."""
         try:
-            return await self._answered(ask, work, [], MOST_LOSSES, own=own, requests=len(prompts))
+            return await self._request_with_retry(ask, work, [], MAX_LOSSES, own=own, requests=len(prompts))
         except PoisonRequestError as losses:
             what = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"
             raise EngineError(
-                f"{what} of {len(prompts[0])} tokens that begin with {list(prompts[0][:8])}, ran on {MOST_LOSSES} "
+                f"{what} of {len(prompts[0])} tokens that begin with {list(prompts[0][:8])}, ran on {MAX_LOSSES} "
                 f"rollout engines that were then lost; it is not tried again: it may be what ends them. {losses}. "
                 "Leave that prompt out of data.train_files, or give the engines more memory "
                 "(actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs)"
             ) from None
 
-    async def _watched(self, seat: Seat[PooledEngine], request: asyncio.Future[T]) -> T:
+    async def _await_reply(self, replica: Replica[PooledEngine], request: asyncio.Future[T]) -> T:
         """The answer; `ProcessLostError` also if the engine has finished nothing for too long."""
         clock = asyncio.get_running_loop().time
         since = clock()
         while not request.done():
-            sign_of_life = max(since, self._last_finish[seat.number])
-            await asyncio.wait([request], timeout=max(0.0, sign_of_life + self._stall_s - clock()))
-            if not request.done() and sign_of_life == max(since, self._last_finish[seat.number]):
+            sign_of_life = max(since, self._last_finish[replica.index])
+            await asyncio.wait([request], timeout=max(0.0, sign_of_life + self._stall_timeout_s - clock()))
+            if not request.done() and sign_of_life == max(since, self._last_finish[replica.index]):
                 raise WorkerTimeoutError(
-                    f"rollout engine {seat.number} has finished no request for {self._stall_s:.0f} s, with "
-                    f"{seat.load:,} tokens still to do: it hangs, or one answer takes longer than that"
+                    f"rollout engine {replica.index} has finished no request for {self._stall_timeout_s:.0f} s, with "
+                    f"{replica.load:,} tokens still to do: it hangs, or one answer takes longer than that"
                 )
         answer = request.result()
-        self._last_finish[seat.number] = clock()
+        self._last_finish[replica.index] = clock()
         return answer
 
-    async def _come_back(self, seat: Seat[PooledEngine], hangs: bool) -> None:
+    async def _recover(self, replica: Replica[PooledEngine], hangs: bool) -> None:
         if hangs:  # and may still tell its keeper that all is well
             with suppress(EngineError, asyncio.TimeoutError):
-                await within(seat.member.shut(seat.why), self._answer_s)
+                await within(replica.handle.disable(replica.reason), self._reply_timeout_s)
         is_ready = False
         while not is_ready:
-            await asyncio.sleep(self._ask_every_s)
+            await asyncio.sleep(self._poll_interval_s)
             with suppress(Exception):  # the boundary of a process: whatever it is, it is not ready
-                is_ready = await within(seat.member.ready(), self._answer_s)
-        self._last_finish[seat.number] = asyncio.get_running_loop().time()
+                is_ready = await within(replica.handle.is_ready(), self._reply_timeout_s)
+        self._last_finish[replica.index] = asyncio.get_running_loop().time()

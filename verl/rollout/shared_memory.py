@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-__all__ = ["shared_folder", "sweep"]
+__all__ = ["remove_stale", "shared_folder"]
 
 PREFIX = "verl-weights-"
 
@@ -27,7 +27,7 @@ def shared_folder() -> Iterator[Path]:
             os.close(descriptor)
 
 
-def sweep() -> None:
+def remove_stale() -> None:
     """Delete what killed processes of this user have left: a part of a model, in memory, until the next boot."""
     for folder in _place().glob(f"{PREFIX}*"):
         with suppress(OSError):  # somebody else sweeps too

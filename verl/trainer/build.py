@@ -140,14 +140,14 @@ async def build_trainer(
         tracker = open_tracker(config, console, schedule, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
-        keeper = EngineSupervisor(
+        supervisor = EngineSupervisor(
             engines,
             restarts.engine,
-            answer_s=limits.reply.seconds + MARGIN_S,
-            start_s=limits.start.seconds + MARGIN_S,
+            reply_timeout_s=limits.reply.seconds + MARGIN_S,
+            start_timeout_s=limits.start.seconds + MARGIN_S,
             max_restarts=restarts.settings.max_engine_restarts,
         )
-        answer, preview = _answering(config, data, episodes, keeper), _previewing(config, episodes)
+        answer, preview = _answering(config, data, episodes, supervisor), _previewing(config, episodes)
         dynamic = config.algorithm.filter_groups
         answers_a_prompt = config.actor_rollout_ref.rollout.n
         tally = FailureTracker(config.reward.max_failure_rate, schedule.batch * answers_a_prompt, console.advice)
@@ -166,9 +166,9 @@ async def build_trainer(
             say=console.advice,
         )
         closing.push_async_callback(buffer.close)
-        weights = WeightSync(policy, engines, _transport(config), _probe(config, data, device), keeper)
-        keeper.start(weights.join)
-        closing.push_async_callback(keeper.close)
+        weights = WeightSync(policy, engines, _transport(config), _probe(config, data, device), supervisor)
+        supervisor.start(weights.sync_one)
+        closing.push_async_callback(supervisor.close)
         yield RLTrainer(
             buffer=buffer,
             planner=build_planner(config, ranks),
@@ -299,7 +299,7 @@ def _schedule(config: Config, data: RunData) -> LoopSchedule:
     )
 
 
-def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: EngineSupervisor) -> Answer:
+def _answering(config: Config, data: RunData, episodes: EpisodePool, supervisor: EngineSupervisor) -> Answer:
     rollout, validation = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
     common: dict[str, Any] = {
         "max_tokens": config.data.max_response_length,
@@ -325,7 +325,9 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool, keeper: Eng
     async def answer(split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
         seeds = [seed(split, group, number) for number in range(count)]
         greedy_baseline = split == "train" and algorithm_settings(config).estimator == "remax"
-        return await keeper.guard(episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline)))
+        return await supervisor.run_while_available(
+            episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline))
+        )
 
     return answer
 

@@ -81,7 +81,7 @@ class Checkpointer:
         directory = self._checkpoints.step_dir(begun)
         return await self._on_disk(
             "look at the last checkpoint",
-            lambda: self._checkpoints.named() == begun and not find_corruption(directory, sums=False),
+            lambda: self._checkpoints.read_latest() == begun and not find_corruption(directory, sums=False),
         )
 
     async def _on_disk(self, what: str, work: Callable[[], T]) -> T:
@@ -155,7 +155,10 @@ async def find_checkpoint(
         )
 
     named, candidates, later = await on_disk(
-        "list the checkpoints", lambda: (source.named(), source.candidates(), source.later()), source.root, deadline
+        "list the checkpoints",
+        lambda: (source.read_latest(), source.resume_candidates(), source.newer_steps()),
+        source.root,
+        deadline,
     )
     for step in candidates:
         directory = source.step_dir(step)

@@ -49,14 +49,14 @@ class RestartTracker:
 
     def engine(self, event: EngineEvent) -> None:
         """An engine has moved from one state to another."""
-        if event.now is EngineState.READY and event.before is EngineState.PROBING:
+        if event.state is EngineState.READY and event.previous is EngineState.PROBING:
             self._engine_restarts += 1
             self._engine_seconds += event.seconds
             self._console.note(
-                f"rollout engine {event.number} is ready again after {event.seconds:.0f} s: restarted, brought to the "
+                f"rollout engine {event.index} is ready again after {event.seconds:.0f} s: restarted, brought to the "
                 "current weights and probed; what it was answering was asked again"
             )
-        elif event.now in (EngineState.LOST, EngineState.GIVEN_UP):
+        elif event.state in (EngineState.LOST, EngineState.GIVEN_UP):
             self._console.advice(str(event))
 
     def restart(self, error: ProcessLostError, version: int | None) -> None:

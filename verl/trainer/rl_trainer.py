@@ -65,9 +65,9 @@ class RLTrainer(TrainLoop):
             with timer(times, "prep"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):
-                async with self.weights.changing():  # no engine that was lost comes back to weights in between
+                async with self.weights.updating():  # no engine that was lost comes back to weights in between
                     update = await self.policy.update(plan)
-            sync = await self.weights.publish(version + 1)  # every engine moves to the new version, and proves it
+            sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
         whole = {
             "data/position": self.buffer.position,
             "training/staleness": version - min(sample.version for sample in samples),
@@ -79,7 +79,7 @@ class RLTrainer(TrainLoop):
         )
 
     async def begin(self) -> None:
-        await self.weights.publish(self.version)
+        await self.weights.sync(self.version)
 
     async def report(self, metrics: Metrics) -> None:
         await super().report(metrics)

@@ -227,7 +227,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
         step = await find_checkpoint(source, policy.verify, console, deadlines(config).checkpoint)
     if step is None:
         return 0
-    saved = source.trainer(step)
+    saved = source.read_trainer_state(step)
     _check_signature(config, source.step_dir(step), saved.get("run"))
     stream.load(saved["data"])
     await policy.load(str(source.step_dir(step)))

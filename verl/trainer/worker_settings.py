@@ -391,8 +391,8 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
 def _engine_adapter(config: Config) -> dict[str, Any]:
     """What an engine must know of the adapters that it will get, and how much room they need."""
     peft = config.actor_rollout_ref.actor.peft
-    room = next(rank for rank in VLLM_RANKS if rank >= peft.lora_rank)
-    return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "room": room}
+    max_rank = next(rank for rank in VLLM_RANKS if rank >= peft.lora_rank)
+    return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "max_rank": max_rank}
 
 
 def compute_dtype(config: Config, device: str) -> str:

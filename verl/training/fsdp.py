@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, count_totals
-from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
+from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
@@ -31,7 +31,7 @@ from verl.training.model import PackedCausalLM, load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
-from verl.weights.hf_names import as_saved
+from verl.weights.hf_names import to_hf
 
 __all__ = ["FsdpEngine", "FsdpSettings"]
 
@@ -164,9 +164,9 @@ class FsdpEngine:
         """The full weights, one at a time, in `dtype` or as they are kept. What an adapter adds is in them."""
         found = self._whole(lambda name: True, dtype)
         if (lora := self.settings.lora) is not None:
-            adapted = merged(self.base_weights(), dict(self._whole(is_adapter)), lora.scale)
+            adapted = merge_adapter(self.base_weights(), dict(self._whole(is_adapter)), lora.scale)
             found = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
-        return as_saved(self.model.hf, found) if isinstance(self.model, PackedCausalLM) else found
+        return to_hf(self.model.hf, found) if isinstance(self.model, PackedCausalLM) else found
 
     def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the adapter alone, under the names that PEFT gives them."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verl.checkpoint.adapter import NAME, adapter_config, is_adapter
 from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
-from verl.model_safety import fetched
+from verl.model_safety import local_path
 from verl.training.settings import LoraSettings
 
 if TYPE_CHECKING:
@@ -130,7 +130,7 @@ def check_base(mine: Mapping[str, str], saved: Mapping[str, str]) -> None:
 
 def fingerprint(path: str) -> str:
     """Tells one model's weights from another's: names, types, shapes, and the edges of every tensor, not all bytes."""
-    folder = Path(fetched(path)).expanduser()
+    folder = Path(local_path(path)).expanduser()
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise EngineError(

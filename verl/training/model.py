@@ -21,7 +21,7 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import EngineError
-from verl.model_safety import OWN_ATTENTION, PICKLED, fetched, model_problems
+from verl.model_safety import MODEL_ATTENTION, PICKLED, local_path, model_problems
 from verl.training import attention
 from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.families import LAYER_TYPES
@@ -211,7 +211,7 @@ def load_model(
 
     It has no dropout, whatever its configuration says: an update must see the log-probs that were computed before it.
     """
-    for problem in model_problems(fetched(path), trust_remote_code=trust_remote_code):
+    for problem in model_problems(local_path(path), trust_remote_code=trust_remote_code):
         raise EngineError(problem)
     attention.register()
     disable_progress_bar()  # the console is ours
@@ -219,7 +219,7 @@ def load_model(
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _without_dropout(config)
         hf = select_model_class(config, head).from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=OWN_ATTENTION, trust_remote_code=trust_remote_code
+            path, config=config, dtype=dtype, attn_implementation=MODEL_ATTENTION, trust_remote_code=trust_remote_code
         )
     except pickle.UnpicklingError as error:
         raise EngineError(f"model {path}: {PICKLED}") from error

@@ -20,12 +20,12 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from verl.checkpoint.adapter import SavedAdapter
-from verl.checkpoint.export import BaseWeights, checkpoint_weights
+from verl.checkpoint.export import BaseWeights, iter_checkpoint_weights
 from verl.errors import CheckpointError
 from verl.training.lora import HEAD, fingerprint
 from verl.training.model import ScoredBackbone, select_model_class
 from verl.training.settings import Head
-from verl.weights.hf_names import as_saved
+from verl.weights.hf_names import to_hf
 
 __all__ = ["base_weights_reader", "read_model_files", "read_saved_weights", "weight_format"]
 
@@ -59,7 +59,7 @@ def read_saved_weights(
     kind = AutoModelForCausalLM if head == "tokens" else AutoModelForTokenClassification
     with torch.device("meta"):
         model = kind.from_config(config, trust_remote_code=trust_remote_code)
-    return as_saved(model, checkpoint_weights(shards, base=base, **weight_format(config)))
+    return to_hf(model, iter_checkpoint_weights(shards, base=base, **weight_format(config)))
 
 
 def weight_format(config: PreTrainedConfig) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["Slot", "WeightBucket", "pack", "unpack"]
+__all__ = ["TensorSlot", "WeightBucket", "pack", "unpack"]
 
 _ALIGNMENT = 64  # bytes; so that a view of any dtype starts where the hardware likes it
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class TensorSlot:
     """Where one tensor lies in its parcel."""
 
     name: str
@@ -29,7 +29,7 @@ class Slot:
 class WeightBucket:
     """Some tensors laid end to end in one buffer. Travels through the object store without a copy on the same node."""
 
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
     data: npt.NDArray[np.uint8]
 
 
@@ -53,7 +53,7 @@ def pack(
         yield _seal(pending)
 
 
-def unpack(slots: Iterable[Slot], data: Tensor) -> Iterator[tuple[str, Tensor]]:
+def unpack(slots: Iterable[TensorSlot], data: Tensor) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a parcel as views of `data [bytes] uint8`; they live as long as that buffer."""
     for slot in slots:
         dtype = getattr(torch, slot.dtype)
@@ -64,7 +64,7 @@ def unpack(slots: Iterable[Slot], data: Tensor) -> Iterator[tuple[str, Tensor]]:
 def _seal(tensors: list[tuple[str, Tensor]]) -> WeightBucket:
     slots, offset = [], 0
     for name, tensor in tensors:
-        slots.append(Slot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
+        slots.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
         offset += _aligned(tensor.nbytes)
     data = np.empty(offset, np.uint8)
     for slot, (_, tensor) in zip(slots, tensors, strict=True):

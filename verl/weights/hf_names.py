@@ -17,10 +17,10 @@ from verl.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["as_saved", "check_names", "write_saved"]
+__all__ = ["check_names", "load_hf", "to_hf"]
 
 
-def as_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def to_hf(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """(name, tensor) of a model's parameters as a checkpoint of it has them; views of the tensors where that can be."""
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -29,7 +29,7 @@ def as_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> I
 
 
 @torch.no_grad()
-def write_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_hf(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Write weights, by the names that a checkpoint has, into the model's own tensors.
 
     Of a tensor that stands for several, transformers gives some as copies, and writing to those is writing to nobody.
@@ -38,7 +38,7 @@ def write_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -
     own = {name: parameter.detach() for name, parameter in model.named_parameters()}
     home: dict[str, tuple[str, Tensor | None]] = {}
     for name, tensor in own.items():
-        for key, part in as_saved(model, [(name, tensor)]):
+        for key, part in to_hf(model, [(name, tensor)]):
             is_view = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
             home[key] = name, part if is_view else None
     places: dict[str, dict[str, Tensor]] = {}  # of one tensor at a time: they take as much memory as it, and more
@@ -49,7 +49,7 @@ def write_saved(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -
             continue
         if name not in places:
             numbers = torch.arange(own[name].numel(), device=own[name].device).view(own[name].shape)
-            places = {name: dict(as_saved(model, [(name, numbers)]))}
+            places = {name: dict(to_hf(model, [(name, numbers)]))}
         own[name].put_(places[name][key], weight.to(own[name]))
 
 
@@ -59,7 +59,7 @@ def check_names(model: PreTrainedModel, path: str) -> None:
 
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     whole = revert_weight_conversion(model, weights)
-    if odd := whole.keys() ^ dict(as_saved(model, weights.items())).keys():
+    if odd := whole.keys() ^ dict(to_hf(model, weights.items())).keys():
         raise EngineError(
             f"model {path} ({model.config.model_type}): {sorted(odd)[0]} is made of several weights in a checkpoint; "
             "such a model can be neither published nor exported weight by weight, and is not supported"

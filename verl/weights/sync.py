@@ -12,9 +12,9 @@ from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
 
 __all__ = [
-    "Crew",
     "DeviceTransport",
     "HostTransport",
+    "Membership",
     "Receiver",
     "Source",
     "StaticMembership",
@@ -36,7 +36,7 @@ class Source(Protocol):
         """Push the weights from device to device by the engine's own `backend`."""
         ...
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probs of each sequence's tokens but the first."""
         ...
 
@@ -44,18 +44,18 @@ class Source(Protocol):
 class Receiver(Protocol):
     """A rollout engine, seen from here."""
 
-    async def load_weights(self, parcels: Sequence[Any], version: int) -> None: ...
-    async def score(self, token_ids: Sequence[int]) -> list[float]: ...
+    async def load_weights(self, buckets: Sequence[Any], version: int) -> None: ...
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]: ...
     async def version(self) -> int: ...
 
 
 class Transport(Protocol):
     """One way to carry weights from a source to receivers."""
 
-    reaches_joiners: bool
+    supports_sync_one: bool
     """Whether one receiver whose process is a new one can be reached, alone."""
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         """For each receiver how it was lost on the way, or None: it has the weights."""
         ...
 
@@ -63,11 +63,11 @@ class Transport(Protocol):
 class HostTransport:
     """Through host memory: the source packs once, every receiver loads. Works everywhere, also for late joiners."""
 
-    reaches_joiners = True
+    supports_sync_one = True
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
-        parcels = await source.pack_weights()
-        loads = (receiver.load_weights(parcels, version) for receiver in receivers)
+    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+        buckets = await source.pack_weights()
+        loads = (receiver.load_weights(buckets, version) for receiver in receivers)
         return [_loss(outcome) for outcome in await asyncio.gather(*loads, return_exceptions=True)]
 
 
@@ -78,13 +78,13 @@ class DeviceTransport:
     and for the run. Nothing is sent to a part of them: those left out, or there anew, would keep the others waiting.
     """
 
-    reaches_joiners = False
+    supports_sync_one = False
 
     def __init__(self, backend: str) -> None:
         self.backend = backend
         self._first: list[Receiver] | None = None
 
-    async def carry(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         self._first = list(receivers) if self._first is None else self._first
         if list(receivers) != self._first:
             raise TrainerLostError(
@@ -96,26 +96,26 @@ class DeviceTransport:
         return [None] * len(receivers)
 
 
-class Crew(Protocol):
+class Membership(Protocol):
     """Who of the receivers takes part, by their numbers: the publisher asks, and tells what it finds."""
 
-    def present(self) -> Sequence[int]:
+    def active(self) -> Sequence[int]:
         """Those that a publish goes to."""
         ...
 
-    def lost(self, number: int, error: ProcessLostError) -> None:
+    def mark_lost(self, index: int, error: ProcessLostError) -> None:
         """One of them was lost on the way; it is somebody else's task to bring it back and let it join."""
         ...
 
-    def carried(self, number: int) -> None:
+    def mark_synced(self, index: int) -> None:
         """One that joins has got the weights, and is about to be probed."""
         ...
 
-    async def proved(self, number: int, version: int) -> None:
+    async def mark_ready(self, index: int, version: int) -> None:
         """One holds the weights of `version`, and may answer."""
         ...
 
-    async def silenced(self) -> None:
+    async def wait_for_stale_exit(self) -> None:
         """Returns when none that is not present can answer anybody: it would do so with old weights."""
         ...
 
@@ -126,15 +126,15 @@ class StaticMembership:
     def __init__(self, count: int) -> None:
         self._count = count
 
-    def present(self) -> Sequence[int]:
+    def active(self) -> Sequence[int]:
         return range(self._count)
 
-    def lost(self, number: int, error: ProcessLostError) -> None:
+    def mark_lost(self, index: int, error: ProcessLostError) -> None:
         raise error
 
-    def carried(self, number: int) -> None: ...
-    async def proved(self, number: int, version: int) -> None: ...
-    async def silenced(self) -> None: ...
+    def mark_synced(self, index: int) -> None: ...
+    async def mark_ready(self, index: int, version: int) -> None: ...
+    async def wait_for_stale_exit(self) -> None: ...
 
 
 class WeightSync:
@@ -147,23 +147,23 @@ class WeightSync:
         receivers: Sequence[Receiver],
         transport: Transport,
         probe: Probe,
-        crew: Crew | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self._source, self._receivers, self._transport, self._probe = source, receivers, transport, probe
-        self._crew = StaticMembership(len(receivers)) if crew is None else crew
+        self._membership = StaticMembership(len(receivers)) if membership is None else membership
         self._turn = asyncio.Lock()
         self._is_settled = asyncio.Event()  # the trained weights are those of the last publish
         self._version = -1
         self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last publish
 
     @asynccontextmanager
-    async def changing(self) -> AsyncIterator[None]:
+    async def updating(self) -> AsyncIterator[None]:
         """Around whatever changes the trained weights: from here to the next publish no engine joins."""
         async with self._turn:
             self._is_settled.clear()
             yield
 
-    async def publish(self, version: int) -> dict[str, float]:
+    async def sync(self, version: int) -> dict[str, float]:
         """Bring every engine to `version`; raises `WeightSyncError` unless each of them proves that it is there.
 
         When it returns, no engine answers with older weights. One that is lost on the way is left to the crew.
@@ -171,66 +171,68 @@ class WeightSync:
         async with self._turn:
             self._is_settled.clear()
             start = time.perf_counter()
-            numbers = await self._carry(self._crew.present(), version)
-            carried = time.perf_counter()
-            gap = await self._prove(numbers, version)
-            await self._crew.silenced()
+            indices = await self._send(self._membership.active(), version)
+            sent = time.perf_counter()
+            gap = await self._prove(indices, version)
+            await self._membership.wait_for_stale_exit()
             self._version = version
             self._is_settled.set()
             metrics = {
                 "weights/version": version,
-                "timing_s/sync": carried - start,
-                "timing_s/probe": time.perf_counter() - carried,
+                "timing_s/sync": sent - start,
+                "timing_s/probe": time.perf_counter() - sent,
             }
             return metrics if gap is None else metrics | {"weights/probe_gap": gap}
 
-    async def join(self, number: int) -> None:
+    async def sync_one(self, index: int) -> None:
         """Bring one engine to the version of the others; raises unless it proves that it is there."""
         while True:
             await self._is_settled.wait()
             async with self._turn:
                 if self._is_settled.is_set():  # an update may have had its turn first
-                    return await self._join(number)
+                    return await self._sync_one(index)
 
-    async def _join(self, number: int) -> None:
-        if not self._transport.reaches_joiners:
+    async def _sync_one(self, index: int) -> None:
+        if not self._transport.supports_sync_one:
             raise TrainerLostError(
-                f"rollout engine {number} was lost and is back, and device transfers cannot reach a new process; with "
+                f"rollout engine {index} was lost and is back, and device transfers cannot reach a new process; with "
                 "actor_rollout_ref.rollout.weight_transport=host it would go on where the others are"
             )
         try:
-            [loss] = await self._transport.carry(self._source, [self._receivers[number]], self._version)
+            [loss] = await self._transport.send(self._source, [self._receivers[index]], self._version)
         except ProcessLostError as error:  # what the receiver has lost is returned
             raise TrainerLostError(str(error)) from error
         if loss is not None:
             raise loss
-        self._crew.carried(number)
-        self._compare({number: await self._ask(number)}, self._version)
-        await self._crew.proved(number, self._version)
+        self._membership.mark_synced(index)
+        self._compare({index: await self._ask(index)}, self._version)
+        await self._membership.mark_ready(index, self._version)
 
-    async def _carry(self, numbers: Sequence[int], version: int) -> list[int]:
+    async def _send(self, indices: Sequence[int], version: int) -> list[int]:
         """Who has got the weights."""
-        if not numbers:  # all are away; who comes back joins
+        if not indices:  # all are away; who comes back joins
             return []
-        receivers = [self._receivers[number] for number in numbers]
-        return list(self._outcomes(numbers, await self._transport.carry(self._source, receivers, version)))
+        receivers = [self._receivers[index] for index in indices]
+        return list(self._outcomes(indices, await self._transport.send(self._source, receivers, version)))
 
-    async def _prove(self, numbers: Sequence[int], version: int) -> float | None:
+    async def _prove(self, indices: Sequence[int], version: int) -> float | None:
         """The largest gap between trainer and engines; None if all of them are away: who comes back proves itself."""
         expected, outcomes = await asyncio.gather(
-            self._source.score(self._probe.sequences),
-            asyncio.gather(*(self._ask(number) for number in numbers), return_exceptions=True),
+            self._source.compute_logprobs(self._probe.sequences),
+            asyncio.gather(*(self._ask(index) for index in indices), return_exceptions=True),
         )
         before, self._expected = self._expected, expected
-        answers = self._outcomes(numbers, outcomes)
+        answers = self._outcomes(indices, outcomes)
         gap = self._compare(answers, version, before)
-        proofs = (self._crew.proved(number, version) for number in answers)
+        proofs = (self._membership.mark_ready(index, version) for index in answers)
         self._outcomes(list(answers), await asyncio.gather(*proofs, return_exceptions=True))
         return gap if answers else None
 
-    async def _ask(self, number: int) -> tuple[int, list[list[float]]]:
-        receiver = self._receivers[number]
-        return await receiver.version(), [await receiver.score(sequence) for sequence in self._probe.sequences]
+    async def _ask(self, index: int) -> tuple[int, list[list[float]]]:
+        receiver = self._receivers[index]
+        return await receiver.version(), [
+            await receiver.compute_logprobs(sequence) for sequence in self._probe.sequences
+        ]
 
     def _compare(
         self,
@@ -238,20 +240,20 @@ class WeightSync:
         version: int,
         before: list[list[float]] | None = None,
     ) -> float:
-        late = {number: seen for number, (seen, _) in answers.items() if seen != version}
+        late = {index: seen for index, (seen, _) in answers.items() if seen != version}
         if late:
             raise WeightSyncError(f"rollout engines that did not reach version {version} (engine: its version): {late}")
         assert self._expected is not None
-        logprobs = {number: found for number, (_, found) in answers.items()}
+        logprobs = {index: found for index, (_, found) in answers.items()}
         return compare(self._probe, self._expected, logprobs, version=version, before=before)
 
-    def _outcomes(self, numbers: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
+    def _outcomes(self, indices: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
         """What those gave who are still there: of one that was replaced in the meantime nothing counts."""
-        for number, outcome in zip(numbers, outcomes, strict=True):
+        for index, outcome in zip(indices, outcomes, strict=True):
             if isinstance(outcome, ProcessLostError):
-                self._crew.lost(number, outcome)
-        present = self._crew.present()
-        found = {number: outcome for number, outcome in zip(numbers, outcomes, strict=True) if number in present}
+                self._membership.mark_lost(index, outcome)
+        active = self._membership.active()
+        found = {index: outcome for index, outcome in zip(indices, outcomes, strict=True) if index in active}
         for outcome in found.values():
             if isinstance(outcome, BaseException):
                 raise outcome

@@ -17,7 +17,7 @@ from verl.errors import CheckpointError
 from verl.training.settings import FsdpSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see RankWorker
-    from verl.checkpoint.files import FileSum
+    from verl.checkpoint.files import FileChecksum
 
 __all__ = ["BaseTrainWorker", "RankGroup", "RankSettings"]
 
@@ -99,9 +99,9 @@ class BaseTrainWorker:
         """The seconds that it took to write it, None while it goes on; what went wrong with it is raised here."""
         if not hasattr(self, "_writer"):
             return 0.0
-        return self._writer.seconds if self._writer.finished(wait=wait) else None
+        return self._writer.seconds if self._writer.poll(wait=wait) else None
 
-    def _write_model_files(self, directory: Path) -> dict[str, FileSum]:
+    def _write_model_files(self, directory: Path) -> dict[str, FileChecksum]:
         """What `from_pretrained` needs beside the weights, for whoever exports them."""
         from verl.checkpoint.files import make_directory, write
         from verl.training.model_files import read_model_files
@@ -113,11 +113,11 @@ class BaseTrainWorker:
         make_directory(directory / folder)
         return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
 
-    def _write_merged(self, directory: Path) -> dict[str, FileSum]:
+    def _write_merged(self, directory: Path) -> dict[str, FileChecksum]:
         """The weights for `from_pretrained`, from the shards that were just written; held against them once more."""
         from transformers import AutoConfig
 
-        from verl.checkpoint.export import export_weights, weight_gaps
+        from verl.checkpoint.export import compare_weights, export_weights
         from verl.training.model_files import base_weights_reader, read_saved_weights
 
         folder, trust = Path("actor", "huggingface"), self._settings.actor.trust_remote_code
@@ -128,7 +128,7 @@ class BaseTrainWorker:
             return read_saved_weights(directory / "actor", config, base=base, trust_remote_code=trust)
 
         written = export_weights(weights(), directory / folder)
-        if gaps := weight_gaps(weights(), directory / folder):
+        if gaps := compare_weights(weights(), directory / folder):
             raise CheckpointError(f"{directory / folder}: is not what was to be written: {'; '.join(gaps[:3])}")
         return {str(folder / name): each for name, each in written.items()}
 

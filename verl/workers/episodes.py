@@ -114,8 +114,8 @@ class EpisodeWorker:
         }
         self._pool = EnginePool(
             self._engines,
-            stall_s=settings.deadlines.generation.seconds + MARGIN_S,
-            answer_s=settings.deadlines.reply.seconds + MARGIN_S,
+            stall_timeout_s=settings.deadlines.generation.seconds + MARGIN_S,
+            reply_timeout_s=settings.deadlines.reply.seconds + MARGIN_S,
         )
         self._runner = EpisodeRunner(
             generate=self._pool.generate,
@@ -148,7 +148,7 @@ class EpisodeWorker:
         models = RewardModelPool(
             self._reward_models,
             look_s=settings.deadlines.reply.seconds,
-            patience_s=settings.deadlines.start.seconds + MARGIN_S,
+            recovery_timeout_s=settings.deadlines.start.seconds + MARGIN_S,
         )
         by_reward_model = by_model(read, models.score)
         if settings.reward is None:

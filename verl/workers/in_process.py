@@ -42,7 +42,7 @@ __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
-PARCEL_BYTES = 512 * 1024 * 1024
+BUCKET_BYTES = 512 * 1024 * 1024
 _GROUPS = itertools.count()
 """Answers of one prompt share a number that no other prompt has, whichever worker wrote them."""
 
@@ -142,13 +142,13 @@ class RolloutWorker:
     async def _take_weights(self) -> None:
         """Bring the model's weights into the engine, unless it has these very ones."""
         from verl.weights.bucket import pack
-        from verl.weights.hf_names import as_saved
+        from verl.weights.hf_names import to_hf
 
-        own = as_saved(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
-        parcels = list(pack(own, max_bytes=PARCEL_BYTES, dtype=self._dtype))
-        if (now := [zlib.crc32(parcel.data.data) for parcel in parcels]) == self._seen:
+        own = to_hf(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
+        buckets = list(pack(own, max_bytes=BUCKET_BYTES, dtype=self._dtype))
+        if (now := [zlib.crc32(bucket.data.data) for bucket in buckets]) == self._seen:
             return
-        await self._engine.load_weights(parcels, self._version + 1)
+        await self._engine.load_weights(buckets, self._version + 1)
         self._version, self._seen = self._version + 1, now
 
     async def _scoring(self) -> Score:
@@ -259,7 +259,7 @@ class TrainerWorker:
         """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
         from verl.data.plan import Planner
         from verl.training.schedule import Schedule
-        from verl.weights.hf_names import write_saved
+        from verl.weights.hf_names import load_hf
         from verl.workers.optimizer_state import show_moments
 
         if not self._is_open:
@@ -282,7 +282,7 @@ class TrainerWorker:
         [mine] = plan.ranks
         prepared = self._policy.prepare(get_all(mine.refs, timeout=A_MONTH_S), mine)
         updated = self._policy.update(mine)
-        write_saved(self.model, self._engine.weights())
+        load_hf(self.model, self._engine.weights())
         if self._optimizer is not None:
             show_moments(self._engine, self._optimizer)
         return plan.metrics | prepared | updated

@@ -18,7 +18,7 @@ from verl.cluster.remote import Remote
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
-from verl.rollout.replica_pool import MOST_LOSSES, Member, PoisonRequestError, Pool, Seat
+from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, ReplicaHandle, ReplicaPool
 
 __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
 
@@ -62,7 +62,7 @@ class RewardActor:
                 await self._model.start()
                 self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         return self._batcher is not None
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
@@ -119,8 +119,8 @@ class RemoteRewardModel(Remote):
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
 
-    async def ready(self) -> bool:
-        return await self._call("ready", deadline=self.deadlines.reply)
+    async def is_ready(self) -> bool:
+        return await self._call("is_ready", deadline=self.deadlines.reply)
 
     async def lost(self, why: str) -> None:
         await asyncio.to_thread(tell_at_once, f"start again ({why})", self.owner, self.deadlines.start)
@@ -130,7 +130,7 @@ class RemoteRewardModel(Remote):
         end(self.actor, comes_back=True)
 
 
-class PooledRewardModel(Member, Protocol):
+class PooledRewardModel(ReplicaHandle, Protocol):
     """A reward model as the pool needs it; it is ready when it has started."""
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure: ...
@@ -148,7 +148,7 @@ class PooledRewardModel(Member, Protocol):
         ...
 
 
-class RewardModelPool(Pool[PooledRewardModel]):
+class RewardModelPool(ReplicaPool[PooledRewardModel]):
     """Several reward models that look like one: each conversation goes to the one with the fewest tokens to read.
 
     The actors keep the deadlines; the pool looks, every `look_s` that an answer takes, whether its actor is still
@@ -164,37 +164,42 @@ class RewardModelPool(Pool[PooledRewardModel]):
         models: Sequence[PooledRewardModel],
         *,
         look_s: float = DEFAULTS.reply.seconds,
-        patience_s: float = DEFAULTS.start.seconds + MARGIN_S,
-        ask_every_s: float = 1.0,
+        recovery_timeout_s: float = DEFAULTS.start.seconds + MARGIN_S,
+        poll_interval_s: float = 1.0,
     ) -> None:
-        super().__init__(models, patience_s=patience_s, answer_s=look_s + MARGIN_S, ask_every_s=ask_every_s)
-        self._vigils = [HeartbeatMonitor(model.ready, look_s) for model in models]
+        super().__init__(
+            models,
+            recovery_timeout_s=recovery_timeout_s,
+            reply_timeout_s=look_s + MARGIN_S,
+            poll_interval_s=poll_interval_s,
+        )
+        self._vigils = [HeartbeatMonitor(model.is_ready, look_s) for model in models]
         self._one_alone = asyncio.Lock()
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         """The number for one conversation, or why there is none."""
         losses: list[str] = []
-        ask = partial(self._answered, lambda model: model.score(token_ids), len(token_ids), losses)
+        ask = partial(self._request_with_retry, lambda model: model.score(token_ids), len(token_ids), losses)
         try:
             try:
                 return await ask(MOST_TOGETHER)
             except PoisonRequestError:
                 async with self._one_alone:
-                    return await ask(MOST_LOSSES)
+                    return await ask(MAX_LOSSES)
         except PoisonRequestError as error:
             return _unscored(
-                f"was reading a conversation of {len(token_ids):,} tokens when its process was lost, {MOST_LOSSES} "
+                f"was reading a conversation of {len(token_ids):,} tokens when its process was lost, {MAX_LOSSES} "
                 f"times; it is not tried again: it may be what ends them. {error}"
             )
         except EngineError as error:
             return _unscored(str(error))
 
-    async def _watched(self, seat: Seat[PooledRewardModel], request: asyncio.Future[T]) -> T:
-        return await self._vigils[seat.number].watch(request)
+    async def _await_reply(self, replica: Replica[PooledRewardModel], request: asyncio.Future[T]) -> T:
+        return await self._vigils[replica.index].watch(request)
 
-    async def _come_back(self, seat: Seat[PooledRewardModel], hangs: bool) -> None:
+    async def _recover(self, replica: Replica[PooledRewardModel], hangs: bool) -> None:
         """By a new start of the process that Ray puts in its place; one that hangs or fails in that is ended for it."""
-        model, pause_s, end = seat.member, self._ask_every_s, seat.why
+        model, pause_s, end = replica.handle, self._poll_interval_s, replica.reason
         with suppress(Exception):  # it comes back also if nobody can be told
             await model.lost(end)
         while True:
@@ -206,7 +211,7 @@ class RewardModelPool(Pool[PooledRewardModel]):
             except Exception as error:  # noqa: BLE001 - likewise: whatever it is, it has not started
                 hangs = isinstance(error, WorkerTimeoutError) or not isinstance(error, ProcessLostError)
                 if hangs:
-                    seat.why = f"{end}; and it did not start again: {error}"
+                    replica.reason = f"{end}; and it did not start again: {error}"
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, MOST_PAUSE_S)
 

@@ -25,7 +25,7 @@ class RolloutActor:
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self._name, self._settings = name, settings
         self._made: Any = None
-        self._shut = "it holds no weights yet"
+        self._disabled_reason = "it holds no weights yet"
         self._loading = asyncio.Lock()
 
     async def has_started(self) -> bool:
@@ -35,26 +35,26 @@ class RolloutActor:
         self._made = make_engine(self._name, self._settings)
         await self._made.start()
 
-    async def open(self, version: int) -> None:
+    async def enable(self, version: int) -> None:
         """Answer requests from now on; for who has the weights of `version`."""
         if (found := await self._engine.version()) != version:
             raise ProcessLostError(f"its process was replaced: it holds version {found} of the weights, not {version}")
-        self._shut = ""
+        self._disabled_reason = ""
 
-    async def shut(self, why: str) -> None:
-        self._shut = why
+    async def disable(self, why: str) -> None:
+        self._disabled_reason = why
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         """Whether it is open, and the engine behind it answers; while it loads weights it cannot."""
-        if not self._shut and not self._loading.locked():
+        if not self._disabled_reason and not self._loading.locked():
             await self._engine.version()
-        return not self._shut
+        return not self._disabled_reason
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        return await self._opened.generate(token_ids, sampling)
+        return await self._enabled.generate(token_ids, sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        return await self._opened.generate_all(requests)
+        return await self._enabled.generate_all(requests)
 
     @property
     def _engine(self) -> Any:
@@ -63,17 +63,17 @@ class RolloutActor:
         return self._made
 
     @property
-    def _opened(self) -> Any:
-        if self._shut:
-            raise ProcessLostError(f"it takes no requests: {self._shut}")
+    def _enabled(self) -> Any:
+        if self._disabled_reason:
+            raise ProcessLostError(f"it takes no requests: {self._disabled_reason}")
         return self._engine
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._engine.score(token_ids)
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._engine.compute_logprobs(token_ids)
 
-    async def load_weights(self, parcels: Sequence[Any], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
         async with self._loading:  # one after the other, also when the caller of the first has gone
-            await self._engine.load_weights(await asyncio.gather(*parcels), version)
+            await self._engine.load_weights(await asyncio.gather(*buckets), version)
 
     async def version(self) -> int:
         return await self._engine.version()
@@ -91,10 +91,10 @@ class RolloutActor:
 def make_engine(name: str, settings: dict[str, Any]) -> Any:
     """A `RolloutEngine` in this process, not yet started."""
     if name == "vllm":
-        from verl.rollout.vllm.engine import AdapterRoom, VllmEngine, VllmSettings
+        from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 
         adapter = settings.get("adapter")
-        return VllmEngine(VllmSettings(**settings | {"adapter": adapter and AdapterRoom(**adapter)}))
+        return VllmEngine(VllmSettings(**settings | {"adapter": adapter and AdapterSettings(**adapter)}))
     if name == "hf":
         from verl.rollout.hf import HfEngine
 
@@ -138,20 +138,20 @@ class RemoteEngine(Remote):
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return await self._call("generate_all", requests, deadline=self.deadlines.generation)
 
-    async def ready(self) -> bool:
-        return await self._call("ready", deadline=self.deadlines.reply)
+    async def is_ready(self) -> bool:
+        return await self._call("is_ready", deadline=self.deadlines.reply)
 
-    async def open(self, version: int) -> None:
-        await self._call("open", version, deadline=self.deadlines.reply)
+    async def enable(self, version: int) -> None:
+        await self._call("enable", version, deadline=self.deadlines.reply)
 
-    async def shut(self, why: str) -> None:
-        await self._call("shut", why, deadline=self.deadlines.reply)
+    async def disable(self, why: str) -> None:
+        await self._call("disable", why, deadline=self.deadlines.reply)
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        return await self._call("score", token_ids, deadline=self.deadlines.weights)
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        return await self._call("compute_logprobs", token_ids, deadline=self.deadlines.weights)
 
-    async def load_weights(self, parcels: Sequence[Any], version: int) -> None:
-        await self._call("load_weights", parcels, version, deadline=self.deadlines.weights)
+    async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
+        await self._call("load_weights", buckets, version, deadline=self.deadlines.weights)
 
     async def version(self) -> int:
         return await self._call("version", deadline=self.deadlines.weights)

@@ -18,7 +18,7 @@ from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
-PARCEL_BYTES = 512 * 1024 * 1024
+BUCKET_BYTES = 512 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +80,7 @@ class TrainWorker(BaseTrainWorker):
     def update(self, plan: RankPlan) -> dict[str, float]:
         return self._policy.update(plan)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._policy.compute_logprobs(sequences)
 
     def pack_weights(self) -> list[Any]:
@@ -96,7 +96,7 @@ class TrainWorker(BaseTrainWorker):
                 pass
             return []
         dtype = getattr(torch, self._publish_dtype)
-        return [put(parcel) for parcel in pack(weights, max_bytes=PARCEL_BYTES, dtype=dtype)]
+        return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=dtype)]
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
         """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
@@ -133,8 +133,8 @@ class PolicyGroup(RankGroup):
         parts = [rank.without_refs() for rank in plan.ranks]
         return (await self._call("update", per_rank=parts, deadline=self._deadlines.train))[0]
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self._call("score", sequences, deadline=self._deadlines.weights))[0]
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return (await self._call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
 
     async def pack_weights(self) -> Sequence[Any]:
         return (await self._call("pack_weights", deadline=self._deadlines.weights))[0]

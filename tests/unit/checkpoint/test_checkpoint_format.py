@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from verl.checkpoint.files import sum_of, write
+from verl.checkpoint.files import compute_checksum, write
 from verl.checkpoint.format import METADATA, entries, read_tensors, read_values
 from verl.checkpoint.save import load, save
 from verl.errors import CheckpointError
@@ -54,7 +54,7 @@ def test_what_json_cannot_say_is_refused_by_name(tmp_path):
 def test_the_sums_are_those_of_the_files(tmp_path):
     sums = save({"a": torch.randn(5)}, tmp_path)
     assert set(sums) == {path.name for path in tmp_path.iterdir()} == {SHARD, METADATA}
-    assert all(sum_of(tmp_path / name) == wanted for name, wanted in sums.items())
+    assert all(compute_checksum(tmp_path / name) == wanted for name, wanted in sums.items())
 
 
 class Bomb:

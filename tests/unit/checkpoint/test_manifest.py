@@ -29,7 +29,7 @@ def test_nothing_saved_means_no_latest(tmp_path):
 def test_a_committed_step_is_the_latest_and_remembers_its_data_position(tmp_path):
     checkpoints = written(tmp_path, 9, 10)
     assert checkpoints.latest() == 10
-    assert checkpoints.trainer(10) == {"step": 10, "data": {"position": 100}}
+    assert checkpoints.read_trainer_state(10) == {"step": 10, "data": {"position": 100}}
     assert (tmp_path / LATEST).read_text() == "10"
     assert find_corruption(checkpoints.step_dir(10)) == []
     assert not (checkpoints.step_dir(10) / "INCOMPLETE").exists()
@@ -40,7 +40,7 @@ def test_a_step_that_was_begun_and_not_committed_is_not_there(tmp_path):
     checkpoints.begin(4)
     assert checkpoints.latest() == 3
     with pytest.raises(CheckpointError, match=r"global_step_4.*not written to its end.*not complete"):
-        checkpoints.trainer(4)
+        checkpoints.read_trainer_state(4)
 
 
 def test_saving_a_step_again_is_incomplete_until_it_is_committed_again(tmp_path):
@@ -64,12 +64,12 @@ def test_a_user_may_name_an_older_step(tmp_path):
 def test_who_has_gone_back_does_not_come_to_what_they_went_back_from(tmp_path):
     checkpoints = written(tmp_path, 1, 2, 3, 4, 5)
     (tmp_path / LATEST).write_text("3")
-    assert checkpoints.candidates() == [3, 2, 1]
-    assert checkpoints.later() == [4, 5]
+    assert checkpoints.resume_candidates() == [3, 2, 1]
+    assert checkpoints.newer_steps() == [4, 5]
     (tmp_path / LATEST).unlink()
-    assert checkpoints.candidates() == [5, 4, 3, 2, 1]
+    assert checkpoints.resume_candidates() == [5, 4, 3, 2, 1]
     (tmp_path / LATEST).write_text("not a number")
-    assert checkpoints.candidates() == [5, 4, 3, 2, 1]
+    assert checkpoints.resume_candidates() == [5, 4, 3, 2, 1]
 
 
 def test_prune_keeps_the_one_to_resume_from_and_those_before_it(tmp_path):

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
 from verl.weights.bucket import pack
-from verl.weights.hf_names import as_saved
+from verl.weights.hf_names import to_hf
 
 pytestmark = pytest.mark.unit
 
@@ -27,9 +27,9 @@ async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, f
     engine = HfEngine(path, load_format=load_format)
     await engine.start()
     if load_format == "dummy":
-        weights = as_saved(own, ((name, each.detach()) for name, each in own.named_parameters()))
+        weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
         await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
-    found = torch.tensor(await engine.score(TOKENS))
+    found = torch.tensor(await engine.compute_logprobs(TOKENS))
     expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     assert torch.allclose(found, expected, atol=1e-4)
 

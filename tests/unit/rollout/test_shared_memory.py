@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verl.rollout import shared_memory as shared
-from verl.rollout.shared_memory import PREFIX, shared_folder, sweep
+from verl.rollout.shared_memory import PREFIX, remove_stale, shared_folder
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 
 pytestmark = pytest.mark.unit
@@ -35,7 +35,7 @@ def test_a_folder_is_there_for_a_while_and_for_nobody_else(memory: Path) -> None
         (folder / "parcel").write_bytes(b"weights")
         assert folder.parent == memory
         assert folder.stat().st_mode & 0o077 == 0
-        sweep()
+        remove_stale()
         assert (folder / "parcel").exists()
     assert list(memory.iterdir()) == []
 
@@ -44,7 +44,7 @@ def test_what_a_killed_process_has_left_is_swept_and_nothing_else(memory: Path) 
     gone, alive = left_by(memory, NOBODY), left_by(memory, os.getpid())
     foreign = memory / "torch_1234"
     foreign.mkdir()
-    sweep()
+    remove_stale()
     assert sorted(memory.iterdir()) == sorted([alive, foreign])
     assert not gone.exists()
 
@@ -54,7 +54,7 @@ def test_what_a_process_of_another_container_holds_stays(memory: Path, monkeypat
         other.setattr(os, "getpid", lambda: NOBODY)  # it has a number there that nobody has here
         held = shared_folder()
         folder = held.__enter__()
-    sweep()
+    remove_stale()
     assert folder.exists()
     held.__exit__(None, None, None)
 
@@ -63,7 +63,7 @@ def test_what_belongs_to_another_user_stays(memory: Path, monkeypatch: pytest.Mo
     folder = left_by(memory, NOBODY)
     user = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    sweep()
+    remove_stale()
     assert folder.exists()
 
 

@@ -69,7 +69,7 @@ async def _never(*_: Any) -> None:
 def _of_all(self: WeightSync, numbers: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
     for number, outcome in zip(numbers, outcomes, strict=True):
         if isinstance(outcome, ProcessLostError):
-            self._crew.lost(number, outcome)
+            self._membership.mark_lost(number, outcome)
     return {n: found for n, found in zip(numbers, outcomes, strict=True) if not isinstance(found, BaseException)}
 
 
@@ -101,17 +101,23 @@ def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
 TRIES = 300
 
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
-    "a pool that does not run again": (pool, "MOST_LOSSES", 1, "fewer losses", 0),
+    "a pool that does not run again": (pool, "MAX_LOSSES", 1, "fewer losses", 0),
     "a pool that mixes up answers": (EnginePool, "generate", _the_last_one, "answer to another", 0),
     "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back|does not see", 0),
     "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
-    "a hang that nobody is told of": (SimulatedEngine, "shut", _nothing, "fewer losses", 226),
-    "a keeper that does not hear of losses": (EngineSupervisor, "lost", lambda *_: None, "the run ended", 0),
-    "a keeper that does not ask": (EngineSupervisor, "_beats", _never, "came back|does not see", 0),
-    "a keeper that does not wait for the end of the lost": (EngineSupervisor, "silenced", _nothing, "written by", 136),
-    "a publisher that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
-    "a publisher that lets join at any time": (WeightSync, "changing", _whenever, "changed while", 1),
-    "a publisher that hears those who were replaced": (WeightSync, "_outcomes", _of_all, "did not reach", 35),
+    "a hang that is not reported": (SimulatedEngine, "disable", _nothing, "fewer losses", 226),
+    "a supervisor that does not hear of losses": (EngineSupervisor, "mark_lost", lambda *_: None, "the run ended", 0),
+    "a supervisor that does not ask": (EngineSupervisor, "_beats", _never, "came back|does not see", 0),
+    "a supervisor that does not wait for the end of the lost": (
+        EngineSupervisor,
+        "wait_for_stale_exit",
+        _nothing,
+        "written by",
+        136,
+    ),
+    "a weight sync that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
+    "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "changed while", 1),
+    "a weight sync that hears those who were replaced": (WeightSync, "_outcomes", _of_all, "did not reach", 35),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
     "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),

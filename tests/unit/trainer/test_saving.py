@@ -136,7 +136,7 @@ async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_pat
 
 
 async def test_a_file_system_that_does_not_answer_ends_the_search_for_a_checkpoint(tmp_path: Path) -> None:
-    hanging = Hanging(tmp_path, "candidates")
+    hanging = Hanging(tmp_path, "resume_candidates")
     with pytest.raises(CheckpointError, match="to list the checkpoints"):
         await find_checkpoint(hanging, verify, Screen(), A_MOMENT)
     hanging.let_go.set()

@@ -135,7 +135,7 @@ def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> 
     engine = engine_settings(config, "cpu", 0)
     assert train_settings(config, 10, "cpu").publish_adapter
     assert engine["load_format"] == "auto"
-    assert engine["adapter"] == {"rank": 12, "alpha": 24, "targets": "all-linear", "room": 16}
+    assert engine["adapter"] == {"rank": 12, "alpha": 24, "targets": "all-linear", "max_rank": 16}
     for other in ("actor_rollout_ref.rollout.lora_transport=merged", "actor_rollout_ref.rollout.weight_transport=ipc"):
         config = config_of(*LORA, other, "trainer.device=cuda")
         assert not train_settings(config, 10, "cuda").publish_adapter

@@ -7,7 +7,7 @@ import transformers
 from tiny import FAMILIES, WINDOW, save_family
 
 from verl.training.model import load_model
-from verl.weights.hf_names import as_saved, check_names
+from verl.weights.hf_names import check_names, to_hf
 
 pytestmark = pytest.mark.unit
 
@@ -85,7 +85,7 @@ def test_weights_have_the_names_and_numbers_of_the_checkpoint(pair):
 
     model, plain = pair
     named = [(name, parameter.detach()) for name, parameter in model.hf.named_parameters()]
-    found, expected = dict(as_saved(model.hf, named)), load_file(f"{plain.name_or_path}/model.safetensors")
+    found, expected = dict(to_hf(model.hf, named)), load_file(f"{plain.name_or_path}/model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
     check_names(model.hf, "here")

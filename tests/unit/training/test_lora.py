@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_qwen2
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from verl.checkpoint.adapter import is_adapter, merged, original_name, peft_name
+from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.errors import CheckpointError, EngineError
 from verl.training.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
 from verl.training.model import PackedModel, load_model
@@ -135,7 +135,7 @@ def test_merged_weights_compute_what_the_adapter_does(path: Path) -> None:
     shake(model)
     tensors = dict(model.hf.named_parameters())
     base = ((original_name(name), tensor) for name, tensor in tensors.items() if not is_adapter(name))
-    plain.hf.load_state_dict(dict(merged(base, tensors, 3.0)), strict=False)
+    plain.hf.load_state_dict(dict(merge_adapter(base, tensors, 3.0)), strict=False)
     gap = plain.forward_packed(TOKENS, POSITIONS, [9]) - model.forward_packed(TOKENS, POSITIONS, [9])
     assert float(gap.abs().max()) < 1e-5
 

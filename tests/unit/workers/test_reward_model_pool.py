@@ -9,7 +9,7 @@ from simulated_clock import simulate
 
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.interface import FakeRewardModel, ScoringFailure
-from verl.rollout.replica_pool import MOST_LOSSES
+from verl.rollout.replica_pool import MAX_LOSSES
 from verl.workers import rewards
 from verl.workers.rewards import RewardActor, RewardModelPool, RewardModelSettings
 
@@ -42,7 +42,7 @@ class Model:
                 await asyncio.sleep(1)
             return self.number
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         if self.hangs:
             await asyncio.sleep(60)
             raise WorkerTimeoutError("waited 60 s for reward model to ready and gave up")
@@ -140,7 +140,7 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
     lost = Model(1)
     lost.refusals = [EngineError("no memory left on the device")] * 100
     lost.die()
-    pool = RewardModelPool([lost], patience_s=1260)
+    pool = RewardModelPool([lost], recovery_timeout_s=1260)
     for failed in (*await scored(pool, [[1], [2], [3]]), await pool.score([4])):
         assert isinstance(failed, ScoringFailure)
         assert failed.kind == "died"
@@ -186,13 +186,13 @@ async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do
     assert others == [1] * 20
     assert isinstance(failed, ScoringFailure)
     assert failed.kind == "died"
-    assert f"a conversation of 3 tokens when its process was lost, {MOST_LOSSES} times" in failed.message
-    assert sum(model.asked.count([6, 6, 6]) for model in models) == MOST_LOSSES
+    assert f"a conversation of 3 tokens when its process was lost, {MAX_LOSSES} times" in failed.message
+    assert sum(model.asked.count([6, 6, 6]) for model in models) == MAX_LOSSES
 
 
 @in_simulated_time
 async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_comes() -> None:
-    models = [Model(number) for number in range(2 * MOST_LOSSES)]
+    models = [Model(number) for number in range(2 * MAX_LOSSES)]
     for model in models:
         model.die()
     found = await RewardModelPool(models).score([7])
@@ -214,11 +214,11 @@ async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() 
 
 async def test_an_actor_that_is_new_is_lost_until_somebody_starts_it() -> None:
     actor = RewardActor(settings())
-    assert not await actor.ready()
+    assert not await actor.is_ready()
     with pytest.raises(ProcessLostError, match="has not started yet"):
         await actor.score([1])
     await actor.start()
-    assert await actor.ready()
+    assert await actor.is_ready()
     assert await actor.score([1]) == 1
 
 
@@ -247,7 +247,7 @@ async def test_an_actor_whose_model_lost_its_own_process_gets_another(monkeypatc
     await actor.start()
     outcomes = await asyncio.gather(*(actor.score([number]) for number in range(5)), return_exceptions=True)
     assert all(isinstance(outcome, ProcessLostError) for outcome in outcomes)
-    assert not await actor.ready()
+    assert not await actor.is_ready()
     await actor.start()
     assert dead.is_closed
     assert await actor.score([1]) == 1

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from verl.errors import ConfigError
-from verl.model_safety import PICKLED, attention_for, fetched, model_problems
+from verl.model_safety import PICKLED, attention_for, local_path, model_problems
 from verl.rewards.models.interface import SETTING, check_tokens
 
 __all__ = ["HfRewardModel", "read_config"]
@@ -88,7 +88,7 @@ class HfRewardModel:
 
 def read_config(path: str, *, trust: bool = False) -> PreTrainedConfig:
     """The model's configuration; a `ConfigError` unless it has one label, and nothing that must not be loaded."""
-    if problems := [*model_problems(fetched(path), trust_remote_code=trust)]:
+    if problems := [*model_problems(local_path(path), trust_remote_code=trust)]:
         raise ConfigError([f"{SETTING}.model_path: {problem}" for problem in problems])
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)

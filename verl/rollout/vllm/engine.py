@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.checkpoint.adapter import adapter_config, adapter_files
+from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
-from verl.rollout.shared_memory import shared_folder, sweep
+from verl.rollout.shared_memory import remove_stale, shared_folder
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket, unpack
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["AdapterRoom", "VllmEngine", "VllmSettings", "deaths_told", "environment", "said_last"]
+__all__ = ["AdapterSettings", "VllmEngine", "VllmSettings", "environment", "map_engine_errors", "stderr_tail"]
 
 T = TypeVar("T")
 ADAPTER = 1  # the number of the one adapter that an engine holds
@@ -30,13 +30,13 @@ LOOK_S = 1.0  # how often a call looks whether vLLM's process is still there
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRoom:
+class AdapterSettings:
     """The adapters that an engine will get, and the largest rank that it makes room for."""
 
     rank: int
     alpha: int
     targets: str | Sequence[str]
-    room: int
+    max_rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class VllmSettings:
     enforce_eager: bool = True
     trust_remote_code: bool = False
     weight_backend: str = "host"
-    adapter: AdapterRoom | None = None  # it loads the model itself, and gets adapters instead of weights
+    adapter: AdapterSettings | None = None  # it loads the model itself, and gets adapters instead of weights
     seed: int = 0
     device: str = "cpu"
     cpu_cache_gib: int = 1
@@ -72,7 +72,7 @@ class VllmEngine:
         self._adapter: LoRARequest | None = None
 
     async def start(self) -> None:
-        sweep()
+        remove_stale()
         os.environ.update(environment(self.settings))
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
@@ -80,17 +80,17 @@ class VllmEngine:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(self.settings)))
         except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
-            raise EngineError(f"vLLM did not start: {error}\n{said_last()}") from error
+            raise EngineError(f"vLLM did not start: {error}\n{stderr_tail()}") from error
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        with deaths_told():
+        with map_engine_errors():
             return _completion(await self._result(await self._add(token_ids, _sampling(sampling))))
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueued under a pause and with empty caches: vLLM then cuts its batches the same way each time."""
         queues: list[RequestOutputCollector] = []
         async with self._alone:
-            with deaths_told():
+            with map_engine_errors():
                 try:
                     await self._told(self._llm.pause_generation(mode="wait", clear_cache=True))
                     for token_ids, sampling in requests:
@@ -102,51 +102,53 @@ class VllmEngine:
                     await self._llm.resume_generation()
                     raise
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         from vllm import SamplingParams as VllmSampling
         from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.FINAL_ONLY
         params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
-        with deaths_told():
+        with map_engine_errors():
             entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
-    async def load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         load = self._load_weights if self.settings.adapter is None else self._load_adapter
-        await self._told(load(parcels, version))
+        await self._told(load(buckets, version))
 
-    async def _load_weights(self, parcels: Sequence[WeightBucket], version: int) -> None:
+    async def _load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
-        for parcel in parcels:
+        for bucket in buckets:
             # vLLM's worker, a child process, cannot see the object store: what crosses is a name in shared memory.
             with shared_folder() as folder:
                 file = folder / "parcel"
-                parcel.data.tofile(file)
-                slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in parcel.slots]
-                info = {"path": str(file), "size": parcel.data.nbytes, "slots": slots}
+                bucket.data.tofile(file)
+                slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in bucket.slots]
+                info = {"path": str(file), "size": bucket.data.nbytes, "slots": slots}
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
         await self._llm.resume_generation()
 
-    async def _load_adapter(self, parcels: Sequence[WeightBucket], version: int) -> None:
+    async def _load_adapter(self, buckets: Sequence[WeightBucket], version: int) -> None:
         """Put an adapter in the place of the one before, also for answers that are on their way."""
         import torch
         from vllm.exceptions import VLLMServerError
         from vllm.lora.request import LoRARequest
 
-        room = self.settings.adapter
-        assert room is not None
-        tensors = {n: t for p in parcels for n, t in unpack(p.slots, torch.from_numpy(p.data.copy()))}
+        adapter = self.settings.adapter
+        assert adapter is not None
+        tensors = {n: t for p in buckets for n, t in unpack(p.slots, torch.from_numpy(p.data.copy()))}
         if wrong := [name for name in tensors if ".lora_" not in name]:
             raise WeightSyncError(f"an engine that takes adapters alone was sent {wrong[0]} and {len(wrong) - 1} more")
-        config = adapter_config(base=self.settings.model_path, rank=room.rank, alpha=room.alpha, targets=room.targets)
+        config = adapter_config(
+            base=self.settings.model_path, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets
+        )
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         with shared_folder() as folder:
-            adapter_files(folder, config, tensors)
+            write_adapter(folder, config, tensors)
             try:
                 await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER, str(folder), load_inplace=True))
             except VLLMServerError:  # its process has died
@@ -189,7 +191,7 @@ class VllmEngine:
         """What `work` gives; an error if vLLM's process is gone, also in the midst of it: vLLM would wait for ever."""
         working = asyncio.ensure_future(work)
         try:
-            with deaths_told():
+            with map_engine_errors():
                 while not working.done():
                     await self._llm.check_health()
                     await asyncio.wait([working], timeout=LOOK_S)
@@ -215,7 +217,7 @@ class VllmEngine:
 
 
 @contextmanager
-def deaths_told() -> Iterator[None]:
+def map_engine_errors() -> Iterator[None]:
     """An engine process that has died is a process that was lost."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -275,7 +277,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "worker_extension_cls": EXTENSION,
     }
     if settings.adapter is not None:
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.room}
+        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
     if settings.device != "cpu":
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     if settings.max_model_len is not None:
@@ -300,7 +302,7 @@ def environment(settings: VllmSettings) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in os.environ}
 
 
-def said_last(lines: int = 30) -> str:
+def stderr_tail(lines: int = 30) -> str:
     """The end of this process's standard error, where it goes to a file, as it does in a Ray worker."""
     file = Path(os.path.realpath("/proc/self/fd/2"))
     if not file.is_file():

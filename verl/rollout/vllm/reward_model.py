@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from verl.errors import ConfigError, EngineError
 from verl.rewards.models.hf import read_config
 from verl.rewards.models.interface import SETTING, check_tokens
-from verl.rollout.vllm.engine import VllmSettings, deaths_told, environment, said_last
+from verl.rollout.vllm.engine import VllmSettings, environment, map_engine_errors, stderr_tail
 
 __all__ = ["VllmRewardModel"]
 
@@ -65,14 +65,14 @@ class VllmRewardModel:
         try:
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
         except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
-            raise EngineError(f"vLLM did not start with the reward model: {error}\n{said_last()}") from error
+            raise EngineError(f"vLLM did not start with the reward model: {error}\n{stderr_tail()}") from error
         self._limit = self._llm.model_config.max_model_len
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:
         return check_tokens(token_ids, self._limit, self._vocabulary)
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        with deaths_told():
+        with map_engine_errors():
             return list(await asyncio.gather(*(self._score(tokens) for tokens in batch)))
 
     async def close(self) -> None:

@@ -24,7 +24,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from verl.weights.bucket import Slot, unpack
+from verl.weights.bucket import TensorSlot, unpack
 
 __all__ = ["BACKEND", "EXTENSION", "HostTransferEngine", "WorkerExtension"]
 
@@ -67,7 +67,7 @@ class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: HostUpdateInfo) -> None:
-        slots = [Slot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.slots]
+        slots = [TensorSlot(name, dtype, tuple(shape), offset) for name, dtype, shape, offset in update_info.slots]
         data = torch.from_file(update_info.path, shared=False, size=update_info.size, dtype=torch.uint8)
         self.model.load_weights(unpack(slots, data))  # type: ignore[operator]
 

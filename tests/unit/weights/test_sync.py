@@ -25,7 +25,7 @@ class Model:
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         raise AssertionError("not this way")
 
-    async def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return [[self.weight - token for token in sequence[1:]] for sequence in sequences]
 
 
@@ -34,13 +34,13 @@ class Engine(Model):
         super().__init__()
         self._loses, self._keeps, self._version = loses_weights, keeps_version, -1
 
-    async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
         if not self._loses or version == 0:
-            [self.weight] = parcels
+            [self.weight] = buckets
         if not self._keeps:
             self._version = version
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:  # type: ignore[override]
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:  # type: ignore[override]
         return [self.weight - token for token in token_ids[1:]]
 
     async def version(self) -> int:
@@ -52,7 +52,7 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
     publisher = WeightSync(model, engines, HostTransport(), PROBE)
     for version in range(3):
         model.weight = 1.5 * version
-        metrics = await publisher.publish(version)
+        metrics = await publisher.sync(version)
         assert [engine.weight for engine in engines] == [model.weight] * 2
         assert metrics["weights/version"] == version
         assert metrics["weights/probe_gap"] == 0
@@ -61,16 +61,16 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
 async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
     model = Model()
     publisher = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
-    await publisher.publish(0)
+    await publisher.sync(0)
     model.weight = 0.5
     with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still answers as version 0"):
-        await publisher.publish(1)
+        await publisher.sync(1)
 
 
 async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
     publisher = WeightSync(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
     with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
-        await publisher.publish(0)
+        await publisher.sync(0)
 
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
@@ -90,30 +90,30 @@ def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
 
 async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None:
     class Nobody(StaticMembership):
-        def present(self) -> Sequence[int]:
+        def active(self) -> Sequence[int]:
             return []
 
-    metrics = await WeightSync(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).publish(3)
+    metrics = await WeightSync(Model(), [Engine()], HostTransport(), PROBE, Nobody(1)).sync(3)
     assert metrics["weights/version"] == 3
     assert "weights/probe_gap" not in metrics
 
 
 async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
     class Dying(Engine):
-        async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+        async def load_weights(self, buckets: Sequence[float], version: int) -> None:
             raise ProcessLostError("it has died")
 
     with pytest.raises(ProcessLostError, match="it has died"):
-        await WeightSync(Model(), [Engine(), Dying()], HostTransport(), PROBE).publish(0)
+        await WeightSync(Model(), [Engine(), Dying()], HostTransport(), PROBE).sync(0)
 
 
 async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines() -> None:
     class Refusing(Engine):
-        async def load_weights(self, parcels: Sequence[float], version: int) -> None:
+        async def load_weights(self, buckets: Sequence[float], version: int) -> None:
             raise WeightSyncError("weights do not fit")
 
     with pytest.raises(WeightSyncError, match="do not fit"):
-        await WeightSync(Model(), [Refusing()], HostTransport(), PROBE).publish(0)
+        await WeightSync(Model(), [Refusing()], HostTransport(), PROBE).sync(0)
 
 
 class Sending(Model):
@@ -134,18 +134,18 @@ class Present(StaticMembership):
         super().__init__(len(numbers))
         self.numbers: Sequence[int] = numbers
 
-    def present(self) -> Sequence[int]:
+    def active(self) -> Sequence[int]:
         return self.numbers
 
 
 async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
-    model, crew = Sending(), Present(0, 1)
-    publisher = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, crew)
-    await publisher.publish(0)
-    await publisher.publish(1)
-    crew.numbers = [0]
+    model, membership = Sending(), Present(0, 1)
+    publisher = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, membership)
+    await publisher.sync(0)
+    await publisher.sync(1)
+    membership.numbers = [0]
     with pytest.raises(TrainerLostError, match=r"1 of 2 rollout engines .* version 2: weight_transport=nccl .*=host"):
-        await publisher.publish(2)
+        await publisher.sync(2)
     assert model.sent == [(2, 0), (2, 1)]
 
 
@@ -153,16 +153,16 @@ async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines()
 async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
     model = Sending()
     publisher = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
-    await publisher.publish(0)
+    await publisher.sync(0)
     with pytest.raises(TrainerLostError, match=r"rollout engine 0 was lost and is back.*weight_transport=host"):
-        await publisher.join(0)
+        await publisher.sync_one(0)
     assert model.sent == [(count, 0)]
 
 
 async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     model, engines = Model(), [Engine(), Engine()]
     publisher = WeightSync(model, engines, HostTransport(), PROBE)
-    await publisher.publish(0)
+    await publisher.sync(0)
     model.weight, engines[1].weight = 0.0, 7.0
-    await publisher.join(1)
+    await publisher.sync_one(1)
     assert engines[1].weight == 0.0

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from verl.model_safety import fetched, model_problems
+from verl.model_safety import local_path, model_problems
 
 pytestmark = pytest.mark.unit
 
@@ -65,8 +65,8 @@ def test_a_model_of_the_hub_is_looked_at_where_it_was_fetched_to(
     (snapshot.parents[1] / "refs" / "main").write_text("0123")
     write(snapshot, "config.json", {"model_type": "qwen2"})
     write(snapshot, "model.safetensors.index.json", {"weight_map": {"a": "../../x"}})
-    assert fetched("someone/evil") == str(snapshot)
-    (problem,) = model_problems(fetched("someone/evil"))
+    assert local_path("someone/evil") == str(snapshot)
+    (problem,) = model_problems(local_path("someone/evil"))
     assert "'../../x'" in problem
-    assert fetched("someone/else") == "someone/else"
-    assert fetched(str(tmp_path)) == str(tmp_path)
+    assert local_path("someone/else") == "someone/else"
+    assert local_path(str(tmp_path)) == str(tmp_path)

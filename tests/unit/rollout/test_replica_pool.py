@@ -8,7 +8,7 @@ from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.fake import FakeRolloutEngine
-from verl.rollout.replica_pool import MOST_LOSSES, EnginePool, Request
+from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
 
@@ -36,12 +36,12 @@ class Engine(FakeRolloutEngine):
         self.batches.append(list(requests))
         return await self._until_death(super().generate_all(requests))
 
-    async def ready(self) -> bool:
+    async def is_ready(self) -> bool:
         if not self.is_up:
             raise ProcessLostError("no process")
         return not self.was_shut
 
-    async def shut(self, why: str) -> None:
+    async def disable(self, why: str) -> None:
         self.was_shut = why
 
     def die(self) -> None:
@@ -109,7 +109,7 @@ async def test_requests_of_an_engine_that_dies_run_again_elsewhere_exactly_as_th
     ]
     assert len(engines[1].requests) == 6
     assert all(request in engines[1].requests for request in engines[0].requests)
-    assert (pool.losses, pool.runs_again, pool.load) == (1, 3, (0, 0))
+    assert (pool.losses, pool.retries, pool.load) == (1, 3, (0, 0))
     assert pool.states == (LOST, READY)
 
 
@@ -132,11 +132,11 @@ async def test_an_engine_that_answers_nonsense_is_asked_again() -> None:
     class Confused(Engine):
         asked = 0
 
-        async def ready(self) -> bool:
+        async def is_ready(self) -> bool:
             self.asked += 1
             if self.asked < 3:
                 raise AttributeError("half started")
-            return await super().ready()
+            return await super().is_ready()
 
     engine = Confused()
     engine.die()
@@ -159,7 +159,7 @@ async def test_requests_wait_for_the_first_engine_that_comes_back() -> None:
 @in_simulated_time
 async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() -> None:
     engines = [Engine(), Engine()]
-    pool = EnginePool(engines, patience_s=300)
+    pool = EnginePool(engines, recovery_timeout_s=300)
     for engine in engines:
         engine.die()
     with pytest.raises(EngineError, match=r"came back within 300 s.*engine 0: no process; engine 1: no process"):
@@ -170,7 +170,7 @@ async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() 
 async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsewhere() -> None:
     engines = [Engine(), Engine()]
     engines[0].hangs = True
-    pool = EnginePool(engines, stall_s=50)
+    pool = EnginePool(engines, stall_timeout_s=50)
     await asyncio.gather(*(pool.generate([1, 2, 3], SamplingParams(max_tokens=8)) for _ in range(2)))
     await asyncio.sleep(10)
     assert "engine 0 has finished no request for 50 s, with 11 tokens" in engines[0].was_shut
@@ -186,7 +186,7 @@ async def test_a_request_that_waits_behind_others_is_not_taken_for_a_hang() -> N
             async with self.turn:
                 return await super().generate(token_ids, sampling)
 
-    pool = EnginePool([OneAtATime()], stall_s=10)
+    pool = EnginePool([OneAtATime()], stall_timeout_s=10)
     assert len(await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(8)))) == 8  # the last waits 32 s
     assert pool.losses == 0
 
@@ -204,12 +204,12 @@ async def test_a_request_that_ends_every_engine_is_named() -> None:
     pool = EnginePool(engines)
     with pytest.raises(EngineError, match=r"3 tokens that begin with \[6, 6, 6\].*engine 0: killed"):
         await pool.generate([6, 6, 6], SHORT)
-    assert sum(len(engine.requests) for engine in engines) == MOST_LOSSES
+    assert sum(len(engine.requests) for engine in engines) == MAX_LOSSES
 
 
 @in_simulated_time
 async def test_a_request_is_not_blamed_for_engines_that_are_gone_when_it_comes() -> None:
-    engines = [Engine() for _ in range(2 * MOST_LOSSES)]
+    engines = [Engine() for _ in range(2 * MAX_LOSSES)]
     pool = EnginePool(engines)
     for engine in engines:
         engine.die()

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, save_family
 from transformers import AutoModelForCausalLM
 
-from verl.weights.hf_names import as_saved, write_saved
+from verl.weights.hf_names import load_hf, to_hf
 
 pytestmark = pytest.mark.unit
 
@@ -17,15 +17,15 @@ def test_what_a_checkpoint_holds_is_written_to_the_model_whole(tmp_path: Path, f
     source = AutoModelForCausalLM.from_pretrained(save_family(family, tmp_path), dtype=torch.float32)
     torch.manual_seed(1)
     target = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
-    write_saved(target, as_saved(source, source.named_parameters()))
+    load_hf(target, to_hf(source, source.named_parameters()))
     for (name, expected), found in zip(source.named_parameters(), target.parameters(), strict=True):
         assert torch.equal(found, expected), name
 
 
 def test_each_weight_is_written_by_itself(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(save_family("Qwen3-MoE", tmp_path), dtype=torch.float32)
-    before = dict(as_saved(model, ((name, each.detach().clone()) for name, each in model.named_parameters())))
+    before = dict(to_hf(model, ((name, each.detach().clone()) for name, each in model.named_parameters())))
     key = "model.layers.1.mlp.experts.2.up_proj.weight"
-    write_saved(model, [(key, torch.full_like(before[key], 7.0))])
-    for name, now in as_saved(model, model.named_parameters()):
+    load_hf(model, [(key, torch.full_like(before[key], 7.0))])
+    for name, now in to_hf(model, model.named_parameters()):
         assert torch.equal(now, torch.full_like(now, 7.0) if name == key else before[name]), name

@@ -15,8 +15,8 @@ shapes = st.lists(st.lists(st.integers(1, 5), max_size=3).map(tuple), min_size=1
 @given(shapes=shapes, max_bytes=st.integers(1, 500), dtype=st.sampled_from([torch.float32, torch.bfloat16]))
 def test_what_is_unpacked_is_what_was_packed(shapes: list[tuple[int, ...]], max_bytes: int, dtype: torch.dtype) -> None:
     weights = {f"w{i}": torch.randn(shape).to(dtype) for i, shape in enumerate(shapes)}
-    parcels = list(pack(weights.items(), max_bytes=max_bytes))
-    back = [pair for parcel in parcels for pair in unpack(parcel.slots, torch.from_numpy(parcel.data))]
+    buckets = list(pack(weights.items(), max_bytes=max_bytes))
+    back = [pair for bucket in buckets for pair in unpack(bucket.slots, torch.from_numpy(bucket.data))]
     assert [name for name, _ in back] == list(weights)
     for name, tensor in back:
         assert tensor.dtype == dtype
@@ -25,17 +25,17 @@ def test_what_is_unpacked_is_what_was_packed(shapes: list[tuple[int, ...]], max_
 
 def test_a_parcel_exceeds_its_size_only_for_a_tensor_that_is_larger_alone() -> None:
     weights = [(f"w{i}", torch.zeros(n)) for i, n in enumerate([10, 10, 100, 10])]
-    parcels = list(pack(weights, max_bytes=128))
-    assert [[slot.name for slot in parcel.slots] for parcel in parcels] == [["w0", "w1"], ["w2"], ["w3"]]
+    buckets = list(pack(weights, max_bytes=128))
+    assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["w0", "w1"], ["w2"], ["w3"]]
 
 
 def test_casting_touches_floating_point_only() -> None:
-    [parcel] = pack([("w", torch.ones(3)), ("steps", torch.tensor([7]))], max_bytes=1000, dtype=torch.bfloat16)
-    assert [slot.dtype for slot in parcel.slots] == ["bfloat16", "int64"]
+    [bucket] = pack([("w", torch.ones(3)), ("steps", torch.tensor([7]))], max_bytes=1000, dtype=torch.bfloat16)
+    assert [slot.dtype for slot in bucket.slots] == ["bfloat16", "int64"]
 
 
 def test_a_sliced_tensor_is_packed_by_value() -> None:
     square = torch.arange(9.0).view(3, 3)
-    [parcel] = pack([("column", square[:, 1])], max_bytes=1000)
-    [(_, column)] = unpack(parcel.slots, torch.from_numpy(parcel.data))
+    [bucket] = pack([("column", square[:, 1])], max_bytes=1000)
+    [(_, column)] = unpack(bucket.slots, torch.from_numpy(bucket.data))
     assert column.tolist() == [1.0, 4.0, 7.0]

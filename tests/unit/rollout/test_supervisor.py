@@ -1,0 +1,338 @@
+"""An engine that is lost is ended, started, brought to the current weights, probed and opened; or given up, loudly."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+import pytest
+from simulated_clock import simulate
+
+from verl.errors import EngineError, ProcessLostError
+from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, within
+from verl.weights.probe import Probe
+from verl.weights.sync import HostTransport, WeightSync
+
+pytestmark = pytest.mark.unit
+
+PROBE = Probe(sequences=((1, 2, 3),), tolerance=1e-3)
+NAMES = ["lost", "restarting", "syncing", "probing", "ready"]
+
+
+class Model:
+    """A trainer with one weight, that can die."""
+
+    def __init__(self) -> None:
+        self.weight, self.packed, self.is_gone = 0.0, 0, False
+
+    async def pack_weights(self) -> Sequence[float]:
+        if self.is_gone:
+            raise ProcessLostError("train worker 1: pack_weights: its process has died")
+        self.packed += 1
+        return [self.weight]
+
+    async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
+        raise AssertionError("not this way")
+
+    async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        return [[self.weight - token for token in sequence[1:]] for sequence in sequences]
+
+
+class Engine:
+    """A second to end, ten to start and two to load; dies and hangs as it is told."""
+
+    def __init__(self) -> None:
+        self.failing_starts = 0
+        self.loads_nothing = self.dies_in_load = False
+        self.starts, self.end_s = 0, 1.0
+        self._begin()
+
+    def _begin(self) -> None:
+        self.is_up, self.is_started, self.hangs, self.is_open = True, True, False, False
+        self.weight, self.held = -1.0, -1
+
+    async def is_ready(self) -> bool:
+        await self._reach()
+        return self.is_open
+
+    async def enable(self, version: int) -> None:
+        await self._reach()
+        if self.held != version:
+            raise ProcessLostError("another process")
+        self.is_open = True
+
+    async def end(self) -> None:
+        await asyncio.sleep(self.end_s)
+        self.is_up = self.is_open = self.hangs = False
+
+    async def start(self) -> None:
+        self.starts += 1
+        await asyncio.sleep(10)
+        if self.failing_starts:
+            self.failing_starts -= 1
+            raise EngineError("out of memory")
+        self._begin()
+
+    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
+        await self._reach()
+        await asyncio.sleep(2)
+        if self.dies_in_load:
+            self.dies_in_load, self.is_up = False, False
+        await self._reach()
+        if not self.loads_nothing:
+            [self.weight] = buckets
+        self.held = version
+
+    async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        await self._reach()
+        return [self.weight - token for token in token_ids[1:]]
+
+    async def version(self) -> int:
+        await self._reach()
+        return self.held
+
+    async def _reach(self) -> None:
+        while self.is_up and self.hangs:
+            await asyncio.sleep(1)
+        if not self.is_up:
+            raise ProcessLostError("the process has died")
+
+
+class Membership:
+    """A model, engines, their keeper and the publisher, at version 0."""
+
+    def __init__(self, count: int, **settings: Any) -> None:
+        self.events: list[EngineEvent] = []
+        self.model, self.engines = Model(), [Engine() for _ in range(count)]
+        self.supervisor = EngineSupervisor(self.engines, self.events.append, **settings)
+        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
+
+    async def start(self) -> None:
+        self.supervisor.start(self.publisher.sync_one)
+        await self.publisher.sync(0)
+        self.events.clear()
+
+    async def step(self, version: int) -> None:
+        async with self.publisher.updating():
+            await asyncio.sleep(5)
+            self.model.weight = float(version)
+        await self.publisher.sync(version)
+
+    def moves_of(self, number: int) -> list[str]:
+        return [event.state.value for event in self.events if event.index == number]
+
+    def states(self) -> list[str]:
+        return [state.value for state in self.supervisor.states]
+
+
+def scene(
+    count: int, **settings: Any
+) -> Callable[[Callable[[Membership], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    def decorate(test: Callable[[Membership], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        async def play() -> None:
+            membership = Membership(count, **settings)
+            await membership.start()
+            await test(membership)
+            await membership.supervisor.close()
+
+        def run() -> None:
+            simulate(play())
+
+        run.__name__ = test.__name__
+        return run
+
+    return decorate
+
+
+@scene(2)
+async def test_the_first_publish_opens_the_engines(membership: Membership) -> None:
+    assert membership.states() == ["ready", "ready"]
+    assert all(engine.is_open for engine in membership.engines)
+
+
+@scene(2)
+async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_weights(membership: Membership) -> None:
+    await membership.step(1)
+    membership.engines[0].is_up = False
+    await asyncio.sleep(60)
+    assert membership.moves_of(0) == NAMES
+    assert membership.moves_of(1) == []
+    assert (membership.engines[0].weight, membership.engines[0].held, membership.engines[0].is_open) == (1.0, 1, True)
+    assert membership.events[0].reason == "the process has died"
+    assert membership.events[-1].seconds == pytest.approx(13)  # end, start, load
+    await membership.step(2)
+    assert [engine.held for engine in membership.engines] == [2, 2]
+
+
+@scene(2, reply_timeout_s=20)
+async def test_one_that_does_not_answer_is_lost_also_in_the_middle_of_a_publish(membership: Membership) -> None:
+    membership.engines[1].hangs = True
+    await membership.step(1)
+    assert membership.events[0].reason == "no answer within 20 s"
+    assert membership.engines[0].held == 1
+    assert membership.states()[0] == "ready"
+    await asyncio.sleep(60)
+    assert membership.moves_of(1) == NAMES
+    assert membership.engines[1].held == 1
+
+
+@scene(1)
+async def test_one_that_was_replaced_or_shut_is_lost(membership: Membership) -> None:
+    membership.engines[0]._begin()
+    await asyncio.sleep(60)
+    assert membership.moves_of(0) == NAMES
+    assert "replaced" in membership.events[0].reason
+
+
+@scene(2)
+async def test_a_publish_goes_on_without_one_that_dies_in_it_and_ends_only_when_that_answers_nobody(
+    membership: Membership,
+) -> None:
+    membership.engines[0].dies_in_load = True
+    await membership.step(1)
+    assert not membership.engines[0].is_up
+    assert membership.states() == ["restarting", "ready"]
+    await membership.step(2)  # 5 s of update, in which it waits to join
+    await asyncio.sleep(30)
+    assert membership.states() == ["ready", "ready"]
+    assert [engine.held for engine in membership.engines] == [2, 2]
+
+
+@scene(1)
+async def test_a_publish_to_nobody_is_caught_up_by_who_comes_back(membership: Membership) -> None:
+    membership.engines[0].is_up = False
+    await asyncio.sleep(11)
+    await membership.step(1)
+    assert membership.states() == ["restarting"]
+    assert membership.model.packed == 1  # for version 0: nobody was there to send the next one to
+    await asyncio.sleep(30)
+    assert (membership.states(), membership.engines[0].weight) == (["ready"], 1.0)
+
+
+@scene(1)
+async def test_nobody_joins_while_the_trained_weights_are_not_those_of_the_last_publish(membership: Membership) -> None:
+    async with membership.publisher.updating():
+        membership.engines[0].is_up = False
+        membership.model.weight = 7.0
+        await asyncio.sleep(100)
+        assert membership.states() == ["syncing"]
+    await asyncio.sleep(100)
+    assert membership.states() == ["syncing"]
+    await membership.publisher.sync(1)
+    await asyncio.sleep(10)
+    assert (membership.states(), membership.engines[0].held, membership.engines[0].weight) == (["ready"], 1, 7.0)
+
+
+@scene(2, start_timeout_s=900.0)
+async def test_an_end_may_take_as_long_as_a_start_and_no_longer(membership: Membership) -> None:
+    engine = membership.engines[0]
+    engine.is_up, engine.end_s = False, 890.0
+    await asyncio.sleep(1000)
+    assert membership.moves_of(0) == NAMES
+    membership.events.clear()
+    engine.is_up, engine.end_s = False, 910.0
+    await asyncio.sleep(1000)
+    engine.end_s = 1.0
+    assert membership.moves_of(0)[:3] == ["lost", "restarting", "lost"]
+    assert "no answer within 900 s" in membership.events[2].reason
+
+
+@scene(2)
+async def test_failing_starts_are_tried_again_later_and_later(membership: Membership) -> None:
+    membership.engines[0].is_up, membership.engines[0].failing_starts = False, 3
+    await asyncio.sleep(120)
+    assert membership.moves_of(0) == ["lost", "restarting"] * 4 + NAMES[2:]
+    assert membership.events[-1].seconds == pytest.approx(4 * 11 + 1 + 2 + 4 + 2)
+
+
+@scene(2, max_restarts=2)
+async def test_wrong_weights_are_never_opened_and_given_up(membership: Membership) -> None:
+    await membership.step(1)
+    membership.engines[0].is_up, membership.engines[0].loads_nothing = False, True
+    await asyncio.sleep(300)
+    assert membership.states() == ["given up", "ready"]
+    assert not membership.engines[0].is_open
+    assert (
+        "2 restarts in a row failed, the last one: rollout engine 0 does not hold version 1"
+        in membership.events[-1].reason
+    )
+    await membership.step(2)
+    assert membership.engines[1].held == 2
+
+
+@scene(1, max_restarts=2)
+async def test_with_none_left_every_wait_ends_and_says_why(membership: Membership) -> None:
+    membership.engines[0].is_up, membership.engines[0].failing_starts = False, 9
+    with pytest.raises(EngineError, match=r"no rollout engine is left.*2 times.*engine 0: out of memory"):
+        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
+    assert asyncio.get_running_loop().time() < 100
+    with pytest.raises(EngineError, match="no rollout engine is left"):
+        await membership.publisher.sync(1)
+
+
+@scene(1)
+async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(membership: Membership) -> None:
+    membership.model.is_gone = True
+    membership.engines[0].is_up = False
+    with pytest.raises(ProcessLostError, match="train worker 1"):
+        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
+    assert membership.states() == ["syncing"]
+
+
+@scene(1)
+async def test_a_guarded_wait_gives_what_it_waited_for_or_its_error(membership: Membership) -> None:
+    assert await membership.supervisor.run_while_available(asyncio.sleep(1, "done")) == "done"
+    with pytest.raises(EngineError, match="another matter"):
+        await membership.supervisor.run_while_available(_raise(EngineError("another matter")))
+
+
+@scene(1)
+async def test_a_keeper_that_fails_itself_ends_the_run(membership: Membership) -> None:
+    def fail(event: EngineEvent) -> None:
+        raise OSError("the console is gone")
+
+    membership.supervisor._report = fail
+    membership.engines[0].is_up = False
+    with pytest.raises(OSError, match="the console is gone"):
+        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
+
+
+@scene(1, reply_timeout_s=20)
+async def test_one_that_hangs_while_it_joins_is_ended_and_does_not_hold_the_run(membership: Membership) -> None:
+    membership.engines[0].is_up = False
+    while membership.states() != ["syncing"]:
+        await asyncio.sleep(0.1)
+    membership.engines[0].hangs = True
+    await membership.step(1)
+    assert asyncio.get_running_loop().time() < 70
+    await asyncio.sleep(60)
+    assert (membership.states(), membership.engines[0].held) == (["ready"], 1)
+
+
+@scene(1)
+async def test_a_move_that_makes_no_sense_is_refused(membership: Membership) -> None:
+    with pytest.raises(RuntimeError, match="cannot go from ready to probing"):
+        membership.supervisor.mark_synced(0)
+
+
+@scene(1)
+async def test_a_beat_that_is_cancelled_as_its_answer_comes_is_cancelled(membership: Membership) -> None:
+    async def ask_for_ever() -> None:
+        while True:
+            await within(asyncio.sleep(0), 10)
+
+    for turns in range(6):
+        asking = asyncio.ensure_future(ask_for_ever())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking], timeout=1)
+        assert asking.cancelled()
+
+
+def test_an_event_reads_as_a_sentence() -> None:
+    event = EngineEvent(3, EngineState.PROBING, EngineState.READY, "", 41.6)
+    assert str(event) == "rollout engine 3 is ready after 42 s (was probing)"
+
+
+async def _raise(error: Exception) -> None:
+    raise error
