@@ -15,8 +15,8 @@ import yaml
 from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.losses import LOSSES
 from verl.config.load import load_dict
-from verl.config.paths import leaves, written
-from verl.config.schema import Config, settings_of
+from verl.config.paths import format_value, iter_leaves
+from verl.config.schema import Config, collect_settings
 
 pytestmark = pytest.mark.unit
 
@@ -85,24 +85,24 @@ def test_functions_that_a_page_names_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_settings_of_a_page_exist_with_these_defaults(name: str) -> None:
-    known, rows = settings_of(Config), list(settings_rows(PAGES[name]))
+    known, rows = collect_settings(Config), list(settings_rows(PAGES[name]))
     assert rows
     for key, default, *_ in rows:
         assert key in known, f"{name}: there is no setting {key}"
-        assert default == written(known[key].default), f"{name}: {key} has another default"
+        assert default == format_value(known[key].default), f"{name}: {key} has another default"
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_column_of_the_example_is_the_example(name: str) -> None:
     example = yaml.safe_load(EXAMPLES[name].read_text())
-    config, given = load_dict(example, complete=False).config, {".".join(path) for path, _ in leaves(example)}
+    config, given = load_dict(example, complete=False).config, {".".join(path) for path, _ in iter_leaves(example)}
     shown = {key: value for key, _, value, _ in settings_rows(PAGES[name]) if value}
     assert set(shown) == given
     for key, value in shown.items():
         found: object = config
         for part in key.split("."):
             found = getattr(found, part)
-        assert value == written(found), f"{name}: the example has another {key}"
+        assert value == format_value(found), f"{name}: the example has another {key}"
 
 
 @pytest.mark.parametrize("name", PAGES)

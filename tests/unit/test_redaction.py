@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verl.redaction as redaction
-from verl.config.schema import Config, settings_of
+from verl.config.schema import Config, collect_settings
 from verl.redaction import HIDDEN, _is_telling, is_secret_name, redact, redacted, remember, remember_arguments
 
 pytestmark = pytest.mark.unit
@@ -34,7 +34,7 @@ def test_other_names_are_none(name: str) -> None:
 
 
 def test_no_declared_setting_is_taken_for_a_secret() -> None:
-    assert [setting.key for setting in settings_of(Config).values() if is_secret_name(setting.key)] == []
+    assert [setting.key for setting in collect_settings(Config).values() if is_secret_name(setting.key)] == []
 
 
 def test_settings_are_shown_without_secrets() -> None:

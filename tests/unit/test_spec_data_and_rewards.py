@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import chat_tokenizer
 
-from verl.config.load import Loaded, load
+from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.resolve import resolve_scorer
@@ -82,7 +82,7 @@ def test_every_entry_has_its_test() -> None:
     assert [name for name in ENTRIES.values() if not callable(globals().get(name))] == []
 
 
-def settings(*overrides: str) -> Loaded:
+def settings(*overrides: str) -> LoadedConfig:
     [loaded] = load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)
     return loaded
 

@@ -6,12 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from verl.commands import SETTINGS_HELP
-from verl.config.batch_sizes import derived_sizes, render_sizes
-from verl.config.load import load, load_sft, names_and_settings
+from verl.config.batch_sizes import derive_sft_sizes, derive_sizes, render_sizes
+from verl.config.load import load, load_sft, split_arguments
 from verl.config.render import describe, render
 from verl.config.run_types import SFT, TRAIN
 from verl.config.schema import SftConfig
-from verl.config.sft_checks import sft_sizes
 from verl.redaction import redact
 
 __all__ = ["HELP", "main"]
@@ -32,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the settings of every run of a sweep, or the documentation of the keys in `argv`."""
     is_sft = "--sft" in argv
     argv = [argument for argument in argv if argument != "--sft"]
-    keys, settings = names_and_settings(argv)
+    keys, settings = split_arguments(argv)
     if keys and not settings:
         sys.stdout.write("\n".join(describe(key, SFT if is_sft else TRAIN) for key in keys))
         return 0
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         if run.sweep:
             sys.stdout.write(f"---\n# {' '.join(run.sweep)}\n")
         config = run.config
-        rows = sft_sizes(config) if isinstance(config, SftConfig) else derived_sizes(config)
+        rows = derive_sft_sizes(config) if isinstance(config, SftConfig) else derive_sizes(config)
         sizes = render_sizes(rows).replace("\n", "\n#   ")
         sys.stdout.write(f"{render(config)}\n# Derived sizes:\n#   {sizes}\n")
     sys.stdout.flush()

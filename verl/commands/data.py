@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from verl.commands import SETTINGS_HELP
-from verl.config.load import load, load_sft, names_and_settings
+from verl.config.load import load, load_sft, split_arguments
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, VerlError
@@ -42,7 +42,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     parser.add_argument("--head", type=int, default=1)
     parser.add_argument("--limit", type=int)
     options, rest = parser.parse_known_args(argv)
-    files, settings = names_and_settings(rest)
+    files, settings = split_arguments(rest)
     if options.sft:
         settings += [f"data.train_files={json.dumps(files)}"] if files else []
         settings += ["data.val_files=null", "trainer.test_freq=-1"] + [f"data.train_max_samples={options.limit}"] * (

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.commands import SETTINGS_HELP
-from verl.config.load import Loaded
+from verl.config.load import LoadedConfig
 from verl.demo.run import load_settings, run_demo
 from verl.tracking.console import Console
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[Path, Loaded]:
+def read_arguments(argv: Sequence[str]) -> tuple[Path, LoadedConfig]:
     """Return the demo's folder and the settings of its run. Other arguments are settings, as in `verl train`."""
     parser = argparse.ArgumentParser(prog="verl demo", add_help=False, allow_abbrev=False)
     parser.add_argument("--dir", default="demo")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.commands import SETTINGS_HELP
-from verl.config.load import load_answers, names_and_settings
+from verl.config.load import load_for_generation, split_arguments
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
@@ -55,10 +55,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--output")
     options, rest = parser.parse_known_args(list(argv))
-    files, settings = names_and_settings(rest)
+    files, settings = split_arguments(rest)
     if not files:
         raise DataError("verl eval: name a file of answers, such as `verl eval answers.parquet` (see verl eval --help)")
-    return files, options, load_answers(settings).config
+    return files, options, load_for_generation(settings).config
 
 
 def _sizes(text: str) -> list[int]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.commands import SETTINGS_HELP
-from verl.config.load import Loaded, load_answers, names_and_settings
+from verl.config.load import LoadedConfig, load_for_generation, split_arguments
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ FROM_DISK = -1
 """The version of weights that an engine has read itself."""
 
 
-def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Loaded[Config]]:
+def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]]:
     """The output, the size of a part, and the settings, with the files as data.train_files."""
     import argparse
 
@@ -65,10 +65,10 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, Loaded[Config]]:
     parser.add_argument("--output", default="answers.parquet")
     parser.add_argument("--part", type=int, default=256)
     options, rest = parser.parse_known_args(list(argv))
-    files, settings = names_and_settings(rest)
+    files, settings = split_arguments(rest)
     if files:
         settings.append(f"data.train_files={json.dumps(files)}")
-    loaded = load_answers(settings)
+    loaded = load_for_generation(settings)
     config = loaded.config
     wrong = []
     if config.data.train_files == MISSING:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.commands import SETTINGS_HELP
-from verl.config.batch_sizes import render_sizes
+from verl.config.batch_sizes import derive_sft_sizes, render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
-from verl.config.sft_checks import sft_sizes
 from verl.tracking.console import Console
 from verl.trainer.launcher import run, run_all
 
@@ -34,5 +33,5 @@ def main(argv: Sequence[str]) -> int:
 async def _train(config: SftConfig, console: Console) -> int:
     from verl.trainer.sft_build import build_sft_trainer  # imports Ray, after the settings have been checked
 
-    console.banner(render_sizes(sft_sizes(config)), title="sizes of a step")
+    console.banner(render_sizes(derive_sft_sizes(config)), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

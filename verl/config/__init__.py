@@ -1,7 +1,7 @@
-"""Every setting of verl, declared once: type, default, unit, one line of documentation and what it must satisfy.
+"""Every setting of verl, declared once: type, default, unit, one line of documentation and constraints.
 
-`schema` holds the declarations, `load` turns a command line, a YAML file or a dict into a frozen `Config`, `aliases`
-knows second spellings, `checks` compares settings with each other, `mutes` knows which of them have no effect, `needs`
-says which models an algorithm takes, `sizes` derives the batch sizes, `reference` writes the settings page. Everything
-above may import it; it imports no torch and no ray, so that `verl config` is quick.
+`schema` declares the settings, `load` turns a command line, a YAML file or a dict into a frozen `Config`, `aliases`
+maps alternative spellings, `validation` checks settings against each other, `ignored` reports settings that have no
+effect, `features` derives which models a run needs, `batch_sizes` derives the sizes of a step, `reference` renders
+docs/settings.md. Any package may import this one; it imports neither torch nor ray, so `verl config` is fast.
 """

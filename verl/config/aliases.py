@@ -7,18 +7,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path as File
 from typing import Any, NamedTuple
 
-from verl.config.paths import Path, Tree, graft, key_of, leaves, written
+from verl.config.paths import Path, Tree, format_value, iter_leaves, join_path, set_path
 
 __all__ = [
     "KEYS",
-    "OF_SFT",
-    "OF_TRAIN",
+    "SFT_ALIASES",
+    "TRAIN_ALIASES",
     "VALUES",
     "Aliases",
-    "canonical",
-    "canonical_path",
-    "canonical_tree",
-    "short_names",
+    "canonicalize",
+    "canonicalize_tree",
+    "list_section_aliases",
+    "resolve_alias",
 ]
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -97,8 +97,8 @@ class Aliases(NamedTuple):
     values: Mapping[str, Mapping[str, str]]
 
 
-OF_TRAIN = Aliases(KEYS, VALUES)
-OF_SFT = Aliases(
+TRAIN_ALIASES = Aliases(KEYS, VALUES)
+SFT_ALIASES = Aliases(
     {
         "model.partial_pretrain": "model.path",
         "model.dtype": "model.fsdp_config.dtype",
@@ -123,55 +123,55 @@ OF_SFT = Aliases(
 _STEPS = re.compile(r"global_steps_(\d+)")
 
 
-def canonical(path: Path, value: Any, hints: list[str], spellings: Aliases = OF_TRAIN) -> tuple[Path, Any]:
+def canonicalize(path: Path, value: Any, hints: list[str], aliases: Aliases = TRAIN_ALIASES) -> tuple[Path, Any]:
     """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
-    target = canonical_path(path, spellings)
+    target = resolve_alias(path, aliases)
     if target != path:
-        hints.append(f"{key_of(path)} is a second spelling of {key_of(target)}")
-    return target, _canonical_value(key_of(target), value, hints, spellings)
+        hints.append(f"{join_path(path)} is a second spelling of {join_path(target)}")
+    return target, _canonical_value(join_path(target), value, hints, aliases)
 
 
-def canonical_tree(
-    tree: Mapping[str, Any], hints: list[str], problems: list[str], spellings: Aliases = OF_TRAIN
+def canonicalize_tree(
+    tree: Mapping[str, Any], hints: list[str], problems: list[str], aliases: Aliases = TRAIN_ALIASES
 ) -> Tree:
     """The same settings under their canonical keys. One setting under two spellings must not have two values."""
     result: Tree = {}
     seen: dict[Path, tuple[Path, Any]] = {}
-    for path, value in leaves(tree):
-        target, meant = canonical(path, value, hints, spellings)
+    for path, value in iter_leaves(tree):
+        target, meant = canonicalize(path, value, hints, aliases)
         if target in seen and seen[target][1] != meant:
             first, other = seen[target]
+            key, new, old = join_path(target), format_value(meant), format_value(other)
             problems.append(
-                f"{key_of(path)}: {written(meant)} contradicts {key_of(first)}={written(other)}: both name "
-                f"{key_of(target)}; keep {key_of(target)}={written(meant)} alone"
+                f"{join_path(path)}: {new} contradicts {join_path(first)}={old}: both are {key}; keep only {key}={new}"
             )
         seen[target] = (path, meant)
-        graft(result, target, meant)
+        set_path(result, target, meant)
     return result
 
 
-def short_names(spellings: Aliases = OF_TRAIN) -> Iterable[tuple[str, str]]:
+def list_section_aliases(aliases: Aliases = TRAIN_ALIASES) -> Iterable[tuple[str, str]]:
     """Sections that are also known by one word, for interpolations such as ${rollout.n}."""
-    return ((short, full) for short, full in spellings.keys.items() if "." not in short)
+    return ((short, full) for short, full in aliases.keys.items() if "." not in short)
 
 
-def canonical_path(path: Path, spellings: Aliases = OF_TRAIN) -> Path:
+def resolve_alias(path: Path, aliases: Aliases = TRAIN_ALIASES) -> Path:
     """The path that a second spelling stands for; any other path as it is."""
-    for _ in range(len(spellings.keys)):  # a canonical key may itself be a second spelling below: actor.lora_rank
+    for _ in range(len(aliases.keys)):  # a canonical key may itself be a second spelling below: actor.lora_rank
         for length in range(len(path), 0, -1):
-            target = spellings.keys.get(key_of(path[:length]))
+            target = aliases.keys.get(join_path(path[:length]))
             if target is not None:
                 path = (*target.split("."), *path[length:])
                 break
         else:
             return path
-    raise AssertionError(f"the second spellings of {key_of(path)} run in a circle")
+    raise AssertionError(f"the second spellings of {join_path(path)} run in a circle")
 
 
-def _canonical_value(key: str, value: Any, hints: list[str], spellings: Aliases) -> Any:
+def _canonical_value(key: str, value: Any, hints: list[str], aliases: Aliases) -> Any:
     if not isinstance(value, str):
         return value
-    meant = spellings.values.get(key, {}).get(value, value)
+    meant = aliases.values.get(key, {}).get(value, value)
     if key == "trainer.resume_from_path" and not File(value).expanduser().exists():
         meant = _STEPS.sub(r"global_step_\1", value)
     if meant != value:

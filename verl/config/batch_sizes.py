@@ -8,20 +8,21 @@ from verl.config.features import uses_critic
 from verl.config.schema import Config, SftConfig
 
 __all__ = [
-    "Cut",
+    "BatchSizes",
     "Size",
-    "actor_cut",
-    "critic_cut",
-    "critic_optimiser_steps",
-    "derived_sizes",
-    "engine_count",
-    "how_ranks",
-    "max_sequence_tokens",
-    "optimiser_steps",
-    "policy_steps",
+    "count_critic_optimizer_steps",
+    "count_engines",
+    "count_optimizer_steps",
+    "count_policy_steps",
+    "count_total_steps",
+    "count_train_ranks",
+    "derive_sft_sizes",
+    "derive_sizes",
+    "explain_ranks",
+    "get_actor_batch_sizes",
+    "get_critic_batch_sizes",
+    "get_max_sequence_tokens",
     "render_sizes",
-    "total_steps",
-    "train_ranks",
 ]
 
 
@@ -35,7 +36,7 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class BatchSizes:
     """How the answers of a step are cut to train one model: mini-batches of prompts, micro-batches of either unit."""
 
     mini_batch: int
@@ -43,14 +44,14 @@ class Cut:
     micro_batch_samples: int | None
     micro_batch_tokens: int | None
 
-    def optimiser_steps(self, prompts: int) -> int:
+    def count_optimizer_steps(self, prompts: int) -> int:
         return _ceil(prompts, self.mini_batch) * self.epochs
 
 
-def actor_cut(config: Config) -> Cut:
+def get_actor_batch_sizes(config: Config) -> BatchSizes:
     """How the policy's training is cut."""
     actor = config.actor_rollout_ref.actor
-    return Cut(
+    return BatchSizes(
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
         micro_batch_samples=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
@@ -58,12 +59,12 @@ def actor_cut(config: Config) -> Cut:
     )
 
 
-def critic_cut(config: Config) -> Cut:
+def get_critic_batch_sizes(config: Config) -> BatchSizes:
     """How the critic's training is cut: as the actor's, where its own settings do not say otherwise."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
-    return Cut(
+    return BatchSizes(
         mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         epochs=critic.ppo_epochs or actor.ppo_epochs,
         micro_batch_samples=None if dynamic else critic.ppo_micro_batch_size_per_gpu,
@@ -71,53 +72,53 @@ def critic_cut(config: Config) -> Cut:
     )
 
 
-def train_ranks(config: Config | SftConfig) -> int:
+def count_train_ranks(config: Config | SftConfig) -> int:
     """Processes that train: one per device, or as many as asked for on a machine without any."""
     if config.trainer.local:
         return 1
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
-def engine_count(config: Config) -> int:
+def count_engines(config: Config) -> int:
     """Rollout engines of the run; at least one."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
-    return max(1, train_ranks(config) // rollout.tensor_model_parallel_size)
+    return max(1, count_train_ranks(config) // rollout.tensor_model_parallel_size)
 
 
-def max_sequence_tokens(config: Config) -> int:
+def get_max_sequence_tokens(config: Config) -> int:
     """The longest sequence, prompt and answer, that any part of the run must hold."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
-def total_steps(config: Config | SftConfig, prompts: int) -> int:
+def count_total_steps(config: Config | SftConfig, prompts: int) -> int:
     """Steps of the run over `prompts` training prompts, or examples; a step may reach over the end of an epoch."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
-def optimiser_steps(config: Config, steps: int = 1) -> int:
+def count_optimizer_steps(config: Config, steps: int = 1) -> int:
     """Optimiser steps of the policy in so many steps that train it."""
-    return steps * actor_cut(config).optimiser_steps(config.data.train_batch_size)
+    return steps * get_actor_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
-def critic_optimiser_steps(config: Config, steps: int = 1) -> int:
+def count_critic_optimizer_steps(config: Config, steps: int = 1) -> int:
     """Optimiser steps of the critic in so many steps of the run."""
-    return steps * critic_cut(config).optimiser_steps(config.data.train_batch_size)
+    return steps * get_critic_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
-def policy_steps(config: Config, steps: int) -> int:
+def count_policy_steps(config: Config, steps: int) -> int:
     """Of the first so many steps of the run, those that train the policy: not those of trainer.critic_warmup."""
     return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
 
 
-def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
+def derive_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
     """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    ranks, engines, longest = train_ranks(config), engine_count(config), max_sequence_tokens(config)
+    ranks, engines, longest = count_train_ranks(config), count_engines(config), get_max_sequence_tokens(config)
     answers = data.train_batch_size * rollout.n
     rows = [
         Size("prompts a step", data.train_batch_size, "data.train_batch_size"),
@@ -127,19 +128,19 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
         Size(
             "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
         ),
-        Size("train ranks", ranks, how_ranks(config)),
+        Size("train ranks", ranks, explain_ranks(config)),
         Size(
             "optimiser steps a step",
-            optimiser_steps(config),
+            count_optimizer_steps(config),
             f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
             f"ppo_epochs={actor.ppo_epochs}",
         ),
-        *_pieces(config, actor_cut(config), "actor", whose="a"),
+        *_pieces(config, get_actor_batch_sizes(config), "actor", whose="a"),
     ]
     if uses_critic(config):
-        cut = critic_cut(config)
+        cut = get_critic_batch_sizes(config)
         how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={cut.mini_batch}) x ppo_epochs={cut.epochs}"
-        rows.append(Size("optimiser steps of the critic a step", critic_optimiser_steps(config), how))
+        rows.append(Size("optimiser steps of the critic a step", count_critic_optimizer_steps(config), how))
         rows += _pieces(config, cut, "critic", whose="the critic's")
     if prompts is not None:
         rows.append(
@@ -149,13 +150,32 @@ def derived_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
                 f"{prompts} prompts / {data.train_batch_size}",
             )
         )
-        rows.append(Size("steps of the run", total_steps(config, prompts), _how_steps(config, prompts)))
+        rows.append(Size("steps of the run", count_total_steps(config, prompts), _how_steps(config, prompts)))
     return rows
 
 
-def _pieces(config: Config, cut: Cut, section: str, *, whose: str) -> list[Size]:
+def derive_sft_sizes(config: SftConfig) -> list[Size]:
+    """What a step is made of, and how each number comes about."""
+    data = config.data
+    ranks, batch = count_train_ranks(config), data.train_batch_size
+    rows = [
+        Size("examples a step", batch, "data.train_batch_size"),
+        Size("tokens of an example, at most", data.max_length, "data.max_length"),
+        Size("train ranks", ranks, explain_ranks(config)),
+    ]
+    if data.packing:
+        return [*rows, Size("tokens of a micro-batch and rank", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
+    micro = min(data.micro_batch_size_per_gpu, _ceil(batch, ranks))
+    return [
+        *rows,
+        Size("examples of a micro-batch and rank", micro, "data.micro_batch_size_per_gpu"),
+        Size("... tokens of it, at most", micro * data.max_length, f"{micro} examples x {data.max_length} tokens"),
+    ]
+
+
+def _pieces(config: Config, cut: BatchSizes, section: str, *, whose: str) -> list[Size]:
     """The mini-batch and the micro-batches of a model's training."""
-    n, ranks, longest = config.actor_rollout_ref.rollout.n, train_ranks(config), max_sequence_tokens(config)
+    n, ranks, longest = config.actor_rollout_ref.rollout.n, count_train_ranks(config), get_max_sequence_tokens(config)
     mini_prompts = min(cut.mini_batch, config.data.train_batch_size)
     mini = mini_prompts * n
     on_rank = _ceil(mini, ranks)
@@ -192,7 +212,7 @@ def _how_longest(config: Config) -> str:
     return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
 
 
-def how_ranks(config: Config | SftConfig) -> str:
+def explain_ranks(config: Config | SftConfig) -> str:
     """How the number of train ranks comes about."""
     if config.trainer.local:
         return "trainer.local"
@@ -205,7 +225,9 @@ def _how_engines(config: Config) -> str:
         return "trainer.local"
     if rollout.num_engines is not None:
         return "rollout.num_engines"
-    return f"{train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
+    return (
+        f"{count_train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
+    )
 
 
 def _how_steps(config: Config, prompts: int) -> str:

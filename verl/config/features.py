@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from verl.config.schema import Config
+from verl.config.schema import Config, SftConfig
 
 __all__ = [
-    "is_own_function",
+    "is_custom_function",
     "may_score_code",
-    "process_shares_reference",
-    "publishes_adapter",
-    "reference_is_policy",
+    "prime_shares_reference",
     "saves_hf",
+    "syncs_adapter_only",
     "uses_critic",
+    "uses_policy_as_reference",
     "uses_preferences",
     "uses_reference",
     "uses_reward_function",
 ]
 
 
-def is_own_function(name: str) -> bool:
+def is_custom_function(name: str) -> bool:
     """Whether an estimator or a loss is the user's own, written as package.module:function."""
     return ":" in name
 
@@ -36,19 +36,20 @@ def may_score_code(config: Config) -> bool:
     return uses_reward_function(config) and (None in paths or "verl.rewards.scorers.code" in paths)
 
 
-def saves_hf(config: Config) -> bool:
-    """Whether checkpoints also hold the model for `from_pretrained`, asked for in either spelling."""
-    return config.trainer.save_hf or "hf_model" in config.actor_rollout_ref.actor.checkpoint.save_contents
+def saves_hf(config: Config | SftConfig) -> bool:
+    """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting."""
+    checkpoint = config.checkpoint if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.checkpoint
+    return config.trainer.save_hf or "hf_model" in checkpoint.save_contents
 
 
-VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The largest ranks of adapters that vLLM makes room for."""
 
 
-def publishes_adapter(config: Config) -> bool:
+def syncs_adapter_only(config: Config) -> bool:
     """Whether the engines hold the model's own weights and get the adapter alone."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
-    can = rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_RANKS[-1]
+    can = rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_LORA_RANKS[-1]
     return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and can))
 
 
@@ -63,13 +64,13 @@ def uses_critic(config: Config) -> bool:
     return (estimator == "gae" if wanted is None else wanted) and not uses_preferences(config)
 
 
-def process_shares_reference(config: Config) -> bool:
+def prime_shares_reference(config: Config) -> bool:
     """Whether PRIME's model is compared with the policy's reference, being the same, and not with one of its own."""
     prime, model = config.reward.prime, config.actor_rollout_ref.model
     return prime.enable and prime.model_path in (None, model.path) and config.trainer.ref_update_freq < 1
 
 
-def reference_is_policy(config: Config) -> bool:
+def uses_policy_as_reference(config: Config) -> bool:
     """Whether the reference is the policy with its adapter off, and no second copy of the weights."""
     adapted = config.actor_rollout_ref.actor.peft.lora_rank > 0
     return adapted and config.trainer.ref_update_freq < 1 and uses_reference(config)
@@ -80,6 +81,6 @@ def uses_reference(config: Config) -> bool:
     return (
         config.actor_rollout_ref.actor.use_kl_loss
         or config.algorithm.use_kl_in_reward
-        or process_shares_reference(config)
+        or prime_shares_reference(config)
         or uses_preferences(config)
     )

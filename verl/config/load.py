@@ -1,8 +1,8 @@
-"""From a command line, a YAML file or a dict to a checked, frozen `Config`, or `SftConfig`.
+"""Load settings from a command line, a YAML file or a dict into a validated, frozen `Config` or `SftConfig`.
 
-The way of a setting: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys
-and types (`schema`) -> settings against each other (`checks`); all of it for one of the `kinds` of runs. Every problem
-on the way is collected; the error at the end lists them all.
+The stages: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys and types
+(`schema`) -> settings against each other (`validation`), all for one `RunType`. Problems of all stages are collected
+and raised as one error.
 """
 
 from __future__ import annotations
@@ -19,19 +19,30 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from verl.config import checks
-from verl.config.aliases import canonical, canonical_tree, short_names
-from verl.config.paths import Path, Tree, declared, graft, key_of, leaves, look_up, nearest, prune, written
+from verl.config import validation
+from verl.config.aliases import canonicalize, canonicalize_tree, list_section_aliases
+from verl.config.paths import (
+    Path,
+    Tree,
+    delete_path,
+    find_setting,
+    format_value,
+    get_path,
+    iter_leaves,
+    join_path,
+    set_path,
+    suggest_key,
+)
 from verl.config.problems import ConfigProblem
-from verl.config.run_types import ANSWERS, KINDS, SFT, TRAIN, RunType
-from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, settings_of
+from verl.config.run_types import GENERATE, RUN_TYPES, SFT, TRAIN, RunType
+from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import remember
 
 if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
     from hydra.core.override_parser.types import Override
 
-__all__ = ["Loaded", "load", "load_answers", "load_dict", "load_sft", "load_yaml", "names_and_settings"]
+__all__ = ["LoadedConfig", "load", "load_dict", "load_for_generation", "load_sft", "load_yaml", "split_arguments"]
 
 _CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
 _CONFIG_NAME = ("--config-name", "-cn")
@@ -43,7 +54,7 @@ _PLAIN = re.compile(r"[\w.+~/@]+=[^\s'\",\[\]{}()$\\]+")
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded(Generic[C]):
+class LoadedConfig(Generic[C]):
     """Settings ready to run, what is worth saying about them, and the sweep values that they come from."""
 
     config: C
@@ -51,7 +62,7 @@ class Loaded(Generic[C]):
     sweep: tuple[str, ...] = ()
 
 
-def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[Config]]:
+def load(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[Config]]:
     """Settings from a command line: one, or with `-m` one for each point of the sweep.
 
     `complete=False` does not ask for the required settings: for looking, not for running.
@@ -61,17 +72,17 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[Config]]:
     return _load(TRAIN, argv, complete)
 
 
-def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[Loaded[SftConfig]]:
+def load_sft(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[SftConfig]]:
     """The same for supervised training: `verl sft`."""
     return _load(SFT, argv, complete)
 
 
-def load_answers(argv: Sequence[str]) -> Loaded[Config]:
+def load_for_generation(argv: Sequence[str]) -> LoadedConfig[Config]:
     """The settings of training, for what only writes or scores answers: `verl generate`, `verl eval`."""
-    return _load(ANSWERS, argv, complete=False)[0]
+    return _load(GENERATE, argv, complete=False)[0]
 
 
-def _load(kind: RunType[C], argv: Sequence[str], complete: bool) -> list[Loaded[C]]:
+def _load(run_type: RunType[C], argv: Sequence[str], complete: bool) -> list[LoadedConfig[C]]:
     problems: list[str] = []
     options = _options(argv, problems)
     overrides = _parse(options.overrides, problems)
@@ -80,20 +91,22 @@ def _load(kind: RunType[C], argv: Sequence[str], complete: bool) -> list[Loaded[
     if problems:
         # what can be read is checked too, so that the list is whole
         points = points[:1] or [_Point([])]
-    runs = [_build(kind, point, source=source, complete=complete, problems=problems) for point in points]
+    runs = [_build(run_type, point, source=source, complete=complete, problems=problems) for point in points]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
 
 
-def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded[Config]:
+def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> LoadedConfig[Config]:
     """Settings from a YAML file, which may have a `defaults:` list, and overrides on top."""
     path = File(path).expanduser()
     [loaded] = load(["--config-path", str(path.parent), "--config-name", path.name, *overrides], complete=complete)
     return loaded
 
 
-def load_dict(settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True) -> Loaded[Config]:
+def load_dict(
+    settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True
+) -> LoadedConfig[Config]:
     """Settings from nested dicts, and overrides on top.
 
     >>> load_dict({"data": {"train_files": "a.parquet"}}, ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]).config
@@ -116,40 +129,40 @@ class _Point:
 
 
 def _build(
-    kind: RunType[C],
+    run_type: RunType[C],
     point: _Point,
     *,
     problems: list[str],
     complete: bool,
     source: tuple[File, str] | None = None,
     tree: Tree | None = None,
-) -> Loaded[C]:
+) -> LoadedConfig[C]:
     hints: list[str] = []
     overrides = point.overrides
     if source is not None:
         tree, overrides = _compose(*source, overrides, problems)
-    tree = canonical_tree(tree or {}, hints, problems, kind.spellings)
+    tree = canonicalize_tree(tree or {}, hints, problems, run_type.aliases)
     for override in overrides:
-        _apply(kind, override, tree, hints, problems)
-    _resolve(kind, tree, problems)
+        _apply(run_type, override, tree, hints, problems)
+    _resolve(run_type, tree, problems)
     remember(tree)
-    config, wrong = _validate(kind, _known(kind, tree, problems), problems)
+    config, wrong = _validate(run_type, _known(run_type, tree, problems), problems)
 
     def say(findings: Iterable[ConfigProblem], into: list[str]) -> None:
         into += [found.text for found in findings if not wrong.intersection(found.keys)]
 
     if complete:
-        say(kind.missing(config), problems)
-    say(checks.unbuilt(config), problems)
-    say(kind.contradictions(config), problems)
-    say(kind.hints(config), hints)
-    return Loaded(config, tuple(dict.fromkeys(hints)), point.sweep)
+        say(run_type.find_missing(config), problems)
+    say(validation.find_unsupported(config), problems)
+    say(run_type.find_conflicts(config), problems)
+    say(run_type.find_hints(config), hints)
+    return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep)
 
 
 # --- the command line
 
 
-def names_and_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """Of a command that is told names of files or keys beside settings: the names, and what `load` is given.
 
     >>> names_and_settings(["test.parquet", "rollout.n=8", "--config-name", "grpo"])
@@ -287,51 +300,53 @@ def _compose(
 # --- one override
 
 
-def _apply(kind: RunType[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str], problems: list[str]) -> None:
     if override.is_hydra_override():
         hints.append(f"{override.input_line} has no effect: verl reads settings with Hydra, but Hydra does not run it")
         return
     path: Path = tuple(override.key_or_group.split("."))
     value = override.value()
     if override.is_delete():
-        _delete(kind, path, value, tree, hints, problems)
+        _delete(run_type, path, value, tree, hints, problems)
         return
-    for spelled, leaf in leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
-        target, meant = canonical(spelled, leaf, hints, kind.spellings)
-        if override.is_add() and key_of(target) in settings_of(kind.root):
-            hints.append(f"+{key_of(spelled)}: {key_of(target)} is a declared setting, the + is not needed")
-        graft(tree, target, meant)
+    for spelled, leaf in iter_leaves(value, path) if isinstance(value, dict) and value else [(path, value)]:
+        target, meant = canonicalize(spelled, leaf, hints, run_type.aliases)
+        if override.is_add() and join_path(target) in collect_settings(run_type.root):
+            hints.append(f"+{join_path(spelled)}: {join_path(target)} is a declared setting, the + is not needed")
+        set_path(tree, target, meant)
 
 
-def _delete(kind: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
+def _delete(run_type: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
     """`~key`: back to the default; in an open dictionary: out of it."""
-    target, _ = canonical(path, None, hints, kind.spellings)
-    found, there = declared(target, kind.root), look_up(tree, target)
+    target, _ = canonicalize(path, None, hints, run_type.aliases)
+    found, there = find_setting(target, run_type.root), get_path(tree, target)
     if found is None:
-        problems.append(_unknown(kind, target))
+        problems.append(_unknown(run_type, target))
     elif value is not None and value != there:
-        mend = f"~{key_of(target)}"
-        problems.append(f"~{key_of(target)}={written(value)}: the value is {written(there)}; write {mend} alone")
-    elif not prune(tree, target) and found.key != key_of(target):
-        entries = ", ".join(look_up(tree, found.path) or ()) or "nothing"
-        problems.append(f"~{key_of(target)}: is not there to be removed; {found.key} holds {entries}")
+        mend = f"~{join_path(target)}"
+        problems.append(
+            f"~{join_path(target)}={format_value(value)}: the value is {format_value(there)}; write {mend} alone"
+        )
+    elif not delete_path(tree, target) and found.key != join_path(target):
+        entries = ", ".join(get_path(tree, found.path) or ()) or "nothing"
+        problems.append(f"~{join_path(target)}: is not there to be removed; {found.key} holds {entries}")
 
 
 # --- the tree
 
 
-def _resolve(kind: RunType[C], tree: Tree, problems: list[str]) -> None:
+def _resolve(run_type: RunType[C], tree: Tree, problems: list[str]) -> None:
     """Replace ${...} by what it stands for; defaults can be referred to as well."""
-    waiting = [(path, value) for path, value in leaves(tree) if "${" in str(value)]
+    waiting = [(path, value) for path, value in iter_leaves(tree) if "${" in str(value)]
     if not waiting:
         return
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    whole: Tree = kind.root().model_dump(mode="json")
-    for path, value in leaves(tree):
-        graft(whole, path, value)
-    for short, full in short_names(kind.spellings):
+    whole: Tree = run_type.root().model_dump(mode="json")
+    for path, value in iter_leaves(tree):
+        set_path(whole, path, value)
+    for short, full in list_section_aliases(run_type.aliases):
         whole.setdefault(short, f"${{{full}}}")
     try:
         root = OmegaConf.create(whole)
@@ -340,70 +355,72 @@ def _resolve(kind: RunType[C], tree: Tree, problems: list[str]) -> None:
         root = None
     for path, value in waiting:
         if root is None:
-            prune(tree, path)
+            delete_path(tree, path)
             continue
         try:
             node: Any = root
             for name in path:
                 node = node[name]
-            graft(tree, path, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
+            set_path(tree, path, OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node)
         except OmegaConfBaseException as error:
-            problems.append(f"{key_of(path)}: {written(value)} cannot be resolved: {_one_line(error)}; write its value")
-            prune(tree, path)
+            problems.append(
+                f"{join_path(path)}: {format_value(value)} cannot be resolved: {_one_line(error)}; write its value"
+            )
+            delete_path(tree, path)
 
 
-def _known(kind: RunType[C], tree: Tree, problems: list[str]) -> Tree:
+def _known(run_type: RunType[C], tree: Tree, problems: list[str]) -> Tree:
     """The declared part of the tree. Other keys are problems; empty sections and values left as ??? are not given."""
     known: Tree = {}
-    for path, value in leaves(tree):
-        found = declared(path, kind.root)
+    for path, value in iter_leaves(tree):
+        found = find_setting(path, run_type.root)
         if found is None:
-            problems.append(_unknown(kind, path, value))
-        elif found.section is not None and found.key == key_of(path):
+            problems.append(_unknown(run_type, path, value))
+        elif found.section is not None and found.key == join_path(path):
             if value not in (None, {}):
                 names = ", ".join(found.section.model_fields)
                 problems.append(
-                    f"{found.key}: {written(value)} must be a section; set one of its keys ({names}), such as "
+                    f"{found.key}: {format_value(value)} must be a section; set one of its keys ({names}), such as "
                     f"{found.key}.{next(iter(found.section.model_fields))}=..."
                 )
         elif value != MISSING:
-            graft(known, path, value)
+            set_path(known, path, value)
     return known
 
 
-def _unknown(kind: RunType[C], path: Path, value: Any = None) -> str:
-    key = key_of(path)
-    for other in KINDS:
-        if other is not kind and declared(path, other.root) is not None:
-            return f"{key}: is a setting of `verl {other.command}`, not of `verl {kind.command}`; leave it out"
-    near = nearest(key, root=kind.root) or nearest(key, kind.spellings.keys, kind.root)
-    above = declared(path[:-1], kind.root) if len(path) > 1 else None
+def _unknown(run_type: RunType[C], path: Path, value: Any = None) -> str:
+    key = join_path(path)
+    for other in RUN_TYPES:
+        if other is not run_type and find_setting(path, other.root) is not None:
+            return f"{key}: is a setting of `verl {other.command}`, not of `verl {run_type.command}`; leave it out"
+    near = suggest_key(key, root=run_type.root) or suggest_key(key, run_type.aliases.keys, run_type.root)
+    above = find_setting(path[:-1], run_type.root) if len(path) > 1 else None
     if near is None and above is not None and above.section is not None:
         return f"{key}: is not a setting; {above.key} has: {', '.join(above.section.model_fields)}"
     if near is None:
         return f"{key}: is not a setting; `verl config` lists them all"
-    mend = near if value is None else f"{near}={written(value)}"
+    mend = near if value is None else f"{near}={format_value(value)}"
     return f"{key}: is not a setting; the nearest is {near}: set {mend}"
 
 
-def _validate(kind: RunType[C], tree: Tree, problems: list[str]) -> tuple[C, set[str]]:
+def _validate(run_type: RunType[C], tree: Tree, problems: list[str]) -> tuple[C, set[str]]:
     """The config, and the keys whose values were wrong: those have their defaults, so that the checks can go on."""
     try:
-        return kind.root.model_validate(tree), set()
+        return run_type.root.model_validate(tree), set()
     except ValidationError as error:
         wrong: dict[str, str] = {}
         for item in error.errors(include_url=False):
-            found = _setting_at(kind, item["loc"])
+            found = _setting_at(run_type, item["loc"])
             wrong.setdefault(found.key, _wrong(found, item))
     problems += wrong.values()
     for key in wrong:
-        prune(tree, tuple(key.split(".")))
-    return kind.root.model_validate(tree), set(wrong)
+        delete_path(tree, tuple(key.split(".")))
+    return run_type.root.model_validate(tree), set(wrong)
 
 
-def _setting_at(kind: RunType[C], loc: tuple[int | str, ...]) -> Setting:
+def _setting_at(run_type: RunType[C], loc: tuple[int | str, ...]) -> Setting:
     """The setting of an error: pydantic goes on into list items and members of unions."""
-    known = settings_of(kind.root)
+    known = collect_settings(run_type.root)
     keys = (".".join(str(part) for part in loc[:length]) for length in range(len(loc), 0, -1))
     return next(known[key] for key in keys if key in known)
 
@@ -418,7 +435,7 @@ _RULES: dict[str, Callable[[Any], str]] = {
 
 
 def _wrong(setting: Setting, item: Any) -> str:
-    value, mend = written(item["input"]), setting.default
+    value, mend = format_value(item["input"]), setting.default
     if item["type"] in _RULES:
         rule = _RULES[item["type"]](item["ctx"])
     elif setting.choices:
@@ -429,7 +446,7 @@ def _wrong(setting: Setting, item: Any) -> str:
             mend = close[0]
     else:
         rule = f"must be {setting.type_name}"
-    advice = "" if setting.required else f"; set {setting.key}={written(mend)}"
+    advice = "" if setting.required else f"; set {setting.key}={format_value(mend)}"
     return f"{setting.key}: {value} {rule}{advice}"
 
 

@@ -6,9 +6,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from verl.config.schema import Config, Section, Setting, settings_of
+from verl.config.schema import Config, Section, Setting, collect_settings
 
-__all__ = ["Path", "Tree", "declared", "graft", "key_of", "leaves", "look_up", "nearest", "prune", "written"]
+__all__ = [
+    "Path",
+    "Tree",
+    "delete_path",
+    "find_setting",
+    "format_value",
+    "get_path",
+    "iter_leaves",
+    "join_path",
+    "set_path",
+    "suggest_key",
+]
 
 Path = tuple[str, ...]
 Tree = dict[str, Any]
@@ -19,21 +30,21 @@ _BUILT = 0.05  # of two keys that are equally like, the one that does something
 _POLICY = 0.05  # and the policy's own, before those of the models beside it
 
 
-def key_of(path: Path) -> str:
+def join_path(path: Path) -> str:
     return ".".join(str(name) for name in path)
 
 
-def leaves(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
+def iter_leaves(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
     """Every value that is not a dict with something in it, with its path."""
     for name, value in tree.items():
         path = (*above, name)
         if isinstance(value, Mapping) and value:
-            yield from leaves(value, path)
+            yield from iter_leaves(value, path)
         else:
             yield path, value
 
 
-def graft(tree: Tree, path: Path, value: Any) -> None:
+def set_path(tree: Tree, path: Path, value: Any) -> None:
     """Put `value` at `path`, making the dicts on the way; a dict joins what is there, anything else replaces it."""
     for name in path[:-1]:
         below = tree.get(name)
@@ -41,19 +52,19 @@ def graft(tree: Tree, path: Path, value: Any) -> None:
             below = tree[name] = {}
         tree = below
     if isinstance(value, Mapping) and isinstance(tree.get(path[-1]), dict):
-        for below_path, leaf in leaves(value):
-            graft(tree[path[-1]], below_path, leaf)
+        for below_path, leaf in iter_leaves(value):
+            set_path(tree[path[-1]], below_path, leaf)
     else:
         tree[path[-1]] = value
 
 
-def prune(tree: Tree, path: Path) -> bool:
+def delete_path(tree: Tree, path: Path) -> bool:
     """Take away what is at `path`, and the dicts above that become empty; False if nothing was there."""
     name, *rest = path
     if name not in tree:
         return False
     if rest:
-        if not isinstance(tree[name], dict) or not prune(tree[name], tuple(rest)):
+        if not isinstance(tree[name], dict) or not delete_path(tree[name], tuple(rest)):
             return False
         if tree[name]:
             return True
@@ -61,29 +72,29 @@ def prune(tree: Tree, path: Path) -> bool:
     return True
 
 
-def look_up(tree: Any, path: Path) -> Any:
+def get_path(tree: Any, path: Path) -> Any:
     """The value at `path` of a tree or of a `Config`; None where there is none."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     return tree
 
 
-def declared(path: Path, root: type[Section] = Config) -> Setting | None:
+def find_setting(path: Path, root: type[Section] = Config) -> Setting | None:
     """The setting that `path` names, or the open dictionary that it lies in; None if the key is unknown."""
-    known = settings_of(root)
-    found = known.get(key_of(path))
+    known = collect_settings(root)
+    found = known.get(join_path(path))
     if found is not None:
         return found
     for length in range(len(path) - 1, 0, -1):
-        found = known.get(key_of(path[:length]))
+        found = known.get(join_path(path[:length]))
         if found is not None:
             return found if found.open else None
     return None
 
 
-def nearest(key: str, candidates: Iterable[str] | None = None, root: type[Section] = Config) -> str | None:
+def suggest_key(key: str, candidates: Iterable[str] | None = None, root: type[Section] = Config) -> str | None:
     """The known key that `key` was probably meant to be: like it in its last name first, then as a whole."""
-    known = settings_of(root)
+    known = collect_settings(root)
     if candidates is None:
         candidates = [found.key for found in known.values() if found.section is None]
     whole, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])
@@ -97,7 +108,7 @@ def nearest(key: str, candidates: Iterable[str] | None = None, root: type[Sectio
         if _LAST * end + (1 - _LAST) + _BUILT + _POLICY < most:
             break  # no candidate from here on can be liker
         whole.set_seq1(candidate)
-        built = candidate in known and known[candidate].roof is None
+        built = candidate in known and known[candidate].planned_parent is None
         policy = candidate.startswith("actor_rollout_ref.")
         likeness = _LAST * end + (1 - _LAST) * whole.ratio() + _BUILT * built + _POLICY * policy
         if likeness > most:
@@ -105,14 +116,14 @@ def nearest(key: str, candidates: Iterable[str] | None = None, root: type[Sectio
     return best
 
 
-def written(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as it is written in an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(written(item) for item in value) + "]"
+        return "[" + ",".join(format_value(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ",".join(f"{name}:{written(item)}" for name, item in value.items()) + "}"
+        return "{" + ",".join(f"{name}:{format_value(item)}" for name, item in value.items()) + "}"
     return str(value)

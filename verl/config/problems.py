@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.config.paths import look_up
-from verl.config.schema import Config, Section, settings_of
+from verl.config.paths import get_path
+from verl.config.schema import Config, Section, collect_settings
 
-__all__ = ["ACTOR", "REF", "ROLLOUT", "ConfigProblem", "changed", "keys_below", "keys_of", "value_of"]
+__all__ = ["ACTOR", "REF", "ROLLOUT", "ConfigProblem", "get_value", "is_overridden", "list_keys_below", "prefix_keys"]
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -22,22 +22,22 @@ class ConfigProblem:
     text: str
 
 
-def keys_of(section: str, *names: str) -> tuple[str, ...]:
+def prefix_keys(section: str, *names: str) -> tuple[str, ...]:
     """The keys of these settings of a section."""
     return tuple(f"{section}.{name}" for name in names)
 
 
-def keys_below(section: str, root: type[Section] = Config) -> tuple[str, ...]:
+def list_keys_below(section: str, root: type[Section] = Config) -> tuple[str, ...]:
     """The keys of all settings of a section, those of the sections in it too."""
-    known = settings_of(root).values()
+    known = collect_settings(root).values()
     return tuple(found.key for found in known if found.section is None and found.key.startswith(f"{section}."))
 
 
-def value_of(config: Section, key: str) -> object:
-    return look_up(config, tuple(key.split(".")))
+def get_value(config: Section, key: str) -> object:
+    return get_path(config, tuple(key.split(".")))
 
 
-def changed(config: Section, key: str) -> bool:
+def is_overridden(config: Section, key: str) -> bool:
     """Whether the setting has another value than its default."""
-    setting = settings_of(type(config))[key]
-    return setting.section is None and value_of(config, key) != setting.default
+    setting = collect_settings(type(config))[key]
+    return setting.section is None and get_value(config, key) != setting.default

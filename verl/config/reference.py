@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from verl.config.paths import written
+from verl.config.paths import format_value
 from verl.config.render import documentation, type_in_words
 from verl.config.run_types import SFT, TRAIN, AnyRunType
-from verl.config.schema import Setting, settings_of
+from verl.config.schema import Setting, collect_settings
 
 __all__ = ["render_reference"]
 
@@ -34,8 +34,8 @@ def render_reference() -> str:
     return "\n".join(parts) + "\n"
 
 
-def _settings(kind: AnyRunType) -> Iterator[str]:
-    known = settings_of(kind.root)
+def _settings(run_type: AnyRunType) -> Iterator[str]:
+    known = collect_settings(run_type.root)
     for section in known.values():
         if section.section is None:
             continue
@@ -46,18 +46,18 @@ def _settings(kind: AnyRunType) -> Iterator[str]:
             yield "| key | type | default | meaning |\n| --- | --- | --- | --- |\n" + "\n".join(rows) + "\n"
     yield "\n## Second spellings\n\nAccepted, and answered with a hint.\n"
     yield "| written | read as |\n| --- | --- |"
-    yield from (f"| `{written_as}` | `{key}` |" for written_as, key in kind.spellings.keys.items())
-    for key, values in kind.spellings.values.items():
+    yield from (f"| `{written_as}` | `{key}` |" for written_as, key in run_type.aliases.keys.items())
+    for key, values in run_type.aliases.values.items():
         yield from (f"| `{key}={second}` | `{key}={first}` |" for second, first in values.items())
 
 
 def _row(setting: Setting) -> str:
     if setting.section is not None:
         return ""
-    mark = " **·**" if setting.planned is True or setting.roof is not None else ""
-    default = "required" if setting.required else f"`{written(setting.default)}`"
-    kind = type_in_words(setting).replace("*", "\\*").replace("|", "\\|")
-    return f"| `{setting.path[-1]}`{mark} | {kind} | {default} | {documentation(setting)} |"
+    mark = " **·**" if setting.planned is True or setting.planned_parent is not None else ""
+    default = "required" if setting.required else f"`{format_value(setting.default)}`"
+    run_type = type_in_words(setting).replace("*", "\\*").replace("|", "\\|")
+    return f"| `{setting.path[-1]}`{mark} | {run_type} | {default} | {documentation(setting)} |"
 
 
 if __name__ == "__main__":

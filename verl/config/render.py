@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
-from verl.config.aliases import canonical_path
-from verl.config.paths import declared, key_of, look_up, nearest, written
+from verl.config.aliases import resolve_alias
+from verl.config.paths import find_setting, format_value, get_path, join_path, suggest_key
 from verl.config.run_types import TRAIN, AnyRunType
-from verl.config.schema import MISSING, Section, Setting, settings_of
+from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import redacted
 
@@ -23,9 +23,9 @@ def render(config: Section) -> str:
     """The settings as YAML that can be loaded again, but for secrets, which are hidden. Comments document each, and
     mark what differs from its default."""
     lines: list[str] = []
-    for setting in settings_of(type(config)).values():
+    for setting in collect_settings(type(config)).values():
         indent = "  " * (len(setting.path) - 1)
-        value = look_up(config, setting.path)
+        value = get_path(config, setting.path)
         if setting.section is not None:
             if not indent:
                 lines.append("")
@@ -33,23 +33,23 @@ def render(config: Section) -> str:
             extra: dict[str, Any] = value.model_extra or {}
             lines += [f"{indent}  {name}: {_yaml(redacted(item, name))}" for name, item in extra.items()]
             continue
-        changed = "" if value == setting.default else f"[changed from {written(setting.default)}] "
+        is_overridden = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
         required = "[required] " if value == MISSING else ""
-        text = changed + required + _marks(setting) + documentation(setting)
+        text = is_overridden + required + _marks(setting) + documentation(setting)
         lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redacted(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
-def describe(key: str, kind: AnyRunType = TRAIN) -> str:
+def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
     """All that is declared about a setting, or the settings of a section; second spellings are understood."""
-    path = canonical_path(tuple(key.split(".")), kind.spellings)
-    setting = declared(path, kind.root)
+    path = resolve_alias(tuple(key.split(".")), run_type.aliases)
+    setting = find_setting(path, run_type.root)
     if setting is None:
-        near = nearest(key_of(path), root=kind.root)
+        near = suggest_key(join_path(path), root=run_type.root)
         raise ConfigError([f"{key}: is not a setting; " + (f"the nearest is {near}" if near else "try `verl config`")])
     if setting.section is None:
-        return _in_full(setting, kind)
-    below = [found for found in settings_of(kind.root).values() if found.key.startswith(f"{setting.key}.")]
+        return _in_full(setting, run_type)
+    below = [found for found in collect_settings(run_type.root).values() if found.key.startswith(f"{setting.key}.")]
     width = max(len(found.key) for found in below if found.section is None)
     rows = [
         f"  {found.key:<{width}}  {_marks(found)}{documentation(found)}" for found in below if found.section is None
@@ -65,15 +65,15 @@ def type_in_words(setting: Setting) -> str:
     return " | ".join(f"{part}*" if part in planned else part for part in setting.type_name.split(" | "))
 
 
-def _in_full(setting: Setting, kind: AnyRunType) -> str:
+def _in_full(setting: Setting, run_type: AnyRunType) -> str:
     lines = [setting.key, f"  {setting.doc}", f"  type:    {type_in_words(setting)}"]
-    lines.append("  default: " + ("none, it is required" if setting.required else written(setting.default)))
+    lines.append("  default: " + ("none, it is required" if setting.required else format_value(setting.default)))
     if setting.unit:
         lines.append(f"  unit:    {setting.unit}")
-    also = [short for short, full in kind.spellings.keys.items() if full == setting.key]
+    also = [short for short, full in run_type.aliases.keys.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
-    if setting.planned is True or setting.roof is not None:
+    if setting.planned is True or setting.planned_parent is not None:
         lines.append("  Not built yet: only the default is accepted.")
     elif setting.planned:
         lines.append("  * not built yet")
@@ -81,7 +81,7 @@ def _in_full(setting: Setting, kind: AnyRunType) -> str:
 
 
 def _marks(setting: Setting) -> str:
-    return "[not built yet] " if setting.planned is True and setting.roof is None else ""
+    return "[not built yet] " if setting.planned is True and setting.planned_parent is None else ""
 
 
 def documentation(setting: Setting) -> str:

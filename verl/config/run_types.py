@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from verl.config import checks, sft_checks
-from verl.config.aliases import OF_SFT, OF_TRAIN, Aliases
+from verl.config import sft_validation, validation
+from verl.config.aliases import SFT_ALIASES, TRAIN_ALIASES, Aliases
 from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
 
-__all__ = ["ANSWERS", "KINDS", "SFT", "TRAIN", "AnyRunType", "RunType"]
+__all__ = ["GENERATE", "RUN_TYPES", "SFT", "TRAIN", "AnyRunType", "RunType"]
 
 C = TypeVar("C", bound=Section)
 Check = Callable[[C], Iterator[ConfigProblem]]
@@ -23,15 +23,26 @@ class RunType(Generic[C]):
 
     command: str
     root: type[C]
-    spellings: Aliases
-    missing: Check[C]
-    contradictions: Check[C]
-    hints: Check[C]
+    aliases: Aliases
+    find_missing: Check[C]
+    find_conflicts: Check[C]
+    find_hints: Check[C]
 
 
-TRAIN = RunType("train", Config, OF_TRAIN, checks.missing, checks.contradictions, checks.hints)
-SFT = RunType("sft", SftConfig, OF_SFT, sft_checks.missing, sft_checks.contradictions, sft_checks.hints)
-ANSWERS = RunType("generate", Config, OF_TRAIN, checks.missing, checks.of_answers, checks.answer_hints)
+TRAIN = RunType(
+    "train", Config, TRAIN_ALIASES, validation.find_missing, validation.find_conflicts, validation.find_hints
+)
+SFT = RunType(
+    "sft", SftConfig, SFT_ALIASES, validation.find_missing, sft_validation.find_conflicts, sft_validation.find_hints
+)
+GENERATE = RunType(
+    "generate",
+    Config,
+    TRAIN_ALIASES,
+    validation.find_missing,
+    validation.find_generation_conflicts,
+    validation.find_generation_hints,
+)
 """Of the commands that write and score answers with the settings of training: what they do not use is not checked."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
-KINDS: tuple[AnyRunType, ...] = (TRAIN, SFT)
+RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)

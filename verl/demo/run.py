@@ -8,9 +8,9 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.config.batch_sizes import derived_sizes, render_sizes
-from verl.config.features import publishes_adapter
-from verl.config.load import Loaded, load
+from verl.config.batch_sizes import derive_sizes, render_sizes
+from verl.config.features import syncs_adapter_only
+from verl.config.load import LoadedConfig, load
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.demo.report import Example, read_metrics, report
 from verl.tracking.console import Console
@@ -22,11 +22,11 @@ if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray 
 __all__ = ["demo_settings", "load_settings", "run_demo"]
 
 
-def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> Loaded:
+def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> LoadedConfig:
     """Return the settings of the demo's run, with the user's overrides."""
     settings = [*demo_settings(Assets(folder), steps), *overrides]
     [loaded] = load(settings)
-    if publishes_adapter(loaded.config):  # the model is still being created when the engines would read it
+    if syncs_adapter_only(loaded.config):  # the model is still being created when the engines would read it
         [loaded] = load([*settings, "actor_rollout_ref.rollout.lora_transport=merged"])
     return loaded
 
@@ -56,7 +56,7 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
     ]
 
 
-async def run_demo(folder: Path, loaded: Loaded, console: Console) -> None:
+async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None:
     from verl.cluster.session import connect
 
     console.note(f"making a model of 0.6 million parameters and its problems in {folder}/")
@@ -67,7 +67,7 @@ async def run_demo(folder: Path, loaded: Loaded, console: Console) -> None:
     assets = await making
     for hint in loaded.hints:
         console.note(f"hint: {hint}")
-    console.banner(render_sizes(derived_sizes(loaded.config)), title="sizes of a step")
+    console.banner(render_sizes(derive_sizes(loaded.config)), title="sizes of a step")
     await _reinforce(loaded, assets, console)
     examples = _examples(assets, folder / "trained")
     console.banner(report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="what it learned")
@@ -80,7 +80,7 @@ def _make(folder: Path) -> Assets:
     return make_assets(folder)
 
 
-async def _reinforce(loaded: Loaded, assets: Assets, console: Console) -> None:
+async def _reinforce(loaded: LoadedConfig, assets: Assets, console: Console) -> None:
     """Train by the same way as `verl train`; the model is warmed up while the rollout engine starts."""
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.config.load import Loaded, load_dict
-from verl.config.paths import graft
+from verl.config.load import LoadedConfig, load_dict
+from verl.config.paths import set_path
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.tracking.console import Console
@@ -122,10 +122,10 @@ class _Trainer:
             _take_weights(self.model, done.model_path)
         return done
 
-    def _loaded(self, prompts: Prompts) -> Loaded:
+    def _loaded(self, prompts: Prompts) -> LoadedConfig:
         tree: dict[str, Any] = {}
         for key, value in {**self._common(prompts), **self._algorithm(), **self.config.settings}.items():
-            graft(tree, tuple(key.split(".")), value)
+            set_path(tree, tuple(key.split(".")), value)
         loaded = load_dict(tree)
         trainer = loaded.config.trainer
         if trainer.save_freq == -1 or not trainer.save_hf:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.cluster.device_pool import Places
 from verl.cluster.hangs.pending_calls import MARGIN_S
-from verl.config.batch_sizes import engine_count, max_sequence_tokens, total_steps, train_ranks
-from verl.config.checks import hints
+from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.features import uses_reward_function
 from verl.config.schema.base import Section
 from verl.config.schema.root import Config
+from verl.config.validation import find_hints
 from verl.data.stream import PromptStream
 from verl.rewards.failures import FailureTracker
 from verl.rewards.pool.pool import open_rewards
@@ -101,7 +101,7 @@ async def build_trainer(
     async with AsyncExitStack() as closing:
         site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
         config, pool, device, limits = site.config, site.pool, site.device, deadlines(config)
-        ranks = train_ranks(config)
+        ranks = count_train_ranks(config)
         engines = place_engines(config, pool, device)
         closing.push_async_callback(_close_all, engines)
         engines_up = asyncio.create_task(timed("engines", _all(engine.start() for engine in engines)))
@@ -118,7 +118,7 @@ async def build_trainer(
             console.note(report)
         schedule = _schedule(config, data)
         models = train_settings(config, schedule.total_steps, device)
-        for note in (_outlook(config, schedule, data), *device_hints(config, device, hints)):
+        for note in (_outlook(config, schedule, data), *device_hints(config, device, find_hints)):
             console.note(note)
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
         together = config.trainer.deterministic
@@ -249,7 +249,7 @@ def place_engines(config: Config, pool: Places, device: str, **changes: Any) -> 
     """The rollout engines, spread over the devices, not yet started; `changes` of what they are told."""
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
-    count = engine_count(config)
+    count = count_engines(config)
     return [
         RemoteEngine.place(
             pool,
@@ -292,7 +292,7 @@ def _schedule(config: Config, data: RunData) -> LoopSchedule:
     batch = config.data.train_batch_size
     return LoopSchedule(
         batch=batch,
-        total_steps=total_steps(config, data.order.length),
+        total_steps=count_total_steps(config, data.order.length),
         save_every=config.trainer.save_freq,
         validate_every=config.trainer.test_freq,
         validate_first=config.trainer.val_before_train,
@@ -368,7 +368,7 @@ def _probe(config: Config, data: RunData, device: str) -> Probe:
     return Probe.random(
         data.vocabulary,
         tolerance=rollout.probe_tolerance or TOLERANCES[coarser],
-        length=min(PROBE_LENGTH, max_sequence_tokens(config) - 1),
+        length=min(PROBE_LENGTH, get_max_sequence_tokens(config) - 1),
     )
 
 

@@ -9,8 +9,8 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeVar
 
 from verl.checkpoint.lock import run_lock
-from verl.config.batch_sizes import derived_sizes, render_sizes
-from verl.config.load import Loaded
+from verl.config.batch_sizes import derive_sizes, render_sizes
+from verl.config.load import LoadedConfig
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
 from verl.tracking.console import Console
@@ -30,7 +30,7 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
     """
     from verl.trainer.build import build_trainer  # imports Ray, after the settings have been checked
 
-    console.banner(render_sizes(derived_sizes(config)), title="sizes of a step")
+    console.banner(render_sizes(derive_sizes(config)), title="sizes of a step")
     return await run(
         config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)
     )
@@ -75,7 +75,7 @@ async def _run(
                 return stopping.exit_code
 
 
-def run_all(points: Sequence[Loaded[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:
+def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:
     """Every point of a sweep (one without `-m`), one after another; the exit code."""
     for loaded in points:
         console = Console()
@@ -88,7 +88,7 @@ def run_all(points: Sequence[Loaded[C]], train: Callable[[C, Console], Coroutine
     return 0
 
 
-def with_sweep_folder(loaded: Loaded[C]) -> C:
+def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
     """The settings of one point of a sweep, with a checkpoint directory of its own: points must not resume each other.
 
     >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir

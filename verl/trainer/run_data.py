@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.config.batch_sizes import max_sequence_tokens
+from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.features import uses_critic
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
@@ -153,7 +153,9 @@ def read_data(config: Config) -> RunData:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
     found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    check_length(model.path, found, max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length")
+    check_length(
+        model.path, found, get_max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length"
+    )
     reports += [note] if (note := family_note(model.path, found.model_type)) else []
     stops = find_stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)

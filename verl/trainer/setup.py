@@ -17,7 +17,7 @@ from verl.cluster.hangs.registry import watched
 from verl.cluster.local import LocalPool, detect_device_here
 from verl.cluster.nodes import devices_that_answer
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
-from verl.config.batch_sizes import train_ranks
+from verl.config.batch_sizes import count_train_ranks
 from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.stream import PromptStream
@@ -77,7 +77,7 @@ async def start_runtime(
         if restarts.has_restarted:
             config = await _with_devices_left(config, device, console)
         mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
-        ranks = train_ranks(config)
+        ranks = count_train_ranks(config)
         pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
         closing.callback(pool.close)
         yield Runtime(config, pool, device)
@@ -97,7 +97,7 @@ def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
 
 async def _with_devices_left(config: C, device: str, console: Console) -> C:
     """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
-    wanted, settings = train_ranks(config), config.trainer.faults
+    wanted, settings = count_train_ranks(config), config.trainer.faults
     there = await devices_that_answer(device, wanted)
     if there >= wanted:
         return config

@@ -8,9 +8,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.config.batch_sizes import total_steps, train_ranks
+from verl.config.batch_sizes import count_total_steps, count_train_ranks
+from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
-from verl.config.sft_checks import hints, saves_hf
+from verl.config.sft_validation import find_hints
 from verl.data.plan import Limit
 from verl.data.sft_batches import shares
 from verl.data.stream import PromptStream
@@ -48,13 +49,13 @@ async def build_sft_trainer(
     check_sft_files(config)  # what can be seen to be wrong at once is said before anything is started
     async with AsyncExitStack() as closing:
         site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
-        config, ranks = site.config, train_ranks(site.config)
+        config, ranks = site.config, count_train_ranks(site.config)
         model = SftGroup.place(site.pool, ranks, share=1.0, deadlines=deadlines(config))
         closing.callback(model.close)
         with timer(times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, config)
         schedule = _schedule(config, data)
-        for note in (*data.notes, _outlook(schedule, data), *device_hints(config, site.device, hints)):
+        for note in (*data.notes, _outlook(schedule, data), *device_hints(config, site.device, find_hints)):
             console.note(note)
         with timer(times, "start_train_workers"):
             started = await model.start(rank_settings(config, schedule.total_steps, site.device))
@@ -122,7 +123,7 @@ def _limit(config: SftConfig) -> Limit:
 def _schedule(config: SftConfig, data: SftData) -> LoopSchedule:
     return LoopSchedule(
         batch=config.data.train_batch_size,
-        total_steps=total_steps(config, len(data.train)),
+        total_steps=count_total_steps(config, len(data.train)),
         save_every=config.trainer.save_freq,
         validate_every=config.trainer.test_freq,
         validate_first=config.trainer.val_before_train,

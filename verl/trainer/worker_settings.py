@@ -9,21 +9,21 @@ from typing import Any
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
-    actor_cut,
-    critic_cut,
-    critic_optimiser_steps,
-    max_sequence_tokens,
-    optimiser_steps,
-    policy_steps,
+    count_critic_optimizer_steps,
+    count_optimizer_steps,
+    count_policy_steps,
+    get_actor_batch_sizes,
+    get_critic_batch_sizes,
+    get_max_sequence_tokens,
 )
 from verl.config.features import (
-    VLLM_RANKS,
-    is_own_function,
-    process_shares_reference,
-    publishes_adapter,
-    reference_is_policy,
+    VLLM_LORA_RANKS,
+    is_custom_function,
+    prime_shares_reference,
     saves_hf,
+    syncs_adapter_only,
     uses_critic,
+    uses_policy_as_reference,
     uses_preferences,
     uses_reference,
     uses_reward_function,
@@ -88,7 +88,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         "optimizer_offload": False,
         "offload_policy": False,
     }
-    updates = optimiser_steps(config, policy_steps(config, total_steps))
+    updates = count_optimizer_steps(config, count_policy_steps(config, total_steps))
     if not updates:
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
@@ -106,9 +106,9 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             **optimizer_settings("actor_rollout_ref.actor.optim", actor.optim, updates),
         ),
         reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
-        if uses_reference(config) and not reference_is_policy(config)
+        if uses_reference(config) and not uses_policy_as_reference(config)
         else None,
-        reference_is_actor=reference_is_policy(config),
+        reference_is_actor=uses_policy_as_reference(config),
         critic=FsdpSettings(
             critic.model.path or model.path,
             head="value",
@@ -117,7 +117,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
             grad_clip=critic.grad_clip,
             gradient_checkpointing=critic.model.enable_gradient_checkpointing,
             **common | fsdp_settings(critic.fsdp_config, device),
-            **optimizer_settings("critic.optim", critic.optim, critic_optimiser_steps(config, total_steps)),
+            **optimizer_settings("critic.optim", critic.optim, count_critic_optimizer_steps(config, total_steps)),
         )
         if uses_critic(config)
         else None,
@@ -132,11 +132,11 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         if prime.enable
         else None,
         process_reference=FsdpSettings(process_path, trainable=False, **held)
-        if prime.enable and not process_shares_reference(config)
+        if prime.enable and not prime_shares_reference(config)
         else None,
         algorithm=algorithm_settings(config),
         publish_dtype=rollout_dtype(config, device),
-        publish_adapter=publishes_adapter(config),
+        publish_adapter=syncs_adapter_only(config),
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
@@ -214,7 +214,7 @@ def _estimator(config: Config) -> str:
     chosen = config.algorithm.adv_estimator
     if uses_preferences(config):
         return "win_rate"
-    return "prime" if config.reward.prime.enable and not is_own_function(chosen) else chosen
+    return "prime" if config.reward.prime.enable and not is_custom_function(chosen) else chosen
 
 
 def optimizer_settings(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
@@ -242,24 +242,28 @@ def optimizer_settings(section: str, optim: OptimConfig, updates: int) -> dict[s
 
 
 def build_planner(config: Config, ranks: int) -> Planner:
-    """How the samples of a step are cut."""
-    actor, rollout, cut = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, actor_cut(config)
+    """How the samples of a step are split."""
+    actor, rollout, sizes = (
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+        get_actor_batch_sizes(config),
+    )
     return Planner(
         ranks,
-        cut.mini_batch,
-        micro_batch_samples=cut.micro_batch_samples,
-        micro_batch_tokens=cut.micro_batch_tokens,
+        sizes.mini_batch,
+        micro_batch_samples=sizes.micro_batch_samples,
+        micro_batch_tokens=sizes.micro_batch_tokens,
         forward_micro_batch_samples=None if actor.use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu,
         forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        epochs=cut.epochs,
+        epochs=sizes.epochs,
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=_critic_sizes(config) if uses_critic(config) else None,
     )
 
 
 def _critic_sizes(config: Config) -> UpdateSizes:
-    cut = critic_cut(config)
-    return UpdateSizes(cut.mini_batch, cut.micro_batch_samples, cut.micro_batch_tokens, cut.epochs)
+    sizes = get_critic_batch_sizes(config)
+    return UpdateSizes(sizes.mini_batch, sizes.micro_batch_samples, sizes.micro_batch_tokens, sizes.epochs)
 
 
 def episode_settings(
@@ -366,13 +370,13 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
     dtype = rollout_dtype(config, device)
     if rollout.name == "hf":
         return {"model_path": model.path, "dtype": dtype, "device": device, "trust": model.trust_remote_code}
-    adapter = _engine_adapter(config) if publishes_adapter(config) else None
+    adapter = _engine_adapter(config) if syncs_adapter_only(config) else None
     return {
         "model_path": model.path,
         "dtype": dtype,
         "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
         "adapter": adapter,
-        "max_model_len": max_sequence_tokens(config),
+        "max_model_len": get_max_sequence_tokens(config),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel": rollout.tensor_model_parallel_size,
@@ -391,7 +395,7 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
 def _engine_adapter(config: Config) -> dict[str, Any]:
     """What an engine must know of the adapters that it will get, and how much room they need."""
     peft = config.actor_rollout_ref.actor.peft
-    max_rank = next(rank for rank in VLLM_RANKS if rank >= peft.lora_rank)
+    max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= peft.lora_rank)
     return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "max_rank": max_rank}
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 import verl
 from verl.checkpoint.manifest import CheckpointDir
-from verl.config.load import Loaded
+from verl.config.load import LoadedConfig
 from verl.data import prompts as module
 from verl.data.prompts import rows_of, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError
@@ -42,7 +42,7 @@ def test_what_is_offered_is_pinned_and_there(module: str) -> None:
         found.no_such_thing  # noqa: B018
 
 
-def loaded(trainer: GRPOTrainer | PPOTrainer) -> Loaded:
+def loaded(trainer: GRPOTrainer | PPOTrainer) -> LoadedConfig:
     trainer.folder.mkdir(exist_ok=True)
     return trainer._loaded(trainer.prompts)
 

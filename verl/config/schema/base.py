@@ -21,9 +21,9 @@ __all__ = [
     "OneOrMany",
     "Section",
     "Setting",
+    "collect_settings",
     "section",
     "setting",
-    "settings_of",
 ]
 
 MISSING = "???"
@@ -94,7 +94,7 @@ class Setting:
     planned: bool | tuple[Any, ...]
     required: bool
     section: type[Section] | None
-    roof: str | None
+    planned_parent: str | None
     """The key of the section above that is not built yet, if there is one."""
 
     @property
@@ -125,20 +125,20 @@ class Setting:
 
 
 @cache
-def settings_of(root: type[Section]) -> dict[str, Setting]:
+def collect_settings(root: type[Section]) -> dict[str, Setting]:
     """Every section and setting below `root` by its dotted key, in the order of declaration."""
     return {found.key: found for found in _walk(root, (), None)}
 
 
-def _walk(kind: type[Section], above: tuple[str, ...], roof: str | None) -> Iterator[Setting]:
+def _walk(kind: type[Section], above: tuple[str, ...], planned_parent: str | None) -> Iterator[Setting]:
     for name, field in kind.model_fields.items():
-        found = _read(field, (*above, name), roof)
+        found = _read(field, (*above, name), planned_parent)
         yield found
         if found.section is not None:
-            yield from _walk(found.section, found.path, roof or (found.key if found.planned else None))
+            yield from _walk(found.section, found.path, planned_parent or (found.key if found.planned else None))
 
 
-def _read(field: FieldInfo, path: tuple[str, ...], roof: str | None) -> Setting:
+def _read(field: FieldInfo, path: tuple[str, ...], planned_parent: str | None) -> Setting:
     marks = field.json_schema_extra
     assert isinstance(marks, dict), f"{'.'.join(path)} must be declared with setting() or section()"
     planned = marks["planned"]
@@ -152,7 +152,7 @@ def _read(field: FieldInfo, path: tuple[str, ...], roof: str | None) -> Setting:
         planned=tuple(planned) if isinstance(planned, list) else bool(planned),
         required=bool(marks["required"]),
         section=kind if isinstance(kind, type) and issubclass(kind, Section) else None,
-        roof=roof,
+        planned_parent=planned_parent,
     )
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from verl.config.mutes.mute import IgnoredRule
-from verl.config.problems import keys_of
+from verl.config.ignored.rule import IgnoredRule
+from verl.config.problems import prefix_keys
 
 __all__ = ["DATA"]
 
 DATA = (
     IgnoredRule(
-        keys_of("data", "val_batch_size", "val_max_samples"),
+        prefix_keys("data", "val_batch_size", "val_max_samples"),
         lambda c: c.data.val_files is None,
         "data.val_files is not given",
         ("data.val_files",),
@@ -36,12 +36,12 @@ DATA = (
         ("data.shuffle_buffer_size",),
         lambda c: c.data.streaming is False or not c.data.shuffle or bool(c.data.curriculum_key or c.data.sampler),
         "only a streamed data set (data.streaming=true) is shuffled by buffer, with data.shuffle=true",
-        keys_of("data", "streaming", "shuffle", "curriculum_key", "sampler"),
+        prefix_keys("data", "streaming", "shuffle", "curriculum_key", "sampler"),
     ),
     IgnoredRule(
-        keys_of("data", "num_workers", "cache_dir"),
+        prefix_keys("data", "num_workers", "cache_dir"),
         lambda c: c.data.streaming is True and c.data.val_files is None,
         "data.streaming=true measures prompts when they are read",
-        keys_of("data", "streaming", "val_files"),
+        prefix_keys("data", "streaming", "val_files"),
     ),
 )

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from verl.config.load import load, load_dict
-from verl.config.paths import look_up
-from verl.config.problems import value_of
+from verl.config.paths import get_path
+from verl.config.problems import get_value
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -80,7 +80,7 @@ def read(text: str, *overrides: str):
     return load_dict(yaml.safe_load(textwrap.dedent(text)) or {}, overrides, complete=False)
 
 
-def unbuilt(text: str, *overrides: str) -> set[str]:
+def find_unsupported(text: str, *overrides: str) -> set[str]:
     """The keys that are refused; fails if any is refused for another reason than not being built."""
     with pytest.raises(ConfigError) as raised:
         read(text, *overrides)
@@ -168,7 +168,7 @@ def test_the_lora_snippet_loads() -> None:
     ],
 )
 def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str]) -> None:
-    assert unbuilt(text) == keys
+    assert find_unsupported(text) == keys
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str
 def test_second_spellings_are_read_and_answered(override: str, key: str, value: object) -> None:
     [loaded] = load(override.split(" ") if "{" not in override else [override], complete=False)
     expected = "x/global_step_500" if value is None else value
-    assert look_up(loaded.config, tuple(key.split("."))) == expected
+    assert get_path(loaded.config, tuple(key.split("."))) == expected
     assert any(("second spelling of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
 
 
@@ -206,7 +206,7 @@ def test_second_spellings_are_read_and_answered(override: str, key: str, value: 
     ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron.tensor_model_parallel_size=2"],
 )
 def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(override: str) -> None:
-    assert unbuilt("", override) == {"actor_rollout_ref.actor.megatron"}
+    assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron"}
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(ov
     ],
 )
 def test_documented_extras_are_known(override: str, key: str) -> None:
-    assert value_of(read("", override).config, key) == override.partition("=")[2]
+    assert get_value(read("", override).config, key) == override.partition("=")[2]
 
 
 def test_a_checkpoint_that_is_really_called_global_steps_is_left_alone(tmp_path) -> None:

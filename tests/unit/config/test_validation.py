@@ -10,17 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.config.batch_sizes import (
-    Cut,
-    actor_cut,
-    critic_cut,
-    critic_optimiser_steps,
-    derived_sizes,
-    engine_count,
-    max_sequence_tokens,
-    policy_steps,
+    BatchSizes,
+    count_critic_optimizer_steps,
+    count_engines,
+    count_policy_steps,
+    count_total_steps,
+    count_train_ranks,
+    derive_sizes,
+    get_actor_batch_sizes,
+    get_critic_batch_sizes,
+    get_max_sequence_tokens,
     render_sizes,
-    total_steps,
-    train_ranks,
 )
 from verl.config.load import load, load_dict
 from verl.config.schema import Config
@@ -342,7 +342,7 @@ def test_ray_arguments_are_those_given() -> None:
 
 
 def sizes(config: Config, prompts: int | None = None) -> dict[str, int]:
-    return {size.name: size.value for size in derived_sizes(config, prompts=prompts)}
+    return {size.name: size.value for size in derive_sizes(config, prompts=prompts)}
 
 
 def test_the_sizes_of_the_grpo_example() -> None:
@@ -379,7 +379,7 @@ def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
     overrides = [GAE, "data.train_batch_size=256", "trainer.n_gpus_per_node=4", f"{A}.ppo_mini_batch_size=64"]
     overrides += ["critic.ppo_micro_batch_size_per_gpu=4", "critic.ppo_epochs=2"]
     [loaded] = load(overrides, complete=False)
-    rows = [(size.name, size.value, size.how) for size in derived_sizes(loaded.config)]
+    rows = [(size.name, size.value, size.how) for size in derive_sizes(loaded.config)]
     start = next(i for i, (name, *_) in enumerate(rows) if "critic" in name)
     assert rows[start:] == [
         ("optimiser steps of the critic a step", 8, "ceil(256 / ppo_mini_batch_size=64) x ppo_epochs=2"),
@@ -394,17 +394,19 @@ def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
 def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
     actor = [f"{A}.ppo_mini_batch_size=32", f"{A}.ppo_epochs=3", f"{A}.use_dynamic_bsz=true"]
     [loaded] = load([GAE, *actor, f"{A}.ppo_max_token_len_per_gpu=5000"], complete=False)
-    assert critic_cut(loaded.config) == actor_cut(loaded.config) == Cut(32, 3, None, 5000)
+    assert (
+        get_critic_batch_sizes(loaded.config) == get_actor_batch_sizes(loaded.config) == BatchSizes(32, 3, None, 5000)
+    )
     own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
     [loaded] = load([GAE, *actor, *own], complete=False)
-    assert critic_cut(loaded.config) == Cut(8, 1, 8, None)
-    assert critic_optimiser_steps(loaded.config, 10) == 1280
+    assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 1, 8, None)
+    assert count_critic_optimizer_steps(loaded.config, 10) == 1280
 
 
 def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:
     config = load([GAE, "trainer.critic_warmup=3"], complete=False)[0].config
-    assert [policy_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 7]
-    assert policy_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 10
+    assert [count_policy_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 7]
+    assert count_policy_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 10
 
 
 small = st.integers(1, 40)
@@ -433,14 +435,14 @@ def test_sizes_cover_the_work_without_a_spare_piece(
     assert found["... on one rank"] * ranks >= found["samples of a mini-batch"]
     pieces, size = found["micro-batches of a mini-batch"], found["samples of a micro-batch and rank"]
     assert (pieces - 1) * size < found["... on one rank"] <= pieces * size
-    assert found["engines"] == engine_count(config) >= 1
-    assert train_ranks(config) == ranks
-    assert max_sequence_tokens(config) == 1024
-    assert total_steps(config, prompts=batch * 3) == 3
+    assert found["engines"] == count_engines(config) >= 1
+    assert count_train_ranks(config) == ranks
+    assert get_max_sequence_tokens(config) == 1024
+    assert count_total_steps(config, prompts=batch * 3) == 3
 
 
 def test_the_table_is_aligned() -> None:
-    rows = derived_sizes(Config())
+    rows = derive_sizes(Config())
     lines = render_sizes(rows).splitlines()
     assert len(lines) == len(rows)
     assert len({line.index(row.how, len(row.name)) for line, row in zip(lines, rows, strict=True)}) == 1

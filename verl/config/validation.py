@@ -7,34 +7,34 @@ from collections.abc import Iterator
 from importlib.metadata import distributions
 from importlib.util import find_spec
 
-from verl.config import algorithm_checks
+from verl.config import algorithm_validation
 from verl.config.batch_sizes import (
-    Cut,
-    actor_cut,
-    critic_cut,
-    critic_optimiser_steps,
-    max_sequence_tokens,
-    optimiser_steps,
-    policy_steps,
-    train_ranks,
+    BatchSizes,
+    count_critic_optimizer_steps,
+    count_optimizer_steps,
+    count_policy_steps,
+    count_train_ranks,
+    get_actor_batch_sizes,
+    get_critic_batch_sizes,
+    get_max_sequence_tokens,
 )
-from verl.config.features import VLLM_RANKS, may_score_code, saves_hf, uses_critic
-from verl.config.mutes import mute_of, without_effect
-from verl.config.paths import written
-from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem, changed, keys_of, value_of
-from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, settings_of
+from verl.config.features import VLLM_LORA_RANKS, may_score_code, saves_hf, uses_critic
+from verl.config.ignored import find_ignored_rule, find_ignored_settings
+from verl.config.paths import format_value
+from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem, get_value, is_overridden, prefix_keys
+from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.config.schema.actor import OptimConfig, PeftConfig
 
 __all__ = [
     "ConfigProblem",
-    "answer_hints",
-    "contradictions",
-    "endless_warmup",
-    "hints",
-    "missing",
-    "of_answers",
-    "of_any_run",
-    "unbuilt",
+    "check_warmup",
+    "find_conflicts",
+    "find_generation_conflicts",
+    "find_generation_hints",
+    "find_hints",
+    "find_missing",
+    "find_run_conflicts",
+    "find_unsupported",
 ]
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
@@ -49,10 +49,10 @@ _UNBUILT = {  # what there is instead of a planned setting, where its default do
 }
 
 
-def missing(config: Config | SftConfig) -> Iterator[ConfigProblem]:
+def find_missing(config: Config | SftConfig) -> Iterator[ConfigProblem]:
     """What a run needs and does not have: required settings that nobody has given, packages that are not installed."""
-    for key, setting in settings_of(type(config)).items():
-        if setting.required and value_of(config, key) == MISSING:
+    for key, setting in collect_settings(type(config)).items():
+        if setting.required and get_value(config, key) == MISSING:
             yield ConfigProblem((key,), f"{key}: is required; set {key}={_EXAMPLES[key]}")
     for section, peft in _adapters(config):
         if peft.lora_rank > 0 and not _installed("peft"):
@@ -70,7 +70,7 @@ def missing(config: Config | SftConfig) -> Iterator[ConfigProblem]:
             )
     sinks = config.trainer.logger
     absent = [sink for sink in sinks if sink in _PACKAGES and not _installed(_PACKAGES[sink])]
-    rest = written([sink for sink in sinks if sink not in absent] or ["console"])
+    rest = format_value([sink for sink in sinks if sink not in absent] or ["console"])
     for sink in absent:
         yield ConfigProblem(
             ("trainer.logger",),
@@ -78,20 +78,20 @@ def missing(config: Config | SftConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def unbuilt(config: Section) -> Iterator[ConfigProblem]:
+def find_unsupported(config: Section) -> Iterator[ConfigProblem]:
     """Settings in use that are declared but do nothing yet: refused, never ignored."""
-    known = settings_of(type(config))
+    known = collect_settings(type(config))
     for key, setting in known.items():
-        if not setting.planned or setting.roof is not None:
+        if not setting.planned or setting.planned_parent is not None:
             continue
         if setting.section is not None:
-            used = [below for below in known if below.startswith(f"{key}.") and changed(config, below)]
+            used = [below for below in known if below.startswith(f"{key}.") and is_overridden(config, below)]
             if used:
-                given = ", ".join(f"{below}={written(value_of(config, below))}" for below in used)
+                given = ", ".join(f"{below}={format_value(get_value(config, below))}" for below in used)
                 yield ConfigProblem((key, *used), f"{key}: is not built yet ({given}); leave it out, or add ~{key}")
         elif setting.planned is True:
-            if changed(config, key):
-                value, default = written(value_of(config, key)), written(setting.default)
+            if is_overridden(config, key):
+                value, default = format_value(get_value(config, key)), format_value(setting.default)
                 instead = f": {_UNBUILT[key]}" if key in _UNBUILT else ""
                 yield ConfigProblem((key,), f"{key}: {value} is not built yet{instead}; set {key}={default}")
         else:
@@ -99,19 +99,19 @@ def unbuilt(config: Section) -> Iterator[ConfigProblem]:
 
 
 def _planned_values(config: Section, setting: Setting) -> Iterator[ConfigProblem]:
-    value = value_of(config, setting.key)
+    value = get_value(config, setting.key)
     assert isinstance(setting.planned, tuple)
     for item in value if isinstance(value, list) else [value]:
         if item in setting.planned:
             built = ", ".join(str(choice) for choice in setting.choices if choice not in setting.planned)
-            mend = f"{setting.key}={written(setting.default)}"
+            mend = f"{setting.key}={format_value(setting.default)}"
             yield ConfigProblem((setting.key,), f"{setting.key}: {item} is not built yet (built: {built}); set {mend}")
 
 
-def of_answers(config: Config) -> Iterator[ConfigProblem]:
+def find_generation_conflicts(config: Config) -> Iterator[ConfigProblem]:
     """What cannot work when answers are written or scored, whether or not anything is learned from them."""
     rollout, longest = config.actor_rollout_ref.rollout, config.data.max_prompt_length + config.data.max_response_length
-    ranks = train_ranks(config)
+    ranks = count_train_ranks(config)
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield ConfigProblem(
             (f"{ROLLOUT}.max_model_len", "data.max_prompt_length", "data.max_response_length"),
@@ -131,7 +131,7 @@ def of_answers(config: Config) -> Iterator[ConfigProblem]:
             f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}",
         )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
-    if changed(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
+    if is_overridden(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
         yield ConfigProblem(
             ("reward.sandbox.seconds", "reward.deadline_s"),
             f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, which ends the scoring "
@@ -139,7 +139,7 @@ def of_answers(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def answer_hints(config: Config) -> Iterator[ConfigProblem]:
+def find_generation_hints(config: Config) -> Iterator[ConfigProblem]:
     """What works, but is probably not meant, when answers are written and nothing is learned from them."""
     rollout = config.actor_rollout_ref.rollout
     yield from _noise(config)
@@ -151,10 +151,10 @@ def answer_hints(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def contradictions(config: Config) -> Iterator[ConfigProblem]:
+def find_conflicts(config: Config) -> Iterator[ConfigProblem]:
     """Settings that cannot work together."""
     trainer, rollout = config.trainer, config.actor_rollout_ref.rollout
-    yield from of_answers(config)
+    yield from find_generation_conflicts(config)
     if saves_hf(config) and "model" not in config.actor_rollout_ref.actor.checkpoint.save_contents:
         yield ConfigProblem(
             ("trainer.save_hf", f"{ACTOR}.checkpoint.save_contents"),
@@ -190,14 +190,14 @@ def contradictions(config: Config) -> Iterator[ConfigProblem]:
             ("reward.reward_model.enable", "reward.reward_model.model_path"),
             "reward.reward_model.enable: true needs a model; set reward.reward_model.model_path=my-org/reward-model",
         )
-    yield from of_any_run(config)
+    yield from find_run_conflicts(config)
     yield from _orders(config)
     yield from _unfit_transport(config)
     yield from _endless_warmups(config)
-    yield from algorithm_checks.contradictions(config)
+    yield from algorithm_validation.find_conflicts(config)
 
 
-def of_any_run(config: Config | SftConfig) -> Iterator[ConfigProblem]:
+def find_run_conflicts(config: Config | SftConfig) -> Iterator[ConfigProblem]:
     """What cannot work, whatever a run trains by."""
     trainer = config.trainer
     yield from _empty_adapters(config)
@@ -280,7 +280,8 @@ def _unfit_transport(config: Config) -> Iterator[ConfigProblem]:
         f"{ROLLOUT}.name": rollout.name == "hf" and "rollout.name=hf takes whole models",
         f"{ROLLOUT}.weight_transport": rollout.weight_transport in ("nccl", "ipc")
         and f"weight_transport={rollout.weight_transport} carries whole models",
-        f"{ACTOR}.peft.lora_rank": rank > VLLM_RANKS[-1] and f"vLLM has room for ranks up to {VLLM_RANKS[-1]}",
+        f"{ACTOR}.peft.lora_rank": rank > VLLM_LORA_RANKS[-1]
+        and f"vLLM has room for ranks up to {VLLM_LORA_RANKS[-1]}",
     }
     for key, reason in reasons.items():
         if reason:
@@ -293,23 +294,23 @@ def _unfit_transport(config: Config) -> Iterator[ConfigProblem]:
 def _endless_warmups(config: Config) -> Iterator[ConfigProblem]:
     """A warm-up must end within the run, and before its last step if the learning rate is to fall after it."""
     steps = config.trainer.total_training_steps
-    updates = None if steps is None else optimiser_steps(config, policy_steps(config, steps))
+    updates = None if steps is None else count_optimizer_steps(config, count_policy_steps(config, steps))
     if updates != 0:  # an endless warm-up of the critic is said elsewhere
-        yield from endless_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, steps, updates, _PIECES)
+        yield from check_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, steps, updates, _PIECES)
     if uses_critic(config):
-        updates = None if steps is None else critic_optimiser_steps(config, steps)
-        yield from endless_warmup("critic.optim", config.critic.optim, steps, updates, _PIECES)
+        updates = None if steps is None else count_critic_optimizer_steps(config, steps)
+        yield from check_warmup("critic.optim", config.critic.optim, steps, updates, _PIECES)
 
 
 _PIECES = (
-    *keys_of(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
-    *keys_of("critic", "ppo_mini_batch_size", "ppo_epochs"),
+    *prefix_keys(ACTOR, "ppo_mini_batch_size", "ppo_epochs"),
+    *prefix_keys("critic", "ppo_mini_batch_size", "ppo_epochs"),
     *("data.train_batch_size", "trainer.critic_warmup", "algorithm.adv_estimator"),
 )
 """What decides how many optimiser steps a step of reinforcement learning has."""
 
 
-def endless_warmup(
+def check_warmup(
     section: str, optim: OptimConfig, steps: int | None, updates: int | None, pieces: tuple[str, ...] = ()
 ) -> Iterator[ConfigProblem]:
     """Of one optimiser: its section of the settings, and the run's steps and optimiser steps where they are known."""
@@ -334,7 +335,7 @@ def endless_warmup(
         )
 
 
-def hints(config: Config) -> Iterator[ConfigProblem]:
+def find_hints(config: Config) -> Iterator[ConfigProblem]:
     """What works, but is probably not meant."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     yield from _noise(config)
@@ -350,11 +351,11 @@ def hints(config: Config) -> Iterator[ConfigProblem]:
             "data.streaming: a prompt longer than data.max_prompt_length stops the run when its turn comes; set "
             "data.filter_overlong_prompts=true to leave such prompts out",
         )
-    yield from _uneven_pieces(config, ACTOR, actor_cut(config))
+    yield from _uneven_pieces(config, ACTOR, get_actor_batch_sizes(config))
     if uses_critic(config):
-        yield from _uneven_pieces(config, "critic", critic_cut(config))
+        yield from _uneven_pieces(config, "critic", get_critic_batch_sizes(config))
     low, high = actor.clip_range
-    if low > high and mute_of(config, f"{ACTOR}.clip_ratio_low") is None:
+    if low > high and find_ignored_rule(config, f"{ACTOR}.clip_ratio_low") is None:
         yield ConfigProblem(
             (f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_low", f"{ACTOR}.clip_ratio_high"),
             f"{ACTOR}.clip_ratio_low: {low} is above clip_ratio_high={high}; clipping is usually wider upwards",
@@ -379,8 +380,8 @@ def hints(config: Config) -> Iterator[ConfigProblem]:
             f"{ACTOR}.use_torch_compile=true has no effect: on a CPU (trainer.device) nothing is compiled, it takes "
             "longer than it saves",
         )
-    yield from algorithm_checks.hints(config)
-    yield from without_effect(config)
+    yield from algorithm_validation.find_hints(config)
+    yield from find_ignored_settings(config)
 
 
 def _noise(config: Config) -> Iterator[ConfigProblem]:
@@ -392,11 +393,11 @@ def _noise(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def _uneven_pieces(config: Config, section: str, cut: Cut) -> Iterator[ConfigProblem]:
+def _uneven_pieces(config: Config, section: str, cut: BatchSizes) -> Iterator[ConfigProblem]:
     """Mini-batches and micro-batches that do not fit the batch, the ranks or the longest sequence."""
-    batch, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, train_ranks(config)
-    longest, mini = max_sequence_tokens(config), cut.mini_batch
-    own_mini = value_of(config, f"{section}.ppo_mini_batch_size") is not None  # null: the actor's, which is checked
+    batch, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, count_train_ranks(config)
+    longest, mini = get_max_sequence_tokens(config), cut.mini_batch
+    own_mini = get_value(config, f"{section}.ppo_mini_batch_size") is not None  # null: the actor's, which is checked
     if own_mini and mini > batch:
         yield ConfigProblem(
             (f"{section}.ppo_mini_batch_size", "data.train_batch_size"),
@@ -416,7 +417,7 @@ def _uneven_pieces(config: Config, section: str, cut: Cut) -> Iterator[ConfigPro
             f"some of the {ranks} train ranks without work",
         )
     key = f"{section}.ppo_max_token_len_per_gpu"
-    if value_of(config, key) is not None and cut.micro_batch_tokens is not None and cut.micro_batch_tokens < longest:
+    if get_value(config, key) is not None and cut.micro_batch_tokens is not None and cut.micro_batch_tokens < longest:
         yield ConfigProblem(
             (key, "data.max_prompt_length", "data.max_response_length"),
             f"{key}: {cut.micro_batch_tokens} is less than the longest sequence ({longest} tokens), which will exceed "

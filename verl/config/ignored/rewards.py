@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from verl.config.features import may_score_code, uses_reward_function
-from verl.config.mutes.mute import IgnoredRule
-from verl.config.problems import keys_below, keys_of
+from verl.config.ignored.rule import IgnoredRule
+from verl.config.problems import list_keys_below, prefix_keys
 
 __all__ = ["REWARDS"]
 
@@ -12,7 +12,7 @@ _MODEL = "reward.reward_model"
 
 REWARDS = (
     IgnoredRule(
-        tuple(key for key in keys_below(_MODEL) if key != f"{_MODEL}.enable"),
+        tuple(key for key in list_keys_below(_MODEL) if key != f"{_MODEL}.enable"),
         lambda c: not c.reward.reward_model.enable,
         f"{_MODEL}.enable=false",
         (f"{_MODEL}.enable",),
@@ -54,25 +54,25 @@ REWARDS = (
         ("reward.reward_manager.name",),
     ),
     IgnoredRule(
-        keys_of("reward.custom_reward_function", "path", "name", "reward_kwargs"),
+        prefix_keys("reward.custom_reward_function", "path", "name", "reward_kwargs"),
         lambda c: bool(c.reward.functions),
         "reward.functions is given, and holds all of them",
         ("reward.functions",),
     ),
     IgnoredRule(
-        keys_of("reward.custom_reward_function", "name", "reward_kwargs"),
+        prefix_keys("reward.custom_reward_function", "name", "reward_kwargs"),
         lambda c: c.reward.custom_reward_function.path is None,
         "reward.custom_reward_function.path is not given",
         ("reward.custom_reward_function.path",),
     ),
     IgnoredRule(
-        (*keys_below("reward.sandbox"), *keys_below("reward.code")),
+        (*list_keys_below("reward.sandbox"), *list_keys_below("reward.code")),
         lambda c: not may_score_code(c),
         "only verl.rewards.scorers.code runs programs, and it scores nothing here",
         ("reward.custom_reward_function.path", "reward.functions"),
     ),
     IgnoredRule(
-        keys_of("reward.sandbox", "processes", "require"),
+        prefix_keys("reward.sandbox", "processes", "require"),
         lambda c: c.reward.sandbox.url is not None,
         "reward.sandbox.url is given: how programs are walled in there is the service's affair",
         ("reward.sandbox.url",),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verl.config.mutes.mute import IgnoredRule
-from verl.config.problems import ROLLOUT, keys_of
+from verl.config.ignored.rule import IgnoredRule
+from verl.config.problems import ROLLOUT, prefix_keys
 
 __all__ = ["GENERATION"]
 
@@ -20,37 +20,37 @@ _ENGINE_ONLY = (
 
 GENERATION = (
     IgnoredRule(
-        keys_of(ROLLOUT, "calculate_log_probs"),
+        prefix_keys(ROLLOUT, "calculate_log_probs"),
         lambda c: True,
         "the engine gives the log-probs of what it draws at no cost, and they are always compared",
         (),
     ),
     IgnoredRule(
-        keys_of(ROLLOUT, *_ENGINE_ONLY),
+        prefix_keys(ROLLOUT, *_ENGINE_ONLY),
         lambda c: c.actor_rollout_ref.rollout.name == "hf",
         f"{ROLLOUT}.name=hf",
         (f"{ROLLOUT}.name",),
     ),
     IgnoredRule(
-        keys_of(ROLLOUT, "val_kwargs.temperature", "val_kwargs.top_p", "val_kwargs.top_k"),
+        prefix_keys(ROLLOUT, "val_kwargs.temperature", "val_kwargs.top_p", "val_kwargs.top_k"),
         lambda c: c.actor_rollout_ref.rollout.val_kwargs.do_sample is False,
         f"{ROLLOUT}.val_kwargs.do_sample=false is greedy",
         (f"{ROLLOUT}.val_kwargs.do_sample",),
     ),
     IgnoredRule(
-        keys_of(ROLLOUT, "val_kwargs.top_p", "val_kwargs.top_k"),
+        prefix_keys(ROLLOUT, "val_kwargs.top_p", "val_kwargs.top_k"),
         lambda c: c.actor_rollout_ref.rollout.val_kwargs.temperature == 0,
         f"{ROLLOUT}.val_kwargs.temperature=0 is greedy",
         (f"{ROLLOUT}.val_kwargs.temperature",),
     ),
     IgnoredRule(
-        keys_of(ROLLOUT, "gpu_memory_utilization"),
+        prefix_keys(ROLLOUT, "gpu_memory_utilization"),
         lambda c: c.trainer.device == "cpu",
         f"trainer.device=cpu; {ROLLOUT}.cpu_cache_gib is what counts",
         ("trainer.device",),
     ),
     IgnoredRule(
-        keys_of(ROLLOUT, "cpu_cache_gib"),
+        prefix_keys(ROLLOUT, "cpu_cache_gib"),
         lambda c: c.trainer.device == "cuda",
         f"trainer.device=cuda; {ROLLOUT}.gpu_memory_utilization is what counts",
         ("trainer.device",),

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from verl.config.batch_sizes import derive_sft_sizes
 from verl.config.load import load_sft
-from verl.config.schema import Config, SftConfig, settings_of
-from verl.config.sft_checks import sft_sizes
+from verl.config.schema import Config, SftConfig, collect_settings
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -125,15 +125,15 @@ def test_fewer_examples_than_ranks_and_a_budget_below_an_example_are_hinted_at()
 
 
 def test_the_sizes_of_a_step_follow_from_the_settings() -> None:
-    by_count = {row.name: row.value for row in sft_sizes(load_sft(NEEDED)[0].config)}
+    by_count = {row.name: row.value for row in derive_sft_sizes(load_sft(NEEDED)[0].config)}
     assert by_count["examples of a micro-batch and rank"] == 4
     assert by_count["... tokens of it, at most"] == 4 * 2048
-    by_tokens = {row.name: row.value for row in sft_sizes(load_sft([*NEEDED, "data.packing=True"])[0].config)}
+    by_tokens = {row.name: row.value for row in derive_sft_sizes(load_sft([*NEEDED, "data.packing=True"])[0].config)}
     assert by_tokens["tokens of a micro-batch and rank"] == 16384
 
 
 def test_what_both_commands_have_is_declared_alike() -> None:
-    train, sft = settings_of(Config), settings_of(SftConfig)
+    train, sft = collect_settings(Config), collect_settings(SftConfig)
     own = {"data.train_batch_size", "trainer.save_freq"}  # prompts there, examples here; the last step is saved here
     both = [key for key in sft if key in train and key.startswith(("trainer.", "ray_kwargs.")) and key not in own]
     assert len(both) > 30

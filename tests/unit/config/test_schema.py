@@ -7,18 +7,18 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from verl.config.aliases import canonical_path
+from verl.config.aliases import resolve_alias
 from verl.config.load import load
-from verl.config.paths import declared, look_up
+from verl.config.paths import find_setting, get_path
 from verl.config.reference import render_reference
-from verl.config.run_types import KINDS
-from verl.config.schema import Config, SftConfig, settings_of
+from verl.config.run_types import RUN_TYPES
+from verl.config.schema import Config, SftConfig, collect_settings
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
 ROOTS = (Config, SftConfig)
-SETTINGS = [setting for root in ROOTS for setting in settings_of(root).values() if setting.section is None]
+SETTINGS = [setting for root in ROOTS for setting in collect_settings(root).values() if setting.section is None]
 MANY = "actor_rollout_ref.rollout.n=8"
 
 
@@ -62,7 +62,7 @@ MANY = "actor_rollout_ref.rollout.n=8"
     ],
 )
 def test_the_documented_defaults_hold(key: str, default: object) -> None:
-    assert settings_of(Config)[key].default == default
+    assert collect_settings(Config)[key].default == default
 
 
 @pytest.mark.parametrize("setting", SETTINGS, ids=lambda setting: setting.key)
@@ -81,13 +81,13 @@ def test_planned_values_are_choices_and_never_the_default(setting) -> None:
         assert not set(setting.planned) & set(default)
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.command)
+@pytest.mark.parametrize("kind", RUN_TYPES, ids=lambda kind: kind.command)
 def test_every_second_spelling_leads_to_a_declared_key_and_hides_none(kind) -> None:
-    for second, key in kind.spellings.keys.items():
-        assert declared(canonical_path(tuple(key.split(".")), kind.spellings), kind.root) is not None, key
-        assert second not in settings_of(kind.root), second
-    for key, values in kind.spellings.values.items():
-        if choices := settings_of(kind.root)[key].choices:
+    for second, key in kind.aliases.keys.items():
+        assert find_setting(resolve_alias(tuple(key.split(".")), kind.aliases), kind.root) is not None, key
+        assert second not in collect_settings(kind.root), second
+    for key, values in kind.aliases.values.items():
+        if choices := collect_settings(kind.root)[key].choices:
             assert set(values.values()) <= set(choices)
             assert not set(values) & set(choices)
 
@@ -118,10 +118,10 @@ def test_the_settings_page_is_up_to_date(pytestconfig: pytest.Config) -> None:
 
 @pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
 def test_an_algorithm_is_one_of_the_names_or_a_function_of_ones_own(key: str) -> None:
-    for name in settings_of(Config)[key].choices:
-        assert look_up(load([f"{key}={name}", MANY], complete=False)[0].config, tuple(key.split("."))) == name
+    for name in collect_settings(Config)[key].choices:
+        assert get_path(load([f"{key}={name}", MANY], complete=False)[0].config, tuple(key.split("."))) == name
     [loaded] = load([f"{key}=my_package.module_2:my_function", MANY], complete=False)
-    assert look_up(loaded.config, tuple(key.split("."))) == "my_package.module_2:my_function"
+    assert get_path(loaded.config, tuple(key.split("."))) == "my_package.module_2:my_function"
 
 
 @pytest.mark.parametrize("value", ["rlo", "module:", ":function", "a.b:c:d", "a..b:c", "2a:b", "a/b.py:c", "7"])

@@ -10,10 +10,10 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.load import Loaded, load, load_dict, load_yaml
-from verl.config.paths import graft, leaves, look_up, nearest, prune
+from verl.config.load import LoadedConfig, load, load_dict, load_yaml
+from verl.config.paths import delete_path, get_path, iter_leaves, set_path, suggest_key
 from verl.config.render import render
-from verl.config.schema import Config, settings_of
+from verl.config.schema import Config, collect_settings
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 REQUIRED = ["data.train_files=train.parquet", "actor_rollout_ref.model.path=tiny"]
 
 
-def one(*overrides: str) -> Loaded:
+def one(*overrides: str) -> LoadedConfig:
     [loaded] = load([*REQUIRED, *overrides])
     return loaded
 
@@ -272,19 +272,19 @@ def test_required_settings_are_asked_for_unless_one_only_looks() -> None:
     ],
 )
 def test_unknown_keys_find_their_neighbour(typed: str, meant: str | None) -> None:
-    assert nearest(typed) == meant
+    assert suggest_key(typed) == meant
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.sampled_from([s.key for s in settings_of(Config).values() if s.section is None]), st.data())
+@given(st.sampled_from([s.key for s in collect_settings(Config).values() if s.section is None]), st.data())
 def test_a_key_with_one_letter_dropped_finds_a_neighbour_in_its_section(key: str, data: st.DataObject) -> None:
     last = key.rpartition(".")[2]
     if len(last) < 4:
         return
     at = data.draw(st.integers(len(key) - len(last), len(key) - 1))
     typed = key[:at] + key[at + 1 :]
-    if typed not in settings_of(Config):
-        found = nearest(typed)  # `top_` may be top_p or top_k: the section is certain
+    if typed not in collect_settings(Config):
+        found = suggest_key(typed)  # `top_` may be top_p or top_k: the section is certain
         assert found is not None
         assert found.rpartition(".")[0] == key.rpartition(".")[0]
 
@@ -300,16 +300,16 @@ trees = st.recursive(
 @given(trees)
 def test_a_tree_is_its_leaves(tree: dict[str, Any]) -> None:
     rebuilt: dict[str, Any] = {}
-    for path, value in leaves(tree):
-        graft(rebuilt, path, value)
-        assert look_up(rebuilt, path) == value
+    for path, value in iter_leaves(tree):
+        set_path(rebuilt, path, value)
+        assert get_path(rebuilt, path) == value
     assert rebuilt == tree
 
 
 @settings(deadline=None)
 @given(trees)
 def test_pruning_all_leaves_leaves_nothing(tree: dict[str, Any]) -> None:
-    for path, _ in list(leaves(tree)):
-        assert prune(tree, path)
-        assert not prune(tree, path)
+    for path, _ in list(iter_leaves(tree)):
+        assert delete_path(tree, path)
+        assert not delete_path(tree, path)
     assert tree == {}

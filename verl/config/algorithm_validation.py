@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.features import is_own_function, uses_critic, uses_preferences
+from verl.config.features import is_custom_function, uses_critic, uses_preferences
 from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem
 from verl.config.schema import Config
 
-__all__ = ["contradictions", "hints"]
+__all__ = ["find_conflicts", "find_hints"]
 
 _LOSS = f"{ACTOR}.policy_loss"
 _IN_GROUPS = (
@@ -23,7 +23,7 @@ _IN_GROUPS = (
 """Estimators that compare an answer with the others to its prompt; alone, it keeps its score, or gets zero."""
 
 
-def contradictions(config: Config) -> Iterator[ConfigProblem]:
+def find_conflicts(config: Config) -> Iterator[ConfigProblem]:
     """Settings of the algorithm that cannot work together."""
     loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
     yield from _lonely_answers(config)
@@ -86,7 +86,7 @@ def _lonely_answers(config: Config) -> Iterator[ConfigProblem]:
 def _critic_without_use(config: Config) -> Iterator[ConfigProblem]:
     """A critic is for those that return what it is trained on: gae, which needs it, and functions of the user."""
     wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
-    if wanted is None or is_own_function(estimator) or uses_preferences(config) or wanted == (estimator == "gae"):
+    if wanted is None or is_custom_function(estimator) or uses_preferences(config) or wanted == (estimator == "gae"):
         return
     why = "gives no returns to train it on" if wanted else "needs its values"
     yield ConfigProblem(
@@ -105,7 +105,7 @@ def _process_rewards_unused(config: Config) -> Iterator[ConfigProblem]:
             f"reward.prime.enable: true rewards tokens, and {_LOSS}.loss_mode={mode} sees whole answers alone; "
             f"set {_LOSS}.loss_mode=vanilla",
         )
-    elif estimator not in ("rloo", "rloo_vectorized") and not is_own_function(estimator):
+    elif estimator not in ("rloo", "rloo_vectorized") and not is_custom_function(estimator):
         yield ConfigProblem(
             ("reward.prime.enable", "algorithm.adv_estimator"),
             f"reward.prime.enable: true needs returns with leave-one-out baselines, and algorithm.adv_estimator="
@@ -113,7 +113,7 @@ def _process_rewards_unused(config: Config) -> Iterator[ConfigProblem]:
         )
 
 
-def hints(config: Config) -> Iterator[ConfigProblem]:
+def find_hints(config: Config) -> Iterator[ConfigProblem]:
     """What the algorithm can do, but is probably not meant to."""
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
     if algorithm.adv_estimator in _IN_GROUPS and n < 2 and not uses_preferences(config):

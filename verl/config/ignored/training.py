@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.batch_sizes import critic_cut
-from verl.config.features import reference_is_policy
-from verl.config.mutes.mute import IgnoredRule
-from verl.config.problems import ACTOR, REF, ROLLOUT, keys_of
+from verl.config.batch_sizes import get_critic_batch_sizes
+from verl.config.features import uses_policy_as_reference
+from verl.config.ignored.rule import IgnoredRule
+from verl.config.problems import ACTOR, REF, ROLLOUT, prefix_keys
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
 
 __all__ = ["OF_ANY_RUN", "TRAINING", "of_schedule", "of_sharding", "without_adapter"]
@@ -65,13 +65,13 @@ def of_sharding(section: str, fsdp: Callable[[Any], FsdpConfig]) -> tuple[Ignore
     """Of a section with sharded training: what is offloaded twice, or from host memory to host memory."""
     return (
         IgnoredRule(
-            keys_of(section, "param_offload", "optimizer_offload", "offload_policy"),
+            prefix_keys(section, "param_offload", "optimizer_offload", "offload_policy"),
             lambda c: c.trainer.device == "cpu",
             _NO_DEVICE,
             ("trainer.device",),
         ),
         IgnoredRule(
-            keys_of(section, "param_offload", "optimizer_offload"),
+            prefix_keys(section, "param_offload", "optimizer_offload"),
             lambda c: fsdp(c).offload_policy,
             f"{section}.offload_policy=true keeps weights, gradients and moments in host memory as it is",
             (f"{section}.offload_policy",),
@@ -85,7 +85,7 @@ _NO_DEVICE = "on a CPU (trainer.device) all is in host memory"
 def without_adapter(section: str, peft: Callable[[Any], PeftConfig], *more: str) -> IgnoredRule:
     """Of a section with an adapter: what says more of one that there is not."""
     return IgnoredRule(
-        (*keys_of(section, "lora_alpha", "target_modules"), *more),
+        (*prefix_keys(section, "lora_alpha", "target_modules"), *more),
         lambda c: peft(c).lora_rank == 0,
         f"{section}.lora_rank=0 is no adapter",
         (f"{section}.lora_rank",),
@@ -97,7 +97,7 @@ _DYNAMIC = (f"{ACTOR}.use_dynamic_bsz", "critic.use_dynamic_bsz")
 TRAINING = (
     IgnoredRule(
         (f"{REF}.fsdp_config.param_offload",),
-        lambda c: reference_is_policy(c) and not c.reward.prime.enable,
+        lambda c: uses_policy_as_reference(c) and not c.reward.prime.enable,
         f"with an adapter the reference is the policy itself, and {ACTOR}.fsdp_config.param_offload counts",
         (f"{ACTOR}.peft.lora_rank", "trainer.ref_update_freq"),
     ),
@@ -115,13 +115,13 @@ TRAINING = (
     ),
     IgnoredRule(
         ("critic.ppo_max_token_len_per_gpu",),
-        lambda c: critic_cut(c).micro_batch_tokens is None,
+        lambda c: get_critic_batch_sizes(c).micro_batch_tokens is None,
         "the critic's use_dynamic_bsz is false",
         _DYNAMIC,
     ),
     IgnoredRule(
         ("critic.ppo_micro_batch_size_per_gpu",),
-        lambda c: critic_cut(c).micro_batch_samples is None,
+        lambda c: get_critic_batch_sizes(c).micro_batch_samples is None,
         "the critic's use_dynamic_bsz is true, and counts tokens",
         _DYNAMIC,
     ),

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.batch_sizes import Size, how_ranks, train_ranks
-from verl.config.checks import endless_warmup, missing, of_any_run
-from verl.config.mutes import IgnoredRule, without_effect
-from verl.config.mutes.training import OF_ANY_RUN, of_schedule, of_sharding, without_adapter
-from verl.config.problems import ConfigProblem, keys_of
+from verl.config.batch_sizes import count_train_ranks
+from verl.config.features import saves_hf
+from verl.config.ignored import IgnoredRule, find_ignored_settings
+from verl.config.ignored.training import OF_ANY_RUN, of_schedule, of_sharding, without_adapter
+from verl.config.problems import ConfigProblem, prefix_keys
 from verl.config.schema import SftConfig
+from verl.config.validation import check_warmup, find_run_conflicts
 
-__all__ = ["contradictions", "hints", "missing", "saves_hf", "sft_sizes"]
+__all__ = ["find_conflicts", "find_hints"]
 
 
-def contradictions(config: SftConfig) -> Iterator[ConfigProblem]:
+def find_conflicts(config: SftConfig) -> Iterator[ConfigProblem]:
     """Settings that cannot work together."""
-    yield from of_any_run(config)
+    yield from find_run_conflicts(config)
     steps = config.trainer.total_training_steps
-    yield from endless_warmup("optim", config.optim, steps, steps)
+    yield from check_warmup("optim", config.optim, steps, steps)
     if saves_hf(config) and "model" not in config.checkpoint.save_contents:
         yield ConfigProblem(
             ("trainer.save_hf", "checkpoint.save_contents"),
@@ -28,9 +29,9 @@ def contradictions(config: SftConfig) -> Iterator[ConfigProblem]:
         )
 
 
-def hints(config: SftConfig) -> Iterator[ConfigProblem]:
+def find_hints(config: SftConfig) -> Iterator[ConfigProblem]:
     """What works, but is probably not meant."""
-    data, ranks = config.data, train_ranks(config)
+    data, ranks = config.data, count_train_ranks(config)
     if data.train_batch_size < ranks:
         yield ConfigProblem(
             ("data.train_batch_size", "trainer.n_gpus_per_node", "trainer.nnodes"),
@@ -43,31 +44,7 @@ def hints(config: SftConfig) -> Iterator[ConfigProblem]:
             f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}: "
             f"longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}",
         )
-    yield from without_effect(config, _MUTES)
-
-
-def sft_sizes(config: SftConfig) -> list[Size]:
-    """What a step is made of, and how each number comes about."""
-    data = config.data
-    ranks, batch = train_ranks(config), data.train_batch_size
-    rows = [
-        Size("examples a step", batch, "data.train_batch_size"),
-        Size("tokens of an example, at most", data.max_length, "data.max_length"),
-        Size("train ranks", ranks, how_ranks(config)),
-    ]
-    if data.packing:
-        return [*rows, Size("tokens of a micro-batch and rank", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
-    micro = min(data.micro_batch_size_per_gpu, -(-batch // ranks))
-    return [
-        *rows,
-        Size("examples of a micro-batch and rank", micro, "data.micro_batch_size_per_gpu"),
-        Size("... tokens of it, at most", micro * data.max_length, f"{micro} examples x {data.max_length} tokens"),
-    ]
-
-
-def saves_hf(config: SftConfig) -> bool:
-    """Whether checkpoints also hold the model for `from_pretrained`, asked for in either spelling."""
-    return config.trainer.save_hf or "hf_model" in config.checkpoint.save_contents
+    yield from find_ignored_settings(config, _MUTES)
 
 
 _MUTES = (
@@ -76,7 +53,7 @@ _MUTES = (
     *of_sharding("model.fsdp_config", lambda c: c.model.fsdp_config),
     without_adapter("model.peft", lambda c: c.model.peft),
     IgnoredRule(
-        keys_of("data", "prompt_key", "response_key"),
+        prefix_keys("data", "prompt_key", "response_key"),
         lambda c: c.data.messages_key is not None,
         "data.messages_key is given: its conversations are all that is read",
         ("data.messages_key",),
