@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.judge import judge
+from verl.rewards.judge import client
 from verl.rewards.judge.judge import compute_score
 from verl.rewards.pool.pool import RewardPool
 from verl.types import Failed, Scored
@@ -34,6 +34,7 @@ class Service:
         self.replies: list[Reply] = [said("score: 7/10")]
         self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.times: list[float] = []
+        self.tunnels: list[str] = []
         self.over = threading.Event()
         service, lock = self, threading.Lock()
 
@@ -54,6 +55,10 @@ class Service:
                     self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(content)
+
+            def do_CONNECT(self) -> None:
+                service.tunnels.append(f"{self.requestline}\n{self.headers}")
+                self.send_error(403)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -98,7 +103,7 @@ class Service:
 @pytest.fixture
 def service(monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
     monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setattr(judge, "_FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(client, "_FIRST_WAIT_S", 0.001)
     made = Service()
     yield made
     made.close()
@@ -158,9 +163,9 @@ async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: An
 @pytest.mark.parametrize(
     ("trouble", "says"),
     [
-        ((500, {}, b"oops"), "answered HTTP 500: oops"),
+        ((500, {}, b"oops"), "returned HTTP 500: oops"),
         ((429, {}, b"slow down"), "requests_per_minute"),
-        ((200, {}, b"<html>"), "sent no JSON: '<html>'"),
+        ((200, {}, b"<html>"), "is not JSON: '<html>'"),
         ((200, {}, b"{}"), "without choices"),
         (Service.hang, "within timeout_s=0.2"),
         (Service.drip, "within timeout_s=0.2"),
@@ -168,7 +173,7 @@ async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: An
 )
 async def test_trouble_that_stays_is_a_failure_that_names_it(service: Service, trouble: Any, says: str) -> None:
     service.replies = [trouble.__get__(service) if callable(trouble) else trouble]
-    with pytest.raises(RewardError, match="the judge at http") as raised:
+    with pytest.raises(RewardError, match="The judge at http") as raised:
         await ask(service, retries=1, timeout_s=0.2 if callable(trouble) else 60)
     assert says in str(raised.value)
     assert "after 2 requests" in str(raised.value)
@@ -189,15 +194,48 @@ async def test_a_request_that_is_wrong_is_not_made_again(
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     service.replies = [(status, {"Location": "http://127.0.0.1:9/elsewhere"}, b"the key sk-secret is no good")]
-    with pytest.raises(RewardError, match=f"answered HTTP {status}") as raised:
+    with pytest.raises(RewardError, match=f"returned HTTP {status}") as raised:
         await ask(service, retries=5, key_env="JUDGE_KEY")
     assert len(service.asked) == 1
     assert mend in str(raised.value).split("\n")[0].rpartition(";")[2]
     assert "sk-secret" not in str(raised.value)
 
 
+@pytest.mark.parametrize("body", [b"my key is sk-secret", b'{"error": "no access for sk-secret"}'])
+async def test_a_reply_that_repeats_the_key_does_not_reveal_it(service: Service, body: bytes, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    service.replies = [(200, {}, body)]
+    with pytest.raises(RewardError, match=r"\*\*\*") as raised:
+        await ask(service, retries=0, key_env="JUDGE_KEY")
+    assert "sk-secret" not in str(raised.value)
+
+
+async def test_a_proxy_of_an_encrypted_request_does_not_see_the_key(service: Service, monkeypatch: Any) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    monkeypatch.setenv("https_proxy", service.url.removesuffix("/v1").replace("http://", "http://user:pass-word@"))
+    kwargs = {"url": "https://judge.invalid/v1", "model": "m", "retries": 0, "key_env": "JUDGE_KEY"}
+    with pytest.raises(RewardError, match=r"cannot be reached: .*403") as raised:
+        await compute_score("", "46", "46", QUESTION, **kwargs)
+    [tunnel] = service.tunnels
+    assert "judge.invalid:443" in tunnel
+    assert "sk-secret" not in f"{tunnel} {raised.value}"
+    assert "pass-word" not in str(raised.value)
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_plain_request_with_a_key_avoids_the_proxy(service: Service, has_key: bool, monkeypatch: Any) -> None:
+    proxy = Service()
+    monkeypatch.setenv("JUDGE_KEY", "sk-secret")
+    monkeypatch.setenv("no_proxy", "")
+    monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+    result = await ask(service, key_env="JUDGE_KEY" if has_key else None)
+    proxy.close()
+    assert result["score"] == 0.7
+    assert (len(service.asked), len(proxy.asked)) == ((1, 0) if has_key else (0, 1))
+
+
 async def test_an_address_that_is_none_is_said_at_once() -> None:
-    with pytest.raises(RewardError, match=r"cannot be asked: .*https://host/v1"):
+    with pytest.raises(RewardError, match=r"cannot be called: .*https://host/v1"):
         await compute_score("", "", "", QUESTION, url="judge.local/v1", model="m")
 
 
@@ -210,7 +248,7 @@ async def test_the_service_says_when_to_ask_again_and_all_wait_for_it(service: S
 async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "deep" / "judge.sqlite")
     service.replies = [said("I like it."), said("score: 10/10")]
-    with pytest.raises(RewardError, match="no score such as"):
+    with pytest.raises(RewardError, match="without a score such as"):
         await ask(service, cache=cache)
     assert len(service.asked) == 1
     assert (await ask(service, cache=cache))["score"] == 1.0
@@ -249,5 +287,5 @@ async def test_in_several_scoring_processes_it_keeps_its_rate_its_cache_and_its_
         service.replies = [(500, {}, b"oops")]
         failed = await pool.score("sums", "another", "46", QUESTION)
     assert isinstance(failed, Failed)
-    assert "answered HTTP 500" in failed.message
+    assert "returned HTTP 500" in failed.message
     assert service.times[-1] - service.times[0] >= 3 * 0.2 - 0.01  # the first request may be slow on its way

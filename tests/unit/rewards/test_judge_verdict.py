@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.judge.cache import Store
-from verl.rewards.judge.client import _retry_after
+from verl.rewards.judge.cache import JudgeCache
+from verl.rewards.judge.client import _parse_retry_after
 from verl.rewards.judge.judge import compute_score, read_verdict
 from verl.rewards.reward_function import load_reward
 
@@ -44,7 +44,7 @@ def test_the_last_verdict_counts(reply: str, score: float) -> None:
     ["", "It is a good answer.", "score: seven", "score: 11/10", "score: -1/10", "score: 0/0", "underscore 5", "10"],
 )
 def test_what_is_no_verdict_is_a_failure_and_never_a_zero(reply: str) -> None:
-    with pytest.raises(RewardError, match="the judge"):
+    with pytest.raises(RewardError, match="The judge"):
         read_verdict(reply)
 
 
@@ -79,7 +79,7 @@ def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict
 
 
 async def test_a_question_that_the_row_lacks_names_the_entries_and_the_mend() -> None:
-    with pytest.raises(RewardError, match=r"question_key=question: extra_info has only level; .*raw_prompt"):
+    with pytest.raises(RewardError, match=r"question_key=question: extra_info has only level. .*raw_prompt"):
         await compute_score("", "46", "46", {"level": 3}, url="http://127.0.0.1:9/v1", model="m")
 
 
@@ -94,29 +94,29 @@ async def test_a_key_that_cannot_be_one_is_named_by_its_variable_alone(key: Any,
 
 
 def test_turns_are_given_one_after_the_other_to_all_who_share_the_file(tmp_path: Path) -> None:
-    asks = [Store(tmp_path / "judge.sqlite", "a") for _ in range(3)]
-    waits = [ask.turn(1000.0) for ask in (*asks, *asks)]
+    asks = [JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(3)]
+    waits = [ask.reserve_turn(1000.0) for ask in (*asks, *asks)]
     assert [round(wait / 1000) for wait in waits] == [0, 1, 2, 3, 4, 5]
-    assert Store(tmp_path / "judge.sqlite", "b").turn(1000.0) == 0, "another endpoint has turns of its own"
+    assert JudgeCache(tmp_path / "judge.sqlite", "b").reserve_turn(1000.0) == 0, "another endpoint has turns of its own"
 
 
 def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: Path) -> None:
-    one, other = (Store(tmp_path / "judge.sqlite", "a") for _ in range(2))
-    one.hold(5000.0)
-    one.hold(1000.0)
-    assert 4000 < other.turn(1.0) <= 5000
+    one, other = (JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(2))
+    one.delay_turns(5000.0)
+    one.delay_turns(1000.0)
+    assert 4000 < other.reserve_turn(1.0) <= 5000
 
 
 @pytest.mark.parametrize(
     ("header", "seconds"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), (None, None), ("soon", None), ("", None)]
 )
 def test_the_header_that_says_when_to_ask_again_is_read(header: str | None, seconds: float | None) -> None:
-    assert _retry_after(header) == seconds
+    assert _parse_retry_after({} if header is None else {"Retry-After": header}) == seconds
 
 
 def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
-    assert _retry_after("Fri, 01 Jan 1999 00:00:00 GMT") == 0
-    seconds = _retry_after(formatdate(time.time() + 5000, usegmt=True))
+    assert _parse_retry_after({"Retry-After": "Fri, 01 Jan 1999 00:00:00 GMT"}) == 0
+    seconds = _parse_retry_after({"Retry-After": formatdate(time.time() + 5000, usegmt=True)})
     assert seconds is not None
     assert 4000 < seconds <= 5001
 
@@ -124,4 +124,4 @@ def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
 def test_a_file_that_cannot_be_used_is_named_with_the_mend(tmp_path: Path) -> None:
     (tmp_path / "judge.sqlite").write_text("this is a diary and no database, and it is long enough to be looked at")
     with pytest.raises(RewardError, match=r"judge\.sqlite cannot be used: .*cache="):
-        Store(tmp_path / "judge.sqlite", "a").reply("x")
+        JudgeCache(tmp_path / "judge.sqlite", "a").get_reply("x")

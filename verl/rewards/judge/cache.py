@@ -1,9 +1,8 @@
-"""What the processes that ask a judge share: its replies, and whose turn it is. One SQLite file."""
+"""The SQLite file that scoring processes share: replies of the judge, and the rate limit of its endpoint."""
 
 from __future__ import annotations
 
 import contextlib
-import os
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -11,49 +10,49 @@ from pathlib import Path
 
 from verl.errors import RewardError
 
-__all__ = ["Store"]
+__all__ = ["JudgeCache"]
 
 _BUSY_S = 30.0
 
 
-class Store:
-    """Replies by the name of what was asked, and the time of the next turn at an endpoint. Any process may open it."""
+class JudgeCache:
+    """Replies by the hash of their request, and the time of the next request to `endpoint`. Safe across processes."""
 
     def __init__(self, path: Path, endpoint: str) -> None:
         self._path, self._endpoint = path, endpoint
 
-    def reply(self, name: str) -> str | None:
-        with self._open() as db:
-            found = db.execute("SELECT reply FROM replies WHERE name = ?", (name,)).fetchone()
-        return None if found is None else str(found[0])
+    def get_reply(self, name: str) -> str | None:
+        with self._transaction() as db:
+            row = db.execute("SELECT reply FROM replies WHERE name = ?", (name,)).fetchone()
+        return None if row is None else str(row[0])
 
-    def keep(self, name: str, reply: str) -> None:
-        with self._open() as db:
+    def put_reply(self, name: str, reply: str) -> None:
+        with self._transaction() as db:
             db.execute("INSERT OR REPLACE INTO replies VALUES (?, ?)", (name, reply))
 
-    def turn(self, every_s: float) -> float:
-        """Take the next turn, one every so many seconds over all who ask: how long to wait until it comes."""
-        with self._open() as db:
+    def reserve_turn(self, interval_s: float) -> float:
+        """Reserve the next request, at most one per `interval_s`, and return the seconds to wait for it."""
+        with self._transaction() as db:
             now = time.time()
-            turn = max(now, self._next(db))
-            self._set_next(db, turn + every_s)
+            turn = max(now, self._get_next(db))
+            self._set_next(db, turn + interval_s)
         return turn - now
 
-    def hold(self, seconds: float) -> None:
-        """Nobody has a turn before so many seconds from now: the service said so."""
-        with self._open() as db:
-            self._set_next(db, max(self._next(db), time.time() + seconds))
+    def delay_turns(self, seconds: float) -> None:
+        """Let no request start within the next `seconds`."""
+        with self._transaction() as db:
+            self._set_next(db, max(self._get_next(db), time.time() + seconds))
 
-    def _next(self, db: sqlite3.Connection) -> float:
-        found = db.execute("SELECT next FROM turns WHERE endpoint = ?", (self._endpoint,)).fetchone()
-        return 0.0 if found is None else float(found[0])
+    def _get_next(self, db: sqlite3.Connection) -> float:
+        row = db.execute("SELECT next FROM turns WHERE endpoint = ?", (self._endpoint,)).fetchone()
+        return 0.0 if row is None else float(row[0])
 
-    def _set_next(self, db: sqlite3.Connection, next_: float) -> None:
-        db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (self._endpoint, next_))
+    def _set_next(self, db: sqlite3.Connection, next_s: float) -> None:
+        db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (self._endpoint, next_s))
 
     @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        """A transaction that has the file for itself: short ones, so that nobody waits for long."""
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """Open the file exclusively."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             with contextlib.closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
@@ -63,8 +62,7 @@ class Store:
                 yield db
                 db.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
-            where = os.fspath(self._path)
             raise RewardError(
-                f"reward_kwargs.cache: {where} cannot be used: {error}; name a file on a local disk that you may "
-                "write, with cache=..."
+                f"reward_kwargs.cache: {self._path} cannot be used: {error}. Set cache=... to a writable file on a "
+                "local disk"
             ) from error

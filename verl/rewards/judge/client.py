@@ -1,108 +1,142 @@
-"""One request to a chat-completions endpoint, and what its outcome means: a reply, try again, or do not."""
+"""Client of an OpenAI-compatible chat completions endpoint, with retries and a rate limit."""
 
 from __future__ import annotations
 
+import asyncio
 import email.utils
-import http.client
 import json
+import random
+import ssl
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies, proxy_bypass
 
-__all__ = ["RefusedError", "UnavailableError", "post"]
+import httpx
 
-_BUSY = {408, 409, 425, 429, 500, 502, 503, 504, 529}
-_MOST_BYTES = 8 << 20
-_MENDS = {
+from verl.errors import RewardError
+from verl.rewards.judge.cache import JudgeCache
+
+__all__ = ["JudgeClient"]
+
+_FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
+_RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+_CHECK_KEY = "check the key in the environment variable that reward_kwargs.key_env names, and its permissions"
+_FIXES = {
     400: "check reward_kwargs.model and options",
-    401: "check the key in the environment variable that reward_kwargs.key_env names",
-    403: "check the key in the environment variable that reward_kwargs.key_env names, and what it may use",
-    404: "check reward_kwargs.url, which ends in /v1 mostly, and model",
-    413: "the prompt is too long for it: lower data.max_response_length",
+    401: _CHECK_KEY,
+    403: _CHECK_KEY,
+    404: "check reward_kwargs.url, which usually ends in /v1, and model",
+    413: "the prompt is too long for the judge: lower data.max_response_length",
     422: "check reward_kwargs.model and options",
 }
+_ssl_context = lru_cache(ssl.create_default_context)  # reading the certificates takes longer than a request
 
 
-class UnavailableError(Exception):
-    """Not now: worth another try, after `retry_after_s` if the service says so."""
+class _UnavailableError(Exception):
+    """A request that may succeed later, after `retry_after_s` if the service asks for that."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
 
 
-class RefusedError(Exception):
-    """The request itself is wrong: the same again would be refused again."""
+@dataclass(frozen=True, slots=True)
+class JudgeClient:
+    """Sends requests to one endpoint. All processes that share `cache` share the rate limit."""
+
+    url: str
+    key: str | None
+    cache: JudgeCache
+    requests_per_minute: float | None
+    retries: int
+    timeout_s: float
+
+    async def complete(self, payload: Mapping[str, Any]) -> str:
+        """Return the text of the reply; retry with increasing waits while the service is unavailable."""
+        interval_s = 60.0 / self.requests_per_minute if self.requests_per_minute else 0.0
+        for attempt in range(self.retries + 1):
+            if interval_s:
+                await asyncio.sleep(await asyncio.to_thread(self.cache.reserve_turn, interval_s))
+            try:
+                return self._read_content(await self._post(payload))
+            except _UnavailableError as error:
+                problem, wait_s = str(error), min(_MAX_WAIT_S, _FIRST_WAIT_S * 2**attempt) * random.uniform(0.5, 1.0)
+                if error.retry_after_s is not None:
+                    wait_s = max(wait_s, error.retry_after_s)
+                    if interval_s:
+                        await asyncio.to_thread(self.cache.delay_turns, wait_s)
+            if attempt < self.retries:
+                await asyncio.sleep(wait_s)
+        raise RewardError(
+            f"The judge at {self.url} {problem} (after {self.retries + 1} requests). Check that it runs, lower "
+            "reward_kwargs.requests_per_minute, or increase reward_kwargs.retries or timeout_s"
+        )
+
+    async def _post(self, payload: Mapping[str, Any]) -> httpx.Response:
+        """Return the reply to one request, which arrives within `timeout_s` in total."""
+        url = self.url.rstrip("/").removesuffix("/chat/completions") + "/chat/completions"
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            # Redirects are not followed: they would send the key elsewhere.
+            proxy = _find_proxy(url, has_key=self.key is not None)
+            async with httpx.AsyncClient(verify=_ssl_context(), proxy=proxy, trust_env=False, timeout=None) as client:
+                request = client.post(url, content=json.dumps(payload), headers=headers)
+                return await asyncio.wait_for(request, self.timeout_s)
+        except asyncio.TimeoutError:
+            raise _UnavailableError(f"sent no reply within timeout_s={self.timeout_s:g}") from None
+        except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError, ImportError) as error:
+            raise RewardError(
+                f"The judge at {self.url} cannot be called: {error}; check reward_kwargs.url, for example "
+                "https://host/v1, and the proxy in the environment"
+            ) from None
+        except (httpx.HTTPError, OSError) as error:
+            raise _UnavailableError(f"cannot be reached: {_find_root_cause(error)!r}") from None
+
+    def _read_content(self, reply: httpx.Response) -> str:
+        # Redacted before any part of it reaches a message or the cache.
+        body = reply.content.replace(self.key.encode(), b"***") if self.key else reply.content
+        status, excerpt = reply.status_code, body[:300].decode(errors="replace")
+        if status in _RETRYABLE:
+            raise _UnavailableError(f"returned HTTP {status}: {excerpt}", _parse_retry_after(reply.headers))
+        if not reply.is_success:
+            fix = _FIXES.get(status, "check reward_kwargs.url")
+            raise RewardError(f"The judge at {self.url} returned HTTP {status}: {excerpt}; {fix}")
+        try:
+            content = json.loads(body)["choices"][0]["message"]["content"]
+        except ValueError:
+            raise _UnavailableError(f"sent a reply that is not JSON: {excerpt!r}") from None
+        except (KeyError, IndexError, TypeError):
+            content = None
+        if not isinstance(content, str):
+            raise _UnavailableError(f"sent JSON without choices[0].message.content: {excerpt}")
+        return content.encode(errors="replace").decode()  # JSON allows lone surrogates, SQLite does not
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A redirect would send the key to wherever it points."""
+def _find_root_cause(error: BaseException) -> BaseException:
+    """Return the error below those of httpx and httpcore, which hold theirs as cause or as argument."""
+    while inner := error.__cause__ or next((arg for arg in error.args if isinstance(arg, BaseException)), None):
+        error = inner
+    return error
 
-    def redirect_request(self, *_: Any) -> None:
+
+def _find_proxy(url: str, *, has_key: bool) -> str | None:
+    """Return the proxy that the environment sets for `url`, unless it could read the key of a plain HTTP request."""
+    target = urlsplit(url)
+    proxy = getproxies().get(target.scheme)
+    if not proxy or (has_key and target.scheme == "http") or proxy_bypass(target.netloc):
         return None
+    return proxy if "://" in proxy else f"http://{proxy}"
 
 
-_OPENER = urllib.request.build_opener(_NoRedirect)
-
-
-def post(url: str, asked: Mapping[str, Any], key: str | None, timeout_s: float) -> Any:
-    """The JSON that the endpoint sends, within `timeout_s` in all. The key is in no message."""
-    base = url.rstrip("/")
-    base = base if base.endswith("/chat/completions") else f"{base}/chat/completions"
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
-    deadline = time.monotonic() + timeout_s
-    try:
-        request = urllib.request.Request(base, json.dumps(asked).encode(), headers)
-        with _OPENER.open(request, timeout=timeout_s) as reply:
-            body = _body(reply, deadline)
-    except urllib.error.HTTPError as error:
-        said = f"answered HTTP {error.code}: {_excerpt(error, key)}"
-        if error.code in _BUSY:
-            raise UnavailableError(said, _retry_after(error.headers.get("Retry-After"))) from None
-        raise RefusedError(f"{said}; {_MENDS.get(error.code, 'check reward_kwargs.url')}") from None
-    except TimeoutError:
-        raise UnavailableError(f"gave no reply within timeout_s={timeout_s:g}") from None
-    except (OSError, http.client.HTTPException) as error:
-        why = getattr(error, "reason", None) or error
-        late = isinstance(why, TimeoutError)
-        said = f"gave no reply within timeout_s={timeout_s:g}" if late else f"cannot be reached: {why!r}"
-        raise UnavailableError(said) from None
-    except ValueError as error:
-        raise RefusedError(f"cannot be asked: {error}; check reward_kwargs.url, such as https://host/v1") from None
-    try:
-        return json.loads(body)
-    except ValueError:
-        raise UnavailableError(f"sent no JSON: {body[:200].decode(errors='replace')!r}") from None
-
-
-def _body(reply: Any, deadline: float) -> bytes:
-    """All of it, unless it drips in for too long or has no end."""
-    parts = bytearray()
-    while part := reply.read1(1 << 16):
-        parts += part
-        if time.monotonic() > deadline:
-            raise TimeoutError
-        if len(parts) > _MOST_BYTES:
-            raise OSError(f"its reply is longer than {_MOST_BYTES >> 20} MB")
-    if reply.length:  # fewer bytes than were promised
-        raise http.client.IncompleteRead(bytes(parts), reply.length)
-    return bytes(parts)
-
-
-def _excerpt(error: urllib.error.HTTPError, key: str | None) -> str:
-    try:
-        text = error.read(2000).decode(errors="replace")
-    except (OSError, http.client.HTTPException):
-        return "(no text)"
-    return (text.replace(key, "***") if key else text)[:300]
-
-
-def _retry_after(value: str | None) -> float | None:
-    """Seconds, of a header that has seconds or a date."""
-    if value is None:
-        return None
+def _parse_retry_after(headers: Mapping[str, str]) -> float | None:
+    """Return the seconds in the Retry-After header, which holds seconds or a date."""
+    value = headers.get("Retry-After", "")
     try:
         return max(0.0, float(value))
     except ValueError:
