@@ -1,9 +1,10 @@
-"""Log-probs and entropies of 4,096 tokens over a vocabulary of 151,936, forward and backward: memory, time, equality.
+"""Compare chunked log-probs with plain ones on 4,096 tokens and a vocabulary of 151,936: memory, time, gradients.
 
 python tests/acceptance/vocabulary.py [--short]
 
-The plain way (logits, log-softmax, gather) and ours each run in a process of their own. The figure is the peak of
-resident memory over what the process held when its inputs were made. `--short` takes an eighth of the tokens.
+The plain method (logits, log-softmax, gather) and the chunked one each run forward and backward in a separate process.
+The figure is the peak resident memory above what the process holds once its inputs exist. `--short` uses an eighth of
+the tokens.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from verl.training.logprobs import token_logprobs
+from verl.training.logprobs import LastLayer, token_logprobs
 
 VOCABULARY, HIDDEN = 151_936, 256
 MEMORY_LIMIT, GRADIENT_LIMIT = 1 / 4, 1e-5
@@ -28,48 +29,58 @@ def plain(hidden, weight, targets):
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
+def chunked(hidden, weight, targets):
+    return token_logprobs(LastLayer(hidden, weight), targets)
+
+
+METHODS = {"chunked": chunked, "plain": plain}
+
+
 def memory(field):
-    """Of this process, in bytes: VmRSS now, VmHWM at its highest."""
+    """Return the memory of this process in bytes: VmRSS is the current, VmHWM the peak."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
-def measure(way, tokens, path):
-    """In a process of its own: one forward and backward, the gradients left in `path`."""
+def measure(method, tokens, path, vocabulary=VOCABULARY):
+    """Run one forward and backward pass, save the gradients to `path` and return memory and time."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, HIDDEN, generator=generator).requires_grad_()
-    weight = (torch.randn(VOCABULARY, HIDDEN, generator=generator) / HIDDEN**0.5).requires_grad_()
-    targets = torch.randint(VOCABULARY, (tokens,), generator=generator)
+    weight = (torch.randn(vocabulary, HIDDEN, generator=generator) / HIDDEN**0.5).requires_grad_()
+    targets = torch.randint(vocabulary, (tokens,), generator=generator)
     upstream = torch.randn(2, tokens, generator=generator)
     before, start = memory("VmRSS"), time.monotonic()
-    logprobs, entropy = {"plain": plain, "chunked": token_logprobs}[way](hidden, weight, targets)
+    logprobs, entropy = METHODS[method](hidden, weight, targets)
     (upstream[0] * logprobs + 0.1 * upstream[1] * entropy).sum().backward()
     seconds, after = time.monotonic() - start, memory("VmHWM")
     torch.save({"hidden": hidden.grad, "weight": weight.grad, "logprobs": logprobs.detach()}, path)
-    print(json.dumps({"bytes": after - before, "seconds": seconds}))
+    return {"bytes": after - before, "seconds": seconds}
 
 
-def child(way, tokens, path):
-    command = [sys.executable, __file__, "--way", way, "--tokens", str(tokens), "--out", str(path)]
+def measure_in_process(method, tokens, path):
+    command = [sys.executable, __file__, "--method", method, "--tokens", str(tokens), "--out", str(path)]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+
+
+def relative_differences(chunked, plain):
+    return {key: float((chunked[key] - plain[key]).norm() / plain[key].norm()) for key in plain}
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true", help="an eighth of the tokens")
     parser.add_argument("--tokens", type=int)
-    parser.add_argument("--way", choices=["plain", "chunked"], help=argparse.SUPPRESS)
+    parser.add_argument("--method", choices=METHODS, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     tokens = arguments.tokens or (512 if arguments.short else 4096)
-    if arguments.way:
-        measure(arguments.way, tokens, arguments.out)
+    if arguments.method:
+        print(json.dumps(measure(arguments.method, tokens, arguments.out)))
         return
     with tempfile.TemporaryDirectory() as name:
-        paths = {way: Path(name) / f"{way}.pt" for way in ("chunked", "plain")}
-        spent = {way: child(way, tokens, path) for way, path in paths.items()}
-        ours, theirs = (torch.load(paths[way]) for way in ("chunked", "plain"))
-    gaps = {key: float((ours[key] - theirs[key]).norm() / theirs[key].norm()) for key in ours}
+        paths = {method: Path(name) / f"{method}.pt" for method in METHODS}
+        spent = {method: measure_in_process(method, tokens, path) for method, path in paths.items()}
+        gaps = relative_differences(*(torch.load(path) for path in paths.values()))
     ratio = spent["chunked"]["bytes"] / spent["plain"]["bytes"]
     figures = {
         "tokens": tokens,

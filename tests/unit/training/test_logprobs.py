@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.acceptance import vocabulary
 from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 
 pytestmark = pytest.mark.unit
@@ -102,3 +103,12 @@ def test_low_precision_inputs_give_float32_log_probs_and_gradients_of_their_own_
     torch.testing.assert_close(logprobs, expected, atol=0.05, rtol=0.02)
     logprobs.sum().backward()
     assert weight.grad.dtype == hidden.grad.dtype == torch.bfloat16
+
+
+def test_the_acceptance_script_measures_equal_results_at_a_small_size(tmp_path):
+    paths = [tmp_path / f"{method}.pt" for method in vocabulary.METHODS]
+    for method, path in zip(vocabulary.METHODS, paths, strict=True):
+        assert vocabulary.measure(method, 7, path, vocabulary=33).keys() == {"bytes", "seconds"}
+    differences = vocabulary.relative_differences(*map(torch.load, paths))
+    assert differences.keys() == {"hidden", "weight", "logprobs"}
+    assert max(differences.values()) <= vocabulary.GRADIENT_LIMIT
