@@ -33,10 +33,9 @@ from verl.algorithms.correction import (
     rejection_mask,
 )
 from verl.algorithms.losses import PER_SEQUENCE, LossInputs
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
-from verl.algorithms.value_loss import ValueObjective
 from verl.rewards.overlong import compute_overlong_penalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 

@@ -36,10 +36,9 @@ from transformers.utils.logging import disable_progress_bar
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
 from verl.algorithms.prepass import PREPASSES
 from verl.algorithms.settings import AlgorithmSettings
-from verl.algorithms.value_loss import ValueObjective
 from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
 from verl.training.engine import ModelOutput, ValueOutput

@@ -9,8 +9,7 @@ from tiny import tiny_qwen2
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from tests.fake_train_engine import FakeSettings, FakeTrainEngine
-from verl.algorithms.objective import PolicyObjective, sft
-from verl.algorithms.value_loss import ValueObjective
+from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings

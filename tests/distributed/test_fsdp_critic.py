@@ -8,7 +8,7 @@ from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.aggregate import MODES
-from verl.algorithms.value_loss import ValueObjective
+from verl.algorithms.objective import ValueObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine, FsdpSettings

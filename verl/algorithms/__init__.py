@@ -1,5 +1,5 @@
-"""Advantages, losses, KL and aggregation as pure functions of tensors, each a few lines that look like its formula.
+"""Advantages, losses, KL and aggregation: pure functions of tensors, each as close to its formula as possible.
 
-They import torch and nothing else; training and everything above may import them. Flat arrays throughout: per-token
-values are `[T]`, sequences lie end to end between `offsets [B+1]`, and `mask [T]` marks what the model generated.
+They import nothing but torch; training and everything above may import them. All arrays are flat: per-token values are
+`[T]`, sequences are concatenated with boundaries `offsets [B+1]`, and `mask [T]` marks the generated tokens.
 """

@@ -1,7 +1,7 @@
-"""From per-token values to one number: the only place where a loss is divided, and it divides by the whole mini-batch.
+"""Aggregation of per-token values. The only module that normalizes a loss, always by totals of the whole mini-batch.
 
-A mean over a micro-batch is not a share of the mean over the mini-batch; that mistake makes the gradient depend on how
-the work is cut. Here every result is a share: its sum over all micro-batches and ranks is the number of the mini-batch.
+A mean over a micro-batch is not a share of the mean over the mini-batch: gradients would depend on how the mini-batch
+is split. Every result here is a share, and the shares of all micro-batches and ranks add up to the mini-batch's value.
 """
 
 from __future__ import annotations
@@ -18,28 +18,25 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Generated tokens and sequences of the whole mini-batch, over all ranks: what every share is divided by.
-
-    A sequence with an all-zero mask counts in neither.
-    """
+    """Generated tokens, and sequences that have any, in the whole mini-batch over all ranks."""
 
     tokens: float
     sequences: float
 
 
 def segment_ids(offsets: Tensor) -> Tensor:
-    """The sequence that each token belongs to: offsets [B+1] -> [T]."""
+    """Return the sequence index of each token: offsets [B+1] -> [T]."""
     lengths = offsets.diff()
     return torch.repeat_interleave(torch.arange(len(lengths), device=offsets.device), lengths)
 
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
-    """Sums over each sequence: values [T], offsets [B+1] -> [B]."""
+    """Return the sum over each sequence: values [T], offsets [B+1] -> [B]."""
     return values.new_zeros(len(offsets) - 1).index_add(0, segment_ids(offsets), values)
 
 
 def count_totals(mask: Tensor, offsets: Tensor) -> Totals:
-    """What one micro-batch adds to the totals of its mini-batch: mask [T], offsets [B+1]."""
+    """Return what one micro-batch adds to the totals of its mini-batch: mask [T], offsets [B+1]."""
     per_sequence = segment_sum(mask.long(), offsets)
     return Totals(tokens=float(per_sequence.sum()), sequences=float((per_sequence > 0).sum()))
 
@@ -47,7 +44,7 @@ def count_totals(mask: Tensor, offsets: Tensor) -> Totals:
 def aggregate(
     values: Tensor, mask: Tensor, offsets: Tensor, mode: str, totals: Totals, *, scale: float | None = None
 ) -> Tensor:
-    """The share of `values [T]` where `mask [T]`, sequences between `offsets [B+1]`, in the mini-batch of `totals`.
+    """Return the share of these tokens in the aggregate of their mini-batch: values, mask [T], offsets [B+1].
 
     - `token-mean`: sum / tokens
     - `seq-mean-token-sum`: sum / sequences

@@ -1,6 +1,6 @@
-"""How far the trainer's policy is from the one that generated: always measured, and corrected where asked for.
+"""Rollout correction: the mismatch between trainer and rollout engine, always measured and optionally corrected.
 
-D = lp_old - lp_roll, held to +-20: the log of how much likelier the trainer finds a token than the engine that drew it.
+D = lp_old - lp_roll, clamped to +-20: the trainer's log-prob of a token minus that of the engine that sampled it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import Correction
 
-__all__ = ["Correction", "importance_weights", "mismatch_metrics", "mismatch_moments", "rejection_mask"]
+__all__ = ["importance_weights", "mismatch_metrics", "mismatch_moments", "rejection_mask"]
 
 Gather = Callable[[Tensor], Tensor]
 MAX_LOG_RATIO = 20.0
@@ -22,9 +22,9 @@ MAX_LOG_RATIO = 20.0
 def importance_weights(
     old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction, gather: Gather
 ) -> Tensor:
-    """min(exp(D), threshold) per token, or min(exp(sum D), threshold) per sequence: [T], without gradient.
+    """Return min(exp(D), threshold) per token or min(exp(sum D), threshold) per sequence: [T], detached.
 
-    Normalised, they are divided by their mean over the generated tokens of all ranks.
+    With `c.normalize` they are divided by their mean over the generated tokens of all ranks.
     """
     weights = _ratio(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
     if c.normalize:
@@ -34,13 +34,13 @@ def importance_weights(
 
 
 def rejection_mask(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
-    """The mask without what differs too much: tokens, or sequences, whose ratio is outside [lower, upper]."""
+    """Return the mask without the tokens or sequences whose ratio is outside [lower, upper]: [T]."""
     ratio = _ratio(old, rollout, mask, offsets, c.reject or "token")
     return mask & (ratio >= c.lower) & (ratio <= c.upper)
 
 
 def _ratio(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
-    """exp(D) of each token; or of its whole sequence, D summed ("sequence") or averaged ("geometric"): [T]."""
+    """Return exp(D) of each token, or of its sequence with D summed ("sequence") or averaged ("geometric"): [T]."""
     gap = torch.where(mask, (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0).detach()
     if level != "token":
         sums = segment_sum(gap, offsets)
@@ -51,12 +51,12 @@ def _ratio(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, level: s
 
 
 def mismatch_moments(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """What one rank contributes [11]: sums and maxima over its generated tokens, enough for every metric below.
+    """Return one rank's sums and maxima over its generated tokens [11], from which all metrics are computed.
 
-    p and q are the probabilities of the sampled tokens under the trainer and the engine, D = log p - log q (clamped).
+    p and q are the probabilities of the sampled tokens under trainer and engine, D = log p - log q (clamped).
     """
     lp, lq = old_logprobs[mask].double(), rollout_logprobs[mask].double()
-    p, q, weight = lp.exp(), lq.exp(), (lp - lq).clamp(-20, 20).exp()
+    p, q, weight = lp.exp(), lq.exp(), (lp - lq).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     gap, log_gap = (p - q).abs(), (lp - lq).abs()
     zero = p.new_zeros(1)
     sums = [torch.ones_like(p), gap, p, q, p * p, q * q, p * q, weight, weight * weight]
@@ -64,7 +64,7 @@ def mismatch_moments(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tenso
 
 
 def mismatch_metrics(moments: Tensor) -> dict[str, float]:
-    """Moments of all ranks [ranks, 11] -> the metrics of the whole batch."""
+    """Return the metrics of the whole batch from the moments of all ranks [ranks, 11]."""
     n, gap, sp, sq, spp, sqq, spq, sw, sww = moments[:, :9].sum(0).tolist()
     if n == 0:
         return {}
@@ -76,6 +76,6 @@ def mismatch_metrics(moments: Tensor) -> dict[str, float]:
         "training/rollout_logprobs_diff_max": float(moments[:, 10].max()),
         "training/rollout_ess": sw * sw / (n * sww) if sww else 0.0,
     }
-    if spread > 1e-12:  # with no spread at all there is nothing to correlate
+    if spread > 1e-12:  # a constant has no correlation
         metrics["training/rollout_probs_corr"] = covariance / spread
     return metrics

@@ -1,6 +1,6 @@
-"""Estimates of the KL divergence from a reference, per token, out of the log-probs of the tokens that were drawn.
+"""Per-token estimates of the KL divergence to a reference, from the log-probs of the sampled tokens.
 
-The exact one needs both models at once and comes from the engine: see `verl.training.logprobs.vocabulary_kl`.
+The exact KL needs both models at once and is computed by the engine: `verl.training.logprobs.vocabulary_kl`.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ from torch import Tensor
 __all__ = ["EXACT", "KINDS", "kl_penalty"]
 
 EXACT = "full"
-"""The name of the KL that is no estimate: the sum over the whole vocabulary."""
+"""The name of the exact KL, summed over the whole vocabulary."""
 
 KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
-"""Every accepted name of an estimator, and which one it means."""
+"""Accepted name -> estimator."""
 
 
 def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
-    """KL per token, [T]; x = lp_ref - lp.
+    """Return the KL estimate of each token [T], with x = lp_ref - lp.
 
-    `k1` -x; `abs` |x|; `k2` x^2/2; `k3` exp(x)-x-1 with x held to +-20 and the value to +-10. A `+` after the name
-    takes that value forward and the gradient of `k2` backward: the one whose mean is the gradient of the true KL.
+    `k1`: -x; `abs`: |x|; `k2`: x^2/2; `k3`: exp(x)-x-1 with x clamped to +-20 and the value to +-10. A trailing `+`
+    keeps that value but takes the gradient of `k2`, whose expectation is the gradient of the true KL.
     """
     name = kind.removesuffix("+")
     if name not in KINDS:
@@ -28,8 +28,8 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     value = _estimate(logprobs, ref_logprobs, KINDS[name])
     if not kind.endswith("+"):
         return value
-    slope = _estimate(logprobs, ref_logprobs, "k2")
-    return value.detach() + slope - slope.detach()
+    k2 = _estimate(logprobs, ref_logprobs, "k2")
+    return value.detach() + k2 - k2.detach()
 
 
 def _estimate(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:

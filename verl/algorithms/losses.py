@@ -1,15 +1,15 @@
-"""Policy losses: one function per formula, from log-probs to a loss per token. `aggregate` makes one number of them.
+"""Policy losses: one function per formula, from log-probs to a loss per token; `aggregate` reduces them.
 
-A loss is a function of `LossInputs` and `LossOptions` that returns a `PolicyLoss`. Your own is named by
+A loss maps `LossInputs` and `LossOptions` to a `PolicyLoss`. To use your own, set
 `actor_rollout_ref.actor.policy_loss.loss_mode=package.module:function`.
 
-A = advantage, d = lp - lp_old, r = exp(d), sg = no gradient through.
+A = advantage, d = lp - lp_old, r = exp(d), sg = stop gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -17,24 +17,7 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import LossOptions
 
-__all__ = [
-    "LOSSES",
-    "PER_SEQUENCE",
-    "LossFunction",
-    "LossInputs",
-    "LossOptions",
-    "PolicyLoss",
-    "cispo",
-    "clip_cov",
-    "dpo",
-    "geo_mean",
-    "gpg",
-    "gspo",
-    "kl_cov",
-    "sapo",
-    "sppo",
-    "vanilla",
-]
+__all__ = ["LOSSES", "PER_SEQUENCE", "LossFunction", "LossInputs", "LossOptions", "PolicyLoss", "value_loss"]
 
 MAX_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -42,7 +25,7 @@ MAX_SEQUENCE_LOG_RATIO = 10.0
 
 @dataclass(frozen=True, slots=True)
 class LossInputs:
-    """What a loss sees of a micro-batch: all [T] but `offsets [B+1]`. Only `logprobs` carries a gradient."""
+    """A micro-batch as a loss sees it: all [T] except `offsets [B+1]`. Only `logprobs` carries a gradient."""
 
     logprobs: Tensor
     old_logprobs: Tensor
@@ -50,26 +33,26 @@ class LossInputs:
     mask: Tensor
     offsets: Tensor
     ref_logprobs: Tensor | None = None
-    chosen: Tensor | None = None  # bool: singled out beforehand, with a view of the whole mini-batch
+    chosen: Tensor | None = None  # bool: tokens that the prepass over the mini-batch selected
 
     @property
     def ratio(self) -> Tensor:
-        """r = exp(d), d held to +-20."""
+        """r = exp(d), d clamped to +-20."""
         return (self.logprobs - self.old_logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """The mean over the generated tokens of each token's own sequence: [T] -> [T]."""
+        """Return the mean over the generated tokens of each token's sequence: [T] -> [T]."""
         counts = segment_sum(self.mask.to(values.dtype), self.offsets).clamp(min=1.0)
         return self.sequence_sum(values) / counts[segment_ids(self.offsets)]
 
     def sequence_sum(self, values: Tensor) -> Tensor:
-        """The sum over the generated tokens of each token's own sequence: [T] -> [T]."""
+        """Return the sum over the generated tokens of each token's sequence: [T] -> [T]."""
         return segment_sum(torch.where(self.mask, values, 0.0), self.offsets)[segment_ids(self.offsets)]
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyLoss:
-    """The loss of each token, and 1 where a clip took the gradient away, all [T]."""
+    """The loss of each token, and where a clip removed its gradient, all [T]."""
 
     loss: Tensor
     clipped_high: Tensor | None = None
@@ -81,21 +64,21 @@ LossFunction = Callable[[LossInputs, LossOptions], PolicyLoss]
 
 
 def vanilla(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """max(-A*r, -A*clip(r, 1-low, 1+high)); where A < 0 no more than -A*c (dual clip)."""
-    plain = _clipped(x.ratio, x.advantages, o)
+    """PPO: max(-A*r, -A*clip(r, 1-low, 1+high)); at most -A*c where A < 0 (dual clip)."""
+    plain = _clip(x.ratio, x.advantages, o)
     ceiling = -x.advantages * o.clip_c
     dual = (x.advantages < 0) & (plain.loss > ceiling)
-    return PolicyLoss(torch.where(dual, ceiling, plain.loss), plain.clipped_high, plain.clipped_low, dual)
+    return replace(plain, loss=torch.where(dual, ceiling, plain.loss), clipped_dual=dual)
 
 
 def gspo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """The clip of PPO on the ratio of whole sequences, exp(mean d): exp(sg[mean d] + lp - sg[lp]) at each token."""
+    """PPO's clip on the ratio of whole sequences, exp(mean d); per token exp(sg[mean d] + lp - sg[lp])."""
     log_ratio = x.sequence_mean(x.logprobs - x.old_logprobs).detach() + x.logprobs - x.logprobs.detach()
-    return _clipped(log_ratio.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp(), x.advantages, o)
+    return _clip(log_ratio.clamp(max=MAX_SEQUENCE_LOG_RATIO).exp(), x.advantages, o)
 
 
 def cispo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """-sg[clip(r, 1-low, 1+high)] * A * lp: the clip limits a token's weight, and never takes its gradient away."""
+    """-sg[clip(r, 1-low, 1+high)] * A * lp: the clip limits a token's weight but never removes its gradient."""
     ratio = x.ratio.detach()
     return PolicyLoss(-ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high) * x.advantages * x.logprobs)
 
@@ -107,13 +90,13 @@ def sapo(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def geo_mean(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """GMPO: -A * exp(mean d) per sequence, d held to [-low, high] on the side that the advantage pushes to."""
+    """GMPO: -A * exp(mean d) per sequence, d clipped to [-low, high] on the side that the advantage pushes to."""
     log_ratio, advantage = x.logprobs - x.old_logprobs, x.sequence_mean(x.advantages)
     sign = advantage.sign()
-    held = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-o.clip_low, o.clip_high))
-    took = (held != log_ratio) & (x.advantages != 0)
-    ratio = x.sequence_mean(held).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    return PolicyLoss(-advantage * ratio, took & (log_ratio > 0), took & (log_ratio < 0))
+    clipped = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-o.clip_low, o.clip_high))
+    is_clipped = (clipped != log_ratio) & (x.advantages != 0)
+    ratio = x.sequence_mean(clipped).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return PolicyLoss(-advantage * ratio, is_clipped & (log_ratio > 0), is_clipped & (log_ratio < 0))
 
 
 def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
@@ -122,34 +105,29 @@ def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def clip_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """PPO without the gradients of the `chosen` tokens: some of those whose log-prob and advantage rise together."""
+    """PPO without the gradient of the `chosen` tokens, a random share of those with a high cov(A, lp)."""
     plain = vanilla(x, o)
-    return PolicyLoss(
-        torch.where(_chosen(x), plain.loss.detach(), plain.loss),
-        plain.clipped_high,
-        plain.clipped_low,
-        plain.clipped_dual,
-    )
+    return replace(plain, loss=torch.where(_chosen(x), plain.loss.detach(), plain.loss))
 
 
 def kl_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """-A*r, plus coef * |d| on the `chosen` tokens: those whose log-prob and advantage rise together most."""
+    """-A*r, plus coef * |d| on the `chosen` tokens, those with the highest cov(A, lp)."""
     distance = (x.logprobs - x.old_logprobs).abs()
     return PolicyLoss(-x.advantages * x.ratio + torch.where(_chosen(x), o.ppo_kl_coef * distance, 0.0))
 
 
 def dpo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """-2 * A * sum(lp) per answer: it has the gradient of -log sigmoid(margin) of a pair, the mean over pairs.
+    """-2 * A * sum(lp) per response, with the gradient of -log sigmoid(margin), averaged over pairs.
 
-    A is what the survey of the mini-batch found: +-beta * sigmoid(-margin) for the better and the worse answer.
+    The prepass sets A = +-beta * sigmoid(-margin) for the better and the worse response of a pair.
     """
     return PolicyLoss(-2.0 * x.advantages * x.sequence_sum(x.logprobs))
 
 
 def sppo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """(sum(lp - lp_ref) - eta * A)^2 per sequence, A being how often the answer wins within its group, less 1/2."""
+    """(sum(lp - lp_ref) - eta * A)^2 per sequence, A being the win rate of the response in its group minus 1/2."""
     if x.ref_logprobs is None:
-        raise ValueError("sppo: the batch has no ref_logprobs; it is held to a reference")
+        raise ValueError("sppo: the batch has no ref_logprobs; compute them with a reference model")
     return PolicyLoss((x.sequence_sum(x.logprobs - x.ref_logprobs) - o.sppo_eta * x.advantages).square())
 
 
@@ -165,22 +143,27 @@ LOSSES: dict[str, LossFunction] = {
     "dpo": dpo,
     "sppo": sppo,
 }
-"""`actor.policy_loss.loss_mode` -> the function that it is."""
+"""`actor.policy_loss.loss_mode` -> function."""
 
 PER_SEQUENCE = ("gspo", "geo_mean", "dpo", "sppo")
-"""Losses whose formula is a mean over sequences: their aggregation is seq-mean-token-mean."""
+"""Losses whose formula is a mean over sequences: always aggregated by seq-mean-token-mean."""
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
-    free = -advantages * ratio
-    loss = torch.maximum(free, -advantages * ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high))
-    took = loss > free
-    return PolicyLoss(loss, took & (ratio > 1.0), took & (ratio < 1.0))
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """0.5 * max((v - R)^2, (clip(v, v_old - eps, v_old + eps) - R)^2), and where the clip removed the gradient."""
+    plain = (values - returns).square()
+    clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
+    return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+def _clip(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:
+    plain = -advantages * ratio
+    loss = torch.maximum(plain, -advantages * ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high))
+    is_clipped = loss > plain
+    return PolicyLoss(loss, is_clipped & (ratio > 1.0), is_clipped & (ratio < 1.0))
 
 
 def _chosen(x: LossInputs) -> Tensor:
     if x.chosen is None:
-        raise ValueError(
-            "clip_cov and kl_cov: the batch has no chosen tokens; run the prepass over the mini-batch first"
-        )
+        raise ValueError("clip_cov, kl_cov: the batch has no chosen tokens; run the prepass over the mini-batch first")
     return x.chosen

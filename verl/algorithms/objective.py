@@ -1,38 +1,57 @@
-"""What an engine minimises: losses put together, each term divided by the same totals of the whole mini-batch.
+"""Objectives: what an engine minimizes. Every term is normalized by the same totals of the whole mini-batch.
 
-An objective is a frozen record of plain numbers, so that it can be sent to a worker, and a callable
-`(output, batch, totals) -> (loss share, metric shares)`. It asks of `output` and `batch` only the attributes below.
+An objective is a callable `(output, batch, totals) -> (loss share, metric shares)`, picklable so that it can be sent to
+a worker. It uses only the attributes of `Batch` below.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
 from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss
+from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss, value_loss
 from verl.custom_functions import load_function
 
-__all__ = ["OutcomeObjective", "PolicyObjective", "make_loss_inputs", "sft"]
+__all__ = [
+    "ModelOutput",
+    "OutcomeObjective",
+    "PolicyObjective",
+    "ValueObjective",
+    "ValueOutput",
+    "make_loss_inputs",
+    "sft",
+]
 
 
-class Output(Protocol):
-    """Of the model, each [T]; the exact KL where a reference was given."""
+class ModelOutput(NamedTuple):
+    """The result of a policy's forward pass, aligned with the tokens of its batch and 0 where the mask is False.
 
-    @property
-    def logprobs(self) -> Tensor: ...
-    @property
-    def entropy(self) -> Tensor: ...
-    @property
-    def kl(self) -> Tensor | None: ...
+    `logprobs [T]`: log-prob of token t given the tokens before it in its sequence.
+    `entropy [T]`: entropy of the distribution that token t was sampled from.
+    `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
+    """
+
+    logprobs: Tensor
+    entropy: Tensor
+    kl: Tensor | None = None
+
+
+class ValueOutput(NamedTuple):
+    """The result of a critic's forward pass, aligned with the tokens of its batch and 0 where the mask is False.
+
+    `values [T]`: value of the state that token t was sampled from, that is of the tokens before it in its sequence.
+    """
+
+    values: Tensor
 
 
 class Batch(Protocol):
-    """Of the data: mask [T], offsets [B+1], the others [T] or None where not known."""
+    """A micro-batch: mask [T], offsets [B+1]; the others are [T], or None if not computed."""
 
     @property
     def mask(self) -> Tensor: ...
@@ -45,6 +64,8 @@ class Batch(Protocol):
     @property
     def advantages(self) -> Tensor | None: ...
     @property
+    def values(self) -> Tensor | None: ...
+    @property
     def returns(self) -> Tensor | None: ...
     @property
     def weights(self) -> Tensor | None: ...
@@ -56,8 +77,8 @@ class Batch(Protocol):
 class PolicyObjective:
     """Policy loss - entropy_coeff * entropy + kl_coef * KL to the reference.
 
-    `loss_mode` is a name of `LOSSES` or a user's `package.module:function`. `scale` is the length L of
-    `seq-mean-token-sum-norm`; `kl_coef=None` leaves the KL out and needs no reference.
+    `loss_mode` is a key of `LOSSES` or a custom `package.module:function`. `scale` is the length L of
+    `seq-mean-token-sum-norm`. With `kl_coef=None` there is no KL term and no reference is needed.
     """
 
     loss_mode: str = "vanilla"
@@ -68,7 +89,7 @@ class PolicyObjective:
     kl_coef: float | None = None
     kl_type: str = "low_var_kl"
 
-    def __call__(self, output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    def __call__(self, output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def share(values: Tensor, mode: str = self.agg_mode) -> Tensor:
             return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=self.scale)
 
@@ -76,8 +97,8 @@ class PolicyObjective:
             values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
             return share(values.detach(), "token-mean")
 
-        tokens = make_loss_inputs(output.logprobs, batch)
-        policy = self._policy_loss(tokens)
+        inputs = make_loss_inputs(output.logprobs, batch)
+        policy = self._policy_loss(inputs)
         weighted = policy.loss if batch.weights is None else policy.loss * batch.weights
         loss = share(weighted, "seq-mean-token-mean" if self.loss_mode in PER_SEQUENCE else self.agg_mode)
         upper, lower = token_mean(policy.clipped_high), token_mean(policy.clipped_low)
@@ -87,7 +108,7 @@ class PolicyObjective:
             "actor/pg_clipfrac_upper": upper,
             "actor/pg_clipfrac_lower": lower,
             "actor/pg_clipfrac_dual": token_mean(policy.clipped_dual),
-            "actor/ppo_kl": token_mean(tokens.old_logprobs - tokens.logprobs),
+            "actor/ppo_kl": token_mean(inputs.old_logprobs - inputs.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
         if self.entropy_coeff:
@@ -98,22 +119,22 @@ class PolicyObjective:
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
 
-    def _kl(self, output: Output, batch: Batch) -> Tensor:
+    def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
         if self.kl_type == EXACT:
-            return _known(output.kl, "kl")
-        return kl_penalty(output.logprobs, _known(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
+            return _require(output.kl, "kl")
+        return kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
 
-    def _policy_loss(self, tokens: LossInputs) -> PolicyLoss:
-        found = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(tokens, self.options)
-        return PolicyLoss(found) if isinstance(found, Tensor) else found
+    def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:
+        loss = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(inputs, self.options)
+        return PolicyLoss(loss) if isinstance(loss, Tensor) else loss
 
 
 def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
-    """What a policy loss sees of a batch whose tokens have these log-probs now."""
+    """Return the inputs of a policy loss for a batch with these current log-probs [T]."""
     return LossInputs(
         logprobs,
-        _known(batch.old_logprobs, "old_logprobs"),
-        _known(batch.advantages, "advantages"),
+        _require(batch.old_logprobs, "old_logprobs"),
+        _require(batch.advantages, "advantages"),
         batch.mask,
         batch.offsets,
         batch.ref_logprobs,
@@ -122,33 +143,56 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
 
 
 @dataclass(frozen=True, slots=True)
-class OutcomeObjective:
-    """PRIME's process reward model: beta * sum(lp - lp_ref) of an answer is the logit of its being right.
+class ValueObjective:
+    """The clipped value loss of a critic. `scale` is the length L of `seq-mean-token-sum-norm`."""
 
-    Binary cross-entropy with the outcome, which lies in `returns` (0 to 1) on every token; the mean over answers.
+    clip: float = 0.5
+    agg_mode: str = "token-mean"
+    scale: float | None = None
+
+    def __call__(self, output: ValueOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        def token_mean(values: Tensor) -> Tensor:
+            return aggregate(values.detach(), batch.mask, batch.offsets, "token-mean", totals)
+
+        old_values, returns = _require(batch.values, "values"), _require(batch.returns, "returns")
+        losses, clipped = value_loss(output.values, old_values, returns, self.clip)
+        loss = aggregate(losses, batch.mask, batch.offsets, self.agg_mode, totals, scale=self.scale)
+        return loss, {
+            "critic/vf_loss": loss.detach(),
+            "critic/vf_clipfrac": token_mean(clipped),
+            "critic/vpred_mean": token_mean(output.values),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class OutcomeObjective:
+    """PRIME's reward model: beta * sum(lp - lp_ref) of a response is the logit of its being correct.
+
+    Binary cross-entropy with the outcome (0 to 1), stored in `returns` on every token; averaged over responses.
     """
 
     beta: float
 
-    def __call__(self, output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        ref, outcome = _known(batch.ref_logprobs, "ref_logprobs"), _known(batch.returns, "returns")
-        tokens = LossInputs(output.logprobs, ref, outcome, batch.mask, batch.offsets)
-        logits = self.beta * tokens.sequence_sum(output.logprobs - ref)
+    def __call__(self, output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+        ref, outcome = _require(batch.ref_logprobs, "ref_logprobs"), _require(batch.returns, "returns")
+        inputs = LossInputs(output.logprobs, ref, outcome, batch.mask, batch.offsets)
+        logits = self.beta * inputs.sequence_sum(output.logprobs - ref)
         losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
-        right = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
+        is_correct = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
         loss, accuracy = (
-            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals) for values in (losses, right)
+            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals)
+            for values in (losses, is_correct)
         )
         return loss, {"process/loss": loss.detach(), "process/accuracy": accuracy}
 
 
-def sft(output: Output, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-    """Negative log-likelihood of the masked tokens, as a mean over tokens: supervised training."""
+def sft(output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
+    """Negative log-likelihood of the masked tokens, averaged over tokens: supervised fine-tuning."""
     loss = aggregate(-output.logprobs, batch.mask, batch.offsets, "token-mean", totals)
     return loss, {"train/loss": loss.detach()}
 
 
-def _known(values: Tensor | None, name: str) -> Tensor:
+def _require(values: Tensor | None, name: str) -> Tensor:
     if values is None:
-        raise ValueError(f"PolicyObjective: the batch has no {name}; compute them before the update")
+        raise ValueError(f"the batch has no {name}; compute them before the update")
     return values

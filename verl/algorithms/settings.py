@@ -1,4 +1,4 @@
-"""The numbers of the formulas, as plain records. Imports no torch: the controller makes these, and holds no tensors."""
+"""Settings of the algorithms, as plain records. Imports no torch, because the controller creates them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off when None."""
+    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off if None."""
 
     weigh: str | None = None  # token, sequence
     threshold: float = 2.0
@@ -48,7 +48,7 @@ class Correction:
 
 @dataclass(frozen=True, slots=True)
 class KlController:
-    """The weight of the KL in the reward: `fixed` keeps it, `adaptive` steers it towards `target`.
+    """The coefficient of the KL in the reward: constant, or `adaptive` towards `target`.
 
     After each use: beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * samples / horizon.
     """
@@ -59,7 +59,7 @@ class KlController:
     horizon: float = 10_000.0
 
     def after(self, kl: float, samples: int) -> KlController:
-        """The controller of the next step, having seen this KL on so many samples."""
+        """Return the controller of the next step, given the mean KL and the number of samples of this one."""
         if not self.adaptive:
             return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
@@ -68,11 +68,11 @@ class KlController:
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmSettings:
-    """An algorithm in full: from scores to rewards, to advantages, to the loss. What a train worker is told."""
+    """A complete algorithm: from scores to rewards, to advantages, to the loss."""
 
-    estimator: str = "grpo"  # of ESTIMATORS, or package.module:function
+    estimator: str = "grpo"  # a key of ESTIMATORS, or package.module:function
     estimator_options: EstimatorOptions = field(default_factory=EstimatorOptions)
-    loss_mode: str = "vanilla"  # of LOSSES, or package.module:function
+    loss_mode: str = "vanilla"  # a key of LOSSES, or package.module:function
     loss_options: LossOptions = field(default_factory=LossOptions)
     agg_mode: str = "token-mean"
     scale: float | None = None  # the length L of seq-mean-token-sum-norm
@@ -84,7 +84,7 @@ class AlgorithmSettings:
     correction: Correction = field(default_factory=Correction)
     value_clip: float = 0.5
     value_agg_mode: str = "token-mean"
-    critic_warmup: int = 0  # steps in which only the critic is trained
-    ref_update_freq: int = -1  # steps after which the reference becomes the policy; -1: never
-    prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the process reward model
+    critic_warmup: int = 0  # steps that train only the critic
+    ref_update_freq: int = -1  # steps after which the policy's weights are copied to the reference; -1: never
+    prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the reward model
     prime_coef: float = 5.0

@@ -1,5 +1,5 @@
-"""Training engines behind one small interface, `TrainEngine`: FSDP2 for any Hugging Face causal model, and a fake.
+"""Training engines behind the interface `TrainEngine`, implemented with FSDP2, and the policy training built on them.
 
-Workers and what stands above them may import this package; it knows algorithms, data and torch.distributed, and
-neither Ray nor settings.
+Workers and the layers above may import this package. It uses algorithms, data and torch.distributed, but neither Ray
+nor the configuration.
 """

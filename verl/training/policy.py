@@ -19,10 +19,9 @@ from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
 from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, LossFunction
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective, make_loss_inputs
+from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective, make_loss_inputs
 from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
-from verl.algorithms.value_loss import ValueObjective
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Cuts, RankPlan, Updates

@@ -6,7 +6,7 @@ import transformers
 from tiny import tiny_qwen2
 
 from verl.algorithms.aggregate import MODES, count_totals
-from verl.algorithms.value_loss import ValueObjective
+from verl.algorithms.objective import ValueObjective
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training import attention

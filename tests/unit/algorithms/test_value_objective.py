@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.algorithms.aggregate import MODES, aggregate, count_totals
-from verl.algorithms.value_loss import ValueObjective, value_loss
+from verl.algorithms.losses import value_loss
+from verl.algorithms.objective import ValueObjective
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import ValueOutput
 
