@@ -43,7 +43,7 @@ class LocalPolicy:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         self._writer.start(self.states, Path(directory), trainer, [_small_files])
 
-    async def saved(self, *, wait: bool) -> float | None:
+    async def poll_save(self, *, wait: bool) -> float | None:
         return self._writer.seconds if self._writer.poll(wait=wait) else None
 
 

@@ -23,14 +23,14 @@ import ray
 from _common import finish
 
 from verl.cluster.group import ActorGroup
-from verl.cluster.hangs.pending_calls import DEFAULTS
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan
 from verl.data.samplers import ShuffledSampler
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
-from verl.workers.episodes import deposit
+from verl.workers.episodes import put_sample
 
 GROUP = 8
 PROMPT_TOKENS = 64
@@ -57,7 +57,7 @@ class SyntheticEpisodes:
     async def run(self, group: int, tokens: int) -> list[SampleHandle]:
         prompt = Prompt(row=group, token_ids=[1] * PROMPT_TOKENS)
         sampling = SamplingParams(max_tokens=tokens - PROMPT_TOKENS)
-        return [deposit(sample) for sample in await self._runner.run(prompt, group, [None] * GROUP, sampling)]
+        return [put_sample(sample) for sample in await self._runner.run(prompt, group, [None] * GROUP, sampling)]
 
 
 class Puller:
@@ -121,7 +121,7 @@ async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle
     plan = planner_of(samples, BUDGET).plan(handles)
     plan_s = time.perf_counter() - planning
     sent = sum(len(ray.cloudpickle.dumps(rank)) for rank in plan.ranks)
-    pulled = sum(await policy.call("prepare", per_rank=plan.ranks, deadline=DEFAULTS.train))
+    pulled = sum(await policy.call("prepare", per_rank=plan.ranks, deadline=DEFAULT_DEADLINES.train))
     grown = psutil.Process().memory_info().rss - before
     for actor in (*episodes, *workers):
         ray.kill(actor)

@@ -99,7 +99,7 @@ async def look_at(name, folder, with_vllm):
     steps = CheckpointDir(folder / "run")
     steps.begin(STEP)
     worker.save(str(steps.step_dir(STEP)), {})
-    worker.saved(wait=True)
+    worker.poll_save(wait=True)
     after = updates(worker, 2)
     row["trains"] = [each["train/loss"] for each in (*losses, *after)]
     worker.leave()

@@ -102,7 +102,7 @@ def train_and_save(rank: int, port: int, root: Path, names: list[str]) -> None:
             torch.save(weights, root / name / "held.pt")
         torch.distributed.barrier()
         worker.save(str(step), {})
-        worker.saved(wait=True)
+        worker.poll_save(wait=True)
         torch.distributed.barrier()
 
 

@@ -124,9 +124,9 @@ def test_a_model_beside_a_function_reads_the_policys_own_tokens(
 async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_comes_back() -> None:
     connect({"num_cpus": 1})
     try:
-        devices = DevicePool(1, "cpu", mend="")
+        devices = DevicePool(1, "cpu", fix="")
         settings = RewardModelSettings("fake", {}, batch=4, deadline_s=60)
-        models = [RemoteRewardModel.place(devices, number, device=0, share=0.5, settings=settings) for number in (0, 1)]
+        models = [RemoteRewardModel.spawn(devices, number, device=0, share=0.5, settings=settings) for number in (0, 1)]
         await asyncio.gather(*(model.start() for model in models))
         pool = RewardModelPool(models)
         assert await asyncio.gather(*(pool.score([number]) for number in range(8))) == [*range(8)]

@@ -14,9 +14,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.cluster.group import ActorGroup, call
-from verl.cluster.hangs.pending_calls import Deadline, Owner
-from verl.cluster.hangs.registry import Cluster as Census
-from verl.cluster.hangs.registry import introduce, watched
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline
+from verl.cluster.hangs.registry import ClusterInspector, register_actor, watch_for_hangs
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.e2e
@@ -33,7 +32,7 @@ class Sleeper:
         time.sleep(600)
 
     async def waits_for(self, other: "ray.actor.ActorHandle") -> None:
-        await call(other.hangs.remote(), what="hang", of=Owner("sleeper", 1), deadline=BRIEF)
+        await call(other.hangs.remote(), action="hang", target=CallTarget("sleeper", 1), deadline=BRIEF)
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +52,7 @@ def nodes() -> Iterator[list[str]]:
 def place(node: str, number: int, kind: str = "sleeper") -> "ray.actor.ActorHandle":
     where = NodeAffinitySchedulingStrategy(node, soft=False)
     actor = ray.remote(Sleeper).options(num_cpus=0, scheduling_strategy=where, max_concurrency=2).remote()
-    introduce(actor, Owner(kind, number))
+    register_actor(actor, CallTarget(kind, number))
     return actor
 
 
@@ -63,11 +62,11 @@ async def test_ranks_that_hang_on_two_nodes_are_named_and_a_frozen_one_is_said_t
     notes: list[str] = []
     actors = [place(node, rank, "rank") for rank, node in enumerate(nodes)]
     pids = ray.get([actor.pid.remote() for actor in actors])
-    while len(Census().places([Owner("rank", 0), Owner("rank", 1)])) < 2:
+    while len(ClusterInspector().places([CallTarget("rank", 0), CallTarget("rank", 1)])) < 2:
         await asyncio.sleep(0.05)
     group = ActorGroup("rank", actors)
     os.kill(pids[1], signal.SIGSTOP)
-    with watched(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
+    with watch_for_hangs(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
         await group.call("hangs", deadline=FAIR)
     group.close()
     [report] = tmp_path.iterdir()
@@ -82,8 +81,8 @@ async def test_ranks_that_hang_on_two_nodes_are_named_and_a_frozen_one_is_said_t
 async def test_what_a_worker_waits_for_in_vain_is_told_by_the_controller(nodes: list[str], tmp_path: Path) -> None:
     notes: list[str] = []
     waiter, sleeper = place(nodes[0], 0), place(nodes[1], 1)
-    with watched(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
-        await call(waiter.waits_for.remote(sleeper), what="wait", of=Owner("sleeper", 0))
+    with watch_for_hangs(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
+        await call(waiter.waits_for.remote(sleeper), action="wait", target=CallTarget("sleeper", 0))
     [report] = tmp_path.iterdir()
     assert str(report) in str(lost.value)
     assert re.search(r"sleeper 0 has waited \d+ s", notes[-1])
@@ -96,7 +95,7 @@ async def test_an_event_loop_that_is_blocked_is_told_with_the_line_that_blocks_i
     nodes: list[str], tmp_path: Path
 ) -> None:
     notes: list[str] = []
-    with watched(tmp_path, notes.append, notes.append, BRIEF):
+    with watch_for_hangs(tmp_path, notes.append, notes.append, BRIEF):
         time.sleep(3 * BRIEF.seconds)
     assert "for controller to turn its event loop: that is its deadline" in notes[-1]
     assert "test_an_event_loop_that_is_blocked" in next(tmp_path.iterdir()).read_text()

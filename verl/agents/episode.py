@@ -27,12 +27,12 @@ class Transcript:
     def __post_init__(self) -> None:
         self._pad(len(self.tokens))
 
-    def add_given(self, token_ids: Sequence[int]) -> None:
+    def append_context(self, token_ids: Sequence[int]) -> None:
         """Tokens that the model did not write: tool output, the next user message."""
         self.tokens += token_ids
         self._pad(len(token_ids))
 
-    def add_generated(self, completion: Completion) -> None:
+    def append_completion(self, completion: Completion) -> None:
         """Tokens that the model wrote: these are what it is trained on."""
         self.tokens += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
@@ -68,5 +68,5 @@ Episode = Callable[[Prompt, Generate, SamplingParams], Awaitable[Transcript]]
 async def single_turn(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
     """The trivial episode: one prompt, one answer."""
     transcript = Transcript(list(prompt.token_ids))
-    transcript.add_generated(await generate(transcript.tokens, sampling))
+    transcript.append_completion(await generate(transcript.tokens, sampling))
     return transcript

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 
+from verl.agents.deterministic_batcher import DeterministicBatcher
 from verl.agents.episode import Episode, Generate, single_turn
-from verl.agents.lockstep import DeterministicBatcher
-from verl.agents.scoring import Score
+from verl.agents.scoring import EpisodeScorer
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Failed, Prompt, Sample, SamplingParams
 
@@ -23,7 +23,7 @@ class EpisodeRunner:
     def __init__(
         self,
         generate: Generate,
-        score: Score,
+        score: EpisodeScorer,
         decode: Callable[[Sequence[int]], str],
         episode: Episode = single_turn,
     ) -> None:
@@ -39,20 +39,20 @@ class EpisodeRunner:
         *,
         greedy_baseline: bool = False,
         overlong: OverlongPenalty | None = None,
-        lockstep: DeterministicBatcher | None = None,
+        batcher: DeterministicBatcher | None = None,
     ) -> list[Sample]:
         """One sample per seed, in the order of the seeds (None draws freely).
 
         With `greedy_baseline` one more answer is written beside them, greedily; the others carry its score as their
         `baseline`, and it is not among them. With `overlong` a score is shaped by the length of its answer.
-        In a `lockstep` each episode asks from a seat of its own.
+        In a `batcher` each episode asks from a seat of its own.
         """
         draws = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
             draws.append(replace(sampling, temperature=0.0, seed=None))
-        seats = [nullcontext(self._generate) if lockstep is None else lockstep.seat() for _ in draws]
+        slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in draws]
         samples = await asyncio.gather(
-            *(self._one(prompt, group, draw, overlong, seat) for draw, seat in zip(draws, seats, strict=True))
+            *(self._one(prompt, group, draw, overlong, slot) for draw, slot in zip(draws, slots, strict=True))
         )
         if not greedy_baseline:
             return samples
@@ -67,9 +67,9 @@ class EpisodeRunner:
         group: int,
         sampling: SamplingParams,
         overlong: OverlongPenalty | None,
-        seat: AbstractContextManager[Generate],
+        slot: AbstractContextManager[Generate],
     ) -> Sample:
-        with seat as generate:
+        with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
         tokens = transcript.answer()
         outcome = await self._score(prompt, transcript, self.decode(tokens))

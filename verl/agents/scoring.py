@@ -12,13 +12,13 @@ from verl.rewards.models.tokenization import EncodeConversation
 from verl.rewards.result import RewardInput, make_failure
 from verl.types import Failed, Prompt, Scored
 
-__all__ = ["Score", "added", "by_function", "by_model"]
+__all__ = ["EpisodeScorer", "score_by_function", "score_by_model", "weighted_sum"]
 
-Score = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
+EpisodeScorer = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
 """(prompt, what was said, text of the answer) -> what became of it."""
 
 
-def by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> Score:
+def score_by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> EpisodeScorer:
     """A reward function, told what it is promised; a prompt that was kept is `raw_prompt` in its `extra_info`."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
@@ -28,7 +28,9 @@ def by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Score
     return scored
 
 
-def by_model(read: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]) -> Score:
+def score_by_model(
+    read: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]
+) -> EpisodeScorer:
     """A reward model that reads the whole conversation."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
@@ -48,7 +50,7 @@ def by_model(read: EncodeConversation, score: Callable[[Sequence[int]], Awaitabl
     return scored
 
 
-def added(function: Score, model: Score, weight: float) -> Score:
+def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -> EpisodeScorer:
     """Function + weight * model, asked at the same time; both are metrics."""
 
     async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:

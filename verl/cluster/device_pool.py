@@ -8,14 +8,14 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Owner, waiting
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
 from verl.cluster.session import require
 from verl.errors import EngineError
 
-__all__ = ["DevicePool", "Places"]
+__all__ = ["DevicePool", "PlacementPool"]
 
 
-class Places(Protocol):
+class PlacementPool(Protocol):
     """Where the actors of a run are put: the devices of a cluster, or this process (`local.LocalPool`)."""
 
     count: int
@@ -26,12 +26,12 @@ class Places(Protocol):
         *args: Any,
         device: int | None = None,
         share: float = 0.0,
-        interleaves: bool = False,
-        comes_back: bool = False,
+        is_async: bool = False,
+        restarts: bool = False,
     ) -> Any:
         """A handle of a new actor with a `share` of a device, or beside them; it comes up while the caller goes on.
 
-        `interleaves`: its coroutines do, without a bound. `comes_back`: Ray puts a new process in the place of one that
+        `is_async`: its coroutines do, without a bound. `restarts`: Ray puts a new process in the place of one that
         died, under the same handle; somebody has to `start` that one again.
         """
         ...
@@ -40,17 +40,17 @@ class Places(Protocol):
 class DevicePool:
     """`count` devices (GPUs, or CPU cores on a machine without) reserved together, or not at all."""
 
-    def __init__(self, count: int, device: str, *, mend: str, deadline: Deadline = DEFAULTS.devices) -> None:
+    def __init__(self, count: int, device: str, *, fix: str, deadline: Deadline = DEFAULT_DEADLINES.devices) -> None:
         self.count = count
         self.resource = "CPU" if device == "cpu" else "GPU"
-        require(self.resource, count, mend)
+        require(self.resource, count, fix)
         bundle = {self.resource: 1} if device == "cpu" else {"GPU": 1, "CPU": 1}
         self._group: PlacementGroup = placement_group([bundle] * count, strategy="PACK")
-        with waiting(f"give {count} x {self.resource}", of=Owner("cluster"), deadline=deadline):
+        with track_call(f"give {count} x {self.resource}", target=CallTarget("cluster"), deadline=deadline):
             ready, _ = ray.wait([self._group.ready()], timeout=deadline.seconds)
         if not ready:
             raise EngineError(
-                f"{count} x {self.resource} were not free within {deadline.seconds:.0f} s ({deadline}); {mend}"
+                f"{count} x {self.resource} were not free within {deadline.seconds:.0f} s ({deadline}); {fix}"
             )
 
     def spawn(
@@ -59,14 +59,14 @@ class DevicePool:
         *args: Any,
         device: int | None = None,
         share: float = 0.0,
-        interleaves: bool = False,
-        comes_back: bool = False,
+        is_async: bool = False,
+        restarts: bool = False,
     ) -> Any:
-        """See `Places.spawn`."""
+        """See `PlacementPool.spawn`."""
         options = {"num_cpus": 0} if device is None else self._options(device, share)
-        if interleaves:
+        if is_async:
             options["max_concurrency"] = 100_000
-        if comes_back:
+        if restarts:
             options["max_restarts"] = -1
         return ray.remote(actor).options(**options).remote(*args)
 

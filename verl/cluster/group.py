@@ -9,8 +9,8 @@ from typing import Any
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
 from verl.cluster.handles import end, get_all
-from verl.cluster.hangs.pending_calls import Deadline, Owner, Progress, reported, waiting
-from verl.cluster.hangs.registry import introduce
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, Progress, format_report_hint, track_call
+from verl.cluster.hangs.registry import register_actor
 from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
 __all__ = ["ActorGroup", "call", "fetch"]
@@ -21,27 +21,28 @@ DEATH_IS_KNOWN_S = 30.0  # from a death to its being known, at most
 async def call(
     awaitable: Any,
     *,
-    what: str,
-    of: Owner,
+    action: str,
+    target: CallTarget,
     deadline: Deadline | None = None,
     progress: Progress | None = None,
     peers: int = 0,
 ) -> Any:
-    """Await a Ray reference: `of` is to do `what`, before a deadline unless somebody else watches over it.
+    """Await a Ray reference: `target` is to do `action`, before a deadline unless somebody else watches over it.
 
-    With `progress` the deadline runs from the last thing that `of` has finished; this one is noted there as well.
+    With `progress` the deadline runs from the last thing that `target` has finished; this one is noted there as well.
     Our own exceptions come through as they were raised, with no wrapper around the message.
     """
     if deadline is None:
-        return await _answer(awaitable, what, of)
-    answer = asyncio.ensure_future(_answer(awaitable, what, of))
+        return await _answer(awaitable, action, target)
+    answer = asyncio.ensure_future(_answer(awaitable, action, target))
     try:
-        with waiting(what, of=of, deadline=deadline, progress=progress, peers=peers) as wait:
-            while not (await asyncio.wait([answer], timeout=wait.left))[0]:
-                if wait.left <= 0:
+        with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as wait:
+            while not (await asyncio.wait([answer], timeout=wait.remaining_s))[0]:
+                if wait.remaining_s <= 0:
                     raise WorkerTimeoutError(
-                        f"waited {wait.age:.0f} s for {of} to {what} and gave up; if it only needs longer, raise "
-                        f"{deadline}{await reported(wait)}"
+                        f"Timed out after {wait.elapsed_s:.0f} s waiting for {target} ({action}). "
+                        f"Increase {deadline.setting or 'the deadline'} if this is expected."
+                        f"{await format_report_hint(wait)}"
                     )
             if progress is not None:
                 progress.at = wait.clock()
@@ -50,7 +51,7 @@ async def call(
         answer.cancel()  # of no effect on one that is done
 
 
-async def _answer(awaitable: Any, what: str, of: Owner) -> Any:
+async def _answer(awaitable: Any, action: str, target: CallTarget) -> Any:
     try:
         return await awaitable
     except RayTaskError as error:
@@ -58,30 +59,30 @@ async def _answer(awaitable: Any, what: str, of: Owner) -> Any:
             raise error.cause from None
         if isinstance(error.cause, (ObjectLostError, RayActorError)):  # what it was to read went with its owner
             raise ProcessLostError(
-                f"{of}: {what}: another process that it needs has died: {_death(error.cause)}"
+                f"{target}: {action}: another process that it needs has died: {_death(error.cause)}"
             ) from error
         raise
     except RayActorError as error:
-        raise ProcessLostError(f"{of}: {what}: its process has died: {_death(error)}") from error
+        raise ProcessLostError(f"{target}: {action}: its process has died: {_death(error)}") from error
 
 
 def _death(error: BaseException) -> str:
     """Ray's account of it in one line, without identifiers and guesses."""
-    told = str(error).partition("Some common causes")[0]
-    lines = [line.strip() for line in told.splitlines()]
+    hint = str(error).partition("Some common causes")[0]
+    lines = [line.strip() for line in hint.splitlines()]
     said_elsewhere = ("class_name:", "actor_id:", "namespace:", "The actor died unexpectedly")
     return ", ".join(line for line in lines if line and not line.startswith(said_elsewhere))
 
 
-def fetch(references: Sequence[Any], *, what: str, of: Owner, deadline: Deadline) -> list[Any]:
+def fetch(references: Sequence[Any], *, action: str, target: CallTarget, deadline: Deadline) -> list[Any]:
     """`ray.get` for workers without an event loop: a wait like any other."""
-    with waiting(what, of=of, deadline=deadline) as wait:
+    with track_call(action, target=target, deadline=deadline) as wait:
         try:
             return get_all(references, deadline.seconds)
         except GetTimeoutError as error:
-            told = asyncio.run(reported(wait))
+            hint = asyncio.run(format_report_hint(wait))
             raise WorkerTimeoutError(
-                f"waited {wait.age:.0f} s for {of} to {what} and gave up ({deadline}){told}"
+                f"waited {wait.elapsed_s:.0f} s for {target} to {action} and gave up ({deadline}){hint}"
             ) from error
 
 
@@ -91,7 +92,7 @@ class ActorGroup:
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
         self.name, self.actors = name, list(actors)
         for rank, actor in enumerate(self.actors):
-            introduce(actor, Owner(name, rank))
+            register_actor(actor, CallTarget(name, rank))
 
     def __len__(self) -> int:
         return len(self.actors)
@@ -108,8 +109,8 @@ class ActorGroup:
             asyncio.ensure_future(
                 call(
                     getattr(actor, method).remote(*first, *args),
-                    what=method,
-                    of=Owner(self.name, rank),
+                    action=method,
+                    target=CallTarget(self.name, rank),
                     deadline=deadline,
                     peers=len(self.actors),
                 )

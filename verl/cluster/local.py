@@ -10,10 +10,10 @@ import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["Kept", "LocalActor", "LocalPool", "detect_device_here"]
+__all__ = ["LocalActor", "LocalPool", "LocalRef", "detect_local_device"]
 
 
-class Kept:
+class LocalRef:
     """What a reference is here: the thing itself, or what was raised instead of it."""
 
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
@@ -55,8 +55,8 @@ class _Method:
         try:
             result = self._function(*args)
         except Exception as error:  # noqa: BLE001 - it is for who awaits it, as between processes
-            return Kept(error=error)
-        return asyncio.ensure_future(result) if inspect.isawaitable(result) else Kept(result)
+            return LocalRef(error=error)
+        return asyncio.ensure_future(result) if inspect.isawaitable(result) else LocalRef(result)
 
 
 class LocalPool:
@@ -71,7 +71,7 @@ class LocalPool:
         """Nothing was reserved."""
 
 
-def detect_device_here() -> str:
+def detect_local_device() -> str:
     """ "cuda" where this machine has a GPU, else "cpu"."""
     import torch
 

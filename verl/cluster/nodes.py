@@ -9,10 +9,10 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["devices_that_answer"]
+__all__ = ["count_live_devices"]
 
 
-async def devices_that_answer(device: str, wanted: int, *, patience_s: float = 0.0, reply_s: float = 20.0) -> int:
+async def count_live_devices(device: str, wanted: int, *, patience_s: float = 0.0, reply_s: float = 20.0) -> int:
     """How many devices the machines have that still answer: as soon as they are enough, or after `patience_s`.
 
     Ray counts those of a machine that has just died for a while; so each machine is asked.

@@ -7,39 +7,39 @@ from typing import Any
 
 from verl.cluster.group import call
 from verl.cluster.handles import end
-from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Deadlines, Owner, Progress, waiting
-from verl.cluster.hangs.registry import introduce
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, Progress, track_call
+from verl.cluster.hangs.registry import register_actor
 from verl.errors import ProcessLostError
 
-__all__ = ["Remote"]
+__all__ = ["RemoteActor"]
 
 NEW_YET_S, NEW_ANSWERS_S = 0.5, 10.0  # how often a process is asked whether it is a new one, and how long it may take
 
 
-class Remote:
+class RemoteActor:
     """An actor with `start`, `has_started` and `close`; subclasses give its methods a face. Can be sent elsewhere."""
 
     kind: str
 
-    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULTS) -> None:
+    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self.actor, self.number, self.deadlines = actor, number, deadlines
         self._started = False
 
     @property
-    def owner(self) -> Owner:
+    def target(self) -> CallTarget:
         """How it is named where it is waited for."""
-        return Owner(self.kind, self.number)
+        return CallTarget(self.kind, self.number)
 
     async def start(self) -> None:
-        introduce(self.actor, self.owner)
+        register_actor(self.actor, self.target)
         await self._call("start", deadline=self.deadlines.start)
         self._started = True
 
     async def end(self) -> None:
         """End the process, whatever state it is in; returns once a new one, not yet started, is in its place."""
-        with waiting("end, and be replaced", of=self.owner, deadline=self.deadlines.start):
+        with track_call("end, and be replaced", target=self.target, deadline=self.deadlines.start):
             if not await self._is_new():
-                end(self.actor, comes_back=True)
+                end(self.actor, restarts=True)
                 while not await self._is_new():
                     await asyncio.sleep(NEW_YET_S)
 
@@ -61,4 +61,4 @@ class Remote:
     async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
         """Without a deadline somebody else must watch over it."""
         reference = getattr(self.actor, method).remote(*args)
-        return await call(reference, what=method, of=self.owner, deadline=deadline, progress=progress)
+        return await call(reference, action=method, target=self.target, deadline=deadline, progress=progress)

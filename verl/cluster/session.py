@@ -91,18 +91,18 @@ def _start(options: Mapping[str, Any]) -> None:
         arguments.setdefault("_temp_dir", _own_folder())
     if arguments["_node_ip_address"] == LOOPBACK:
         _stay_on_loopback()
-    mend = "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
-    _init(arguments, mend, tries=STARTS)
+    fix = "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
+    _init(arguments, fix, tries=STARTS)
 
 
 def _join(address: str, options: Mapping[str, Any]) -> None:
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does, and `ray.init` does not
-    mend = (
+    fix = (
         f"is a cluster running at {address} (ray status), and is its token here too (RAY_AUTH_TOKEN, or the same "
         "~/.ray/auth_token)? Start one with 'ray start --head', or take the address away "
         "(ray_kwargs.ray_init.address, RAY_ADDRESS; 'local') for a cluster of this run's own"
     )
-    _init({**options, "address": address}, mend, tries=1)
+    _init({**options, "address": address}, fix, tries=1)
 
 
 def _started_here() -> str | None:
@@ -165,7 +165,7 @@ def _own_folder() -> str:
     return str(folder / "ray")
 
 
-def _init(arguments: Mapping[str, Any], mend: str, tries: int) -> None:
+def _init(arguments: Mapping[str, Any], fix: str, tries: int) -> None:
     """A node must be up within 30 s, a limit of Ray's own that a machine at its limits does not always keep."""
     quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
     while True:
@@ -177,7 +177,7 @@ def _init(arguments: Mapping[str, Any], mend: str, tries: int) -> None:
             tries -= 1
             ray.shutdown()
             if not tries:
-                raise EngineError(f"Ray did not start: {error}\n{mend}") from error
+                raise EngineError(f"Ray did not start: {error}\n{fix}") from error
 
 
 @contextmanager
@@ -220,8 +220,8 @@ def detect_device() -> str:
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-def require(resource: str, amount: int, mend: str) -> None:
+def require(resource: str, amount: int, fix: str) -> None:
     """Raise at once when the cluster can never offer `amount` of `resource`, instead of waiting for ever."""
     available = ray.cluster_resources().get(resource, 0)
     if available < amount:
-        raise EngineError(f"the run needs {amount} {resource} and the cluster has {available:g}; {mend}")
+        raise EngineError(f"the run needs {amount} {resource} and the cluster has {available:g}; {fix}")

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.cluster.device_pool import Places
+from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.features import uses_reward_function
@@ -55,7 +55,7 @@ from verl.trainer.worker_settings import (
 from verl.types import SampleHandle, SamplingParams
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.sync import DeviceTransport, HostTransport, Transport, WeightSync
-from verl.workers.episodes import EpisodePool, Job
+from verl.workers.episodes import EpisodePool, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
@@ -110,7 +110,7 @@ async def build_trainer(
         closing.push_async_callback(_close_all, reward_models)
         models_up = asyncio.create_task(timed("reward_models", _all(model.start() for model in reward_models)))
         closing.callback(models_up.cancel)
-        policy = PolicyGroup.place(pool, ranks, share=0.5, deadlines=limits)
+        policy = PolicyGroup.spawn(pool, ranks, share=0.5, deadlines=limits)
         closing.callback(policy.close)
 
         data = await timed("data", _data(config))
@@ -121,9 +121,14 @@ async def build_trainer(
         for note in (_outlook(config, schedule, data), *device_hints(config, device, find_hints)):
             console.note(note)
         count = max(1, ranks // RANKS_PER_EPISODE_WORKER)
-        together = config.trainer.deterministic
-        episodes = EpisodePool.place(
-            pool, count, episode_settings(config, data, count, reward), engines, reward_models, together=together
+        deterministic = config.trainer.deterministic
+        episodes = EpisodePool.spawn(
+            pool,
+            count,
+            episode_settings(config, data, count, reward),
+            engines,
+            reward_models,
+            deterministic=deterministic,
         )
         closing.callback(episodes.close)
 
@@ -245,13 +250,13 @@ def _outlook(config: Config, schedule: LoopSchedule, data: RunData) -> str:
     return f"{schedule.total_steps:,} steps of {schedule.batch:,} prompts: {epochs:.3g} epochs"
 
 
-def place_engines(config: Config, pool: Places, device: str, **changes: Any) -> list[RemoteEngine]:
+def place_engines(config: Config, pool: PlacementPool, device: str, **changes: Any) -> list[RemoteEngine]:
     """The rollout engines, spread over the devices, not yet started; `changes` of what they are told."""
     rollout = config.actor_rollout_ref.rollout
     width = rollout.tensor_model_parallel_size
     count = count_engines(config)
     return [
-        RemoteEngine.place(
+        RemoteEngine.spawn(
             pool,
             number,
             device=number * width % pool.count,
@@ -264,14 +269,14 @@ def place_engines(config: Config, pool: Places, device: str, **changes: Any) -> 
     ]
 
 
-def _place_reward_models(config: Config, pool: Places, device: str) -> list[RemoteRewardModel]:
+def _place_reward_models(config: Config, pool: PlacementPool, device: str) -> list[RemoteRewardModel]:
     """Beside engines and train workers, from the last device down."""
     model = config.reward.reward_model
     if not model.enable:
         return []
     share = (0.5 - _engines_share(config)) / -(-model.replicas // pool.count)
     return [
-        RemoteRewardModel.place(
+        RemoteRewardModel.spawn(
             pool,
             number,
             device=pool.count - 1 - number % pool.count,
@@ -326,7 +331,7 @@ def _answering(config: Config, data: RunData, episodes: EpisodePool, supervisor:
         seeds = [seed(split, group, number) for number in range(count)]
         greedy_baseline = split == "train" and algorithm_settings(config).estimator == "remax"
         return await supervisor.run_while_available(
-            episodes.run(Job(split, row, group, seeds, sampling[split], greedy_baseline))
+            episodes.run(GroupRequest(split, row, group, seeds, sampling[split], greedy_baseline))
         )
 
     return answer
@@ -349,7 +354,7 @@ def _evaluator(config: Config, data: RunData, answer: Answer, preview: Preview) 
 
 def _previewing(config: Config, episodes: EpisodePool) -> Preview:
     async def preview(split: str, data_source: str | None = None) -> str:
-        found = await episodes.exhibit(split, data_source)
+        found = await episodes.preview_sample(split, data_source)
         if found is None:
             return ""
         scorer, answer, truth = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from verl.checkpoint.manifest import LATEST, CheckpointDir, find_corruption
-from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Owner, reported, waiting
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 
@@ -28,7 +28,7 @@ class SavedPolicy(Protocol):
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         """Copy all that a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
 
-    async def saved(self, *, wait: bool) -> float | None:
+    async def poll_save(self, *, wait: bool) -> float | None:
         """The seconds that writing took what `save` began, None while it goes on; raises what went wrong with it."""
 
 
@@ -43,7 +43,7 @@ class Checkpointer:
         console: Console,
         *,
         keep: int | None = None,
-        deadline: Deadline = DEFAULTS.checkpoint,
+        deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
@@ -92,7 +92,7 @@ class Checkpointer:
             return
         version, copied_s = self._writing
         try:
-            written_s = await self._policy.saved(wait=wait)
+            written_s = await self._policy.poll_save(wait=wait)
             if written_s is None:
                 return
         except BaseException:
@@ -124,19 +124,19 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
 
     threading.Thread(target=run, name=what, daemon=True).start()
     answer = asyncio.wrap_future(done)
-    with waiting(what, of=Owner("file system"), deadline=deadline) as wait:
-        while not (await asyncio.wait([answer], timeout=wait.left))[0]:
-            if wait.left <= 0:
+    with track_call(what, target=CallTarget("file system"), deadline=deadline) as pending:
+        while not (await asyncio.wait([answer], timeout=pending.remaining_s))[0]:
+            if pending.remaining_s <= 0:
                 raise CheckpointError(
-                    f"{root}: waited {wait.age:.0f} s for the file system to {what} and gave up; see whether it "
-                    f"answers (ls {root}) and start again: checkpoints that are complete are as they were. If it only "
-                    f"needs longer, raise {deadline}{await reported(wait)}"
+                    f"{root}: waited {pending.elapsed_s:.0f} s for the file system to {what} and gave up; see whether "
+                    f"it answers (ls {root}) and start again: checkpoints that are complete are as they were. If it "
+                    f"only needs longer, raise {deadline}{await format_report_hint(pending)}"
                 )
     return answer.result()
 
 
 async def find_checkpoint(
-    source: CheckpointDir, verify: Verify, console: Console, deadline: Deadline = DEFAULTS.checkpoint
+    source: CheckpointDir, verify: Verify, console: Console, deadline: Deadline = DEFAULT_DEADLINES.checkpoint
 ) -> int | None:
     """The step to resume from: the first candidate that is whole; None if there is nothing to resume.
 

@@ -12,10 +12,10 @@ from typing import Any, Generic, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.cluster.device_pool import DevicePool
-from verl.cluster.hangs.pending_calls import Deadline, Owner, waiting
-from verl.cluster.hangs.registry import watched
-from verl.cluster.local import LocalPool, detect_device_here
-from verl.cluster.nodes import devices_that_answer
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
+from verl.cluster.hangs.registry import watch_for_hangs
+from verl.cluster.local import LocalPool, detect_local_device
+from verl.cluster.nodes import count_live_devices
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks
 from verl.config.problems import ConfigProblem
@@ -61,7 +61,7 @@ async def start_runtime(
 ) -> AsyncIterator[Runtime[C]]:
     """The devices of a run, in Ray's processes or in this one; leaving gives them back."""
     if config.trainer.local:
-        yield Runtime(config, LocalPool(), _device(config, detect_device_here))
+        yield Runtime(config, LocalPool(), _device(config, detect_local_device))
         return
     async with AsyncExitStack() as closing:
         limits = deadlines(config)
@@ -72,13 +72,13 @@ async def start_runtime(
         if timeline := config.ray_kwargs.timeline_json_file:
             closing.callback(_write_timeline, Path(timeline), console)
         stalls = config.trainer.checkpoint_dir / "stalls"
-        closing.enter_context(watched(stalls, console.note, console.advice, limits.reply))
+        closing.enter_context(watch_for_hangs(stalls, console.note, console.advice, limits.reply))
         device = _device(config, detect_device)
         if restarts.has_restarted:
             config = await _with_devices_left(config, device, console)
-        mend = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
+        fix = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
         ranks = count_train_ranks(config)
-        pool = await asyncio.to_thread(DevicePool, ranks, device, mend=mend, deadline=limits.devices)
+        pool = await asyncio.to_thread(DevicePool, ranks, device, fix=fix, deadline=limits.devices)
         closing.callback(pool.close)
         yield Runtime(config, pool, device)
 
@@ -98,7 +98,7 @@ def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
 async def _with_devices_left(config: C, device: str, console: Console) -> C:
     """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
     wanted, settings = count_train_ranks(config), config.trainer.faults
-    there = await devices_that_answer(device, wanted)
+    there = await count_live_devices(device, wanted)
     if there >= wanted:
         return config
     left = f"the cluster has {there} of {wanted} devices left"
@@ -109,8 +109,8 @@ async def _with_devices_left(config: C, device: str, console: Console) -> C:
         f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
         "trainer.faults.on_lost_node=shrink the run would go on with fewer"
     )
-    with waiting(f"have {wanted} devices", of=Owner("cluster"), deadline=Deadline(settings.node_wait)):
-        await devices_that_answer(device, wanted, patience_s=settings.node_wait)
+    with track_call(f"have {wanted} devices", target=CallTarget("cluster"), deadline=Deadline(settings.node_wait)):
+        await count_live_devices(device, wanted, patience_s=settings.node_wait)
     return config  # if they are still too few, the pool says so
 
 
@@ -171,8 +171,8 @@ class WithRunInfo:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         await self.policy.save(directory, {"run": _signature(self.config), **trainer})
 
-    async def saved(self, *, wait: bool) -> Any:
-        return await self.policy.saved(wait=wait)
+    async def poll_save(self, *, wait: bool) -> Any:
+        return await self.policy.poll_save(wait=wait)
 
 
 def _signature(config: Config | SftConfig) -> dict[str, str]:

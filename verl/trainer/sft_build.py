@@ -50,7 +50,7 @@ async def build_sft_trainer(
     async with AsyncExitStack() as closing:
         site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
         config, ranks = site.config, count_train_ranks(site.config)
-        model = SftGroup.place(site.pool, ranks, share=1.0, deadlines=deadlines(config))
+        model = SftGroup.spawn(site.pool, ranks, share=1.0, deadlines=deadlines(config))
         closing.callback(model.close)
         with timer(times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, config)

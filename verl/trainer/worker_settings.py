@@ -65,7 +65,7 @@ __all__ = [
 
 def deadlines(config: Config | SftConfig) -> Deadlines:
     """How long one process waits for another; in one process nobody does."""
-    return Deadlines.unhurried() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
+    return Deadlines.unlimited() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:

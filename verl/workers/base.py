@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from verl.cluster.device_pool import Places
+from verl.cluster.device_pool import PlacementPool
 from verl.cluster.group import ActorGroup
-from verl.cluster.handles import own_address
-from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadline, Deadlines
+from verl.cluster.handles import get_node_address
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadline, Deadlines
 from verl.errors import CheckpointError
 from verl.training.settings import FsdpSettings
 
@@ -34,7 +34,7 @@ class RankSettings:
     save_hf: bool = False
     save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
-    deadlines: Deadlines = DEFAULTS
+    deadlines: Deadlines = DEFAULT_DEADLINES
 
 
 class Trained(Protocol):
@@ -64,7 +64,7 @@ class BaseTrainWorker:
         since all ranks import torch in between."""
         if self._rank != 0:
             return None
-        self._listener = socket.create_server((own_address(), 0), backlog=self._world_size)
+        self._listener = socket.create_server((get_node_address(), 0), backlog=self._world_size)
         host, port = self._listener.getsockname()
         return host, port
 
@@ -95,7 +95,7 @@ class BaseTrainWorker:
         finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
         self._writer.start(states, Path(directory), trainer, finishing)
 
-    def saved(self, wait: bool) -> float | None:
+    def poll_save(self, wait: bool) -> float | None:
         """The seconds that it took to write it, None while it goes on; what went wrong with it is raised here."""
         if not hasattr(self, "_writer"):
             return 0.0
@@ -155,12 +155,14 @@ class RankGroup:
 
     worker: ClassVar[type[BaseTrainWorker]]
 
-    def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULTS) -> None:
+    def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self._group, self._deadlines = group, deadlines
         self._turn = asyncio.Lock()
 
     @classmethod
-    def place(cls: type[G], pool: Places, ranks: int, *, share: float, deadlines: Deadlines = DEFAULTS) -> G:
+    def spawn(
+        cls: type[G], pool: PlacementPool, ranks: int, *, share: float, deadlines: Deadlines = DEFAULT_DEADLINES
+    ) -> G:
         """Ask for the processes; they come up while the caller goes on."""
         actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
         return cls(ActorGroup("train worker", actors), deadlines)
@@ -182,8 +184,8 @@ class RankGroup:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         await self._call("save", directory, trainer, deadline=self._deadlines.checkpoint)
 
-    async def saved(self, *, wait: bool) -> float | None:
-        parts = await self._call("saved", wait, deadline=self._deadlines.checkpoint)
+    async def poll_save(self, *, wait: bool) -> float | None:
+        parts = await self._call("poll_save", wait, deadline=self._deadlines.checkpoint)
         return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:

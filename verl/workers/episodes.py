@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.cluster.device_pool import Places
+from verl.cluster.device_pool import PlacementPool
 from verl.cluster.group import call
 from verl.cluster.handles import end, put
 from verl.cluster.hangs.heartbeat import HeartbeatMonitor
-from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadline, Deadlines, Owner
-from verl.cluster.hangs.registry import introduce, tell_of
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadline, Deadlines
+from verl.cluster.hangs.registry import register_actor, report_ended_stall
 from verl.errors import ConfigError
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
@@ -30,12 +30,20 @@ from verl.workers.rollout import RemoteEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.agents.lockstep import DeterministicBatcher
-    from verl.agents.scoring import Score
+    from verl.agents.deterministic_batcher import DeterministicBatcher
+    from verl.agents.scoring import EpisodeScorer
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
 
-__all__ = ["DatasetSettings", "EpisodePool", "EpisodeSettings", "EpisodeWorker", "Job", "ModelReward", "deposit"]
+__all__ = [
+    "DatasetSettings",
+    "EpisodePool",
+    "EpisodeSettings",
+    "EpisodeWorker",
+    "GroupRequest",
+    "ModelReward",
+    "put_sample",
+]
 
 KIND = "episode worker"
 
@@ -68,11 +76,11 @@ class EpisodeSettings:
     model_reward: ModelReward | None = None
     trust_remote_code: bool = False
     overlong: OverlongPenalty | None = None  # shapes the scores of training, never those of validation
-    deadlines: Deadlines = DEFAULTS
+    deadlines: Deadlines = DEFAULT_DEADLINES
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class GroupRequest:
     """The episodes of one prompt: one per seed (None draws freely), and with `greedy_baseline` a greedy one beside."""
 
     split: str
@@ -123,9 +131,9 @@ class EpisodeWorker:
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
         )
 
-    async def _scoring(self, tokenizer: PreTrainedTokenizerBase) -> Score:
+    async def _scoring(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
         """Who scores: a function in a pool of processes, the reward model, or both."""
-        from verl.agents.scoring import added, by_function, by_model
+        from verl.agents.scoring import score_by_function, score_by_model, weighted_sum
         from verl.data.chat import load_tokenizer
         from verl.rewards.models.tokenization import build_encoder
         from verl.rewards.pool.pool import open_rewards
@@ -134,7 +142,7 @@ class EpisodeWorker:
         if settings.reward is not None:
             functions = open_rewards(**settings.reward)
             await functions.start()
-            by_own = by_function(partial(self._scored, functions))
+            by_own = score_by_function(partial(self._scored, functions))
             if model is None:
                 return by_own
         assert model is not None
@@ -150,36 +158,38 @@ class EpisodeWorker:
             look_s=settings.deadlines.reply.seconds,
             recovery_timeout_s=settings.deadlines.start.seconds + MARGIN_S,
         )
-        by_reward_model = by_model(read, models.score)
+        by_reward_model = score_by_model(read, models.score)
         if settings.reward is None:
             return by_reward_model
-        return added(by_own, by_reward_model, model.weight)
+        return weighted_sum(by_own, by_reward_model, model.weight)
 
     async def _scored(self, functions: RewardClient, *answer: Any) -> RewardResult:
         """A call that never ends is ended by the pool; it is told of now, for its group may have more of its kind."""
         outcome = await functions.score(*answer)
         if isinstance(outcome, Failed) and outcome.kind == "timeout":
             deadline = Deadline(functions.deadline_s, "reward.deadline_s")
-            late = partial(tell_of, "score an answer", Owner("reward function"), deadline, outcome.message)
+            late = partial(
+                report_ended_stall, "score an answer", CallTarget("reward function"), deadline, outcome.message
+            )
             self._telling = asyncio.ensure_future(asyncio.to_thread(late))  # kept: the loop itself holds tasks weakly
         return outcome
 
-    async def run(self, job: Job) -> list[SampleHandle] | None:
+    async def run(self, job: GroupRequest) -> list[SampleHandle] | None:
         """The samples of one prompt; None: the row is too long, which was found when it was read, and is left out."""
         prompt = self._datasets[job.split][job.row]
         return None if prompt is None else await self._answered(job, prompt)
 
-    async def run_together(self, jobs: Sequence[Job]) -> list[list[SampleHandle] | None]:
+    async def run_together(self, jobs: Sequence[GroupRequest]) -> list[list[SampleHandle] | None]:
         """As `run`, for all prompts of a round in lockstep: the same round always gives the same samples."""
-        from verl.agents.lockstep import DeterministicBatcher
+        from verl.agents.deterministic_batcher import DeterministicBatcher
 
         prompts = [self._datasets[job.split][job.row] for job in jobs]
         episodes = sum(job.episodes for job, prompt in zip(jobs, prompts, strict=True) if prompt is not None)
-        lockstep = DeterministicBatcher(self._pool.generate_all, episodes)
+        batcher = DeterministicBatcher(self._pool.generate_all, episodes)
         answered = iter(
             await asyncio.gather(
                 *(
-                    self._answered(job, prompt, lockstep)
+                    self._answered(job, prompt, batcher)
                     for job, prompt in zip(jobs, prompts, strict=True)
                     if prompt is not None
                 )
@@ -188,7 +198,7 @@ class EpisodeWorker:
         return [None if prompt is None else next(answered) for prompt in prompts]
 
     async def _answered(
-        self, job: Job, prompt: Prompt, lockstep: DeterministicBatcher | None = None
+        self, job: GroupRequest, prompt: Prompt, batcher: DeterministicBatcher | None = None
     ) -> list[SampleHandle]:
         samples = await self._runner.run(
             prompt,
@@ -197,17 +207,17 @@ class EpisodeWorker:
             job.sampling,
             greedy_baseline=job.greedy_baseline,
             overlong=self._settings.overlong if job.split == "train" else None,
-            lockstep=lockstep,
+            batcher=batcher,
         )
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[job.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
-        return await asyncio.to_thread(lambda: [deposit(sample, index) for index, sample in enumerate(samples)])
+        return await asyncio.to_thread(lambda: [put_sample(sample, index) for index, sample in enumerate(samples)])
 
-    async def is_there(self) -> bool:
+    async def ping(self) -> bool:
         return True
 
-    async def exhibit(self, split: str, data_source: str | None) -> SamplePreview | None:
+    async def preview_sample(self, split: str, data_source: str | None) -> SamplePreview | None:
         """One of the latest answers, as its scorer saw it; None where there was none."""
         found = [pair for key, pair in self._latest.items() if key[0] == split and data_source in (None, key[1])]
         if not found:
@@ -217,7 +227,7 @@ class EpisodeWorker:
         return SamplePreview(prompt.data_source, answer, prompt.ground_truth, sample.score)
 
 
-def deposit(sample: Sample, index: int = 0) -> SampleHandle:
+def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
     """Lay a sample into the object store; what the controller gets is the handle."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
@@ -238,52 +248,54 @@ def deposit(sample: Sample, index: int = 0) -> SampleHandle:
 class EpisodePool:
     """All episode workers as the trainer sees them: prompts in, handles out.
 
-    `together`: what is asked for in one turn of the event loop, such as all groups of a step, is one round, and rounds
-    follow one another; so what is generated beside what does not depend on the clock. This needs a single worker.
+    `deterministic`: requests made in one turn of the event loop, such as all groups of a step, form one round, and
+    rounds run one after the other, so that batch composition does not depend on timing. Needs a single worker.
     """
 
-    def __init__(self, actors: Sequence[Any], *, together: bool = False, deadlines: Deadlines = DEFAULTS) -> None:
+    def __init__(
+        self, actors: Sequence[Any], *, deterministic: bool = False, deadlines: Deadlines = DEFAULT_DEADLINES
+    ) -> None:
         self._actors, self._deadlines = list(actors), deadlines
         self._turn = itertools.cycle(range(len(self._actors)))
-        self._vigils = [
+        self._heartbeats = [
             HeartbeatMonitor(partial(self._is_there, number), deadlines.reply.seconds)
             for number in range(len(self._actors))
         ]
-        self._together = together
-        self._asked: list[tuple[Job, asyncio.Future[list[SampleHandle] | None]]] = []
+        self._deterministic = deterministic
+        self._asked: list[tuple[GroupRequest, asyncio.Future[list[SampleHandle] | None]]] = []
         self._one_round = asyncio.Lock()
 
     @classmethod
-    def place(
+    def spawn(
         cls,
-        pool: Places,
+        pool: PlacementPool,
         count: int,
         settings: EpisodeSettings,
         engines: Sequence[RemoteEngine],
         reward_models: Sequence[RemoteRewardModel] = (),
         *,
-        together: bool = False,
+        deterministic: bool = False,
     ) -> EpisodePool:
         actors = [
-            pool.spawn(EpisodeWorker, settings, engines, reward_models, interleaves=True)
-            for _ in range(1 if together else count)
+            pool.spawn(EpisodeWorker, settings, engines, reward_models, is_async=True)
+            for _ in range(1 if deterministic else count)
         ]
-        return cls(actors, together=together, deadlines=settings.deadlines)
+        return cls(actors, deterministic=deterministic, deadlines=settings.deadlines)
 
     async def start(self) -> None:
         await asyncio.gather(*(self._start(number) for number in range(len(self._actors))))
 
     async def _start(self, number: int) -> None:
-        actor, owner = self._actors[number], Owner(KIND, number)
-        introduce(actor, owner)
-        await call(actor.start.remote(), what="start", of=owner, deadline=self._deadlines.start)
+        actor, owner = self._actors[number], CallTarget(KIND, number)
+        register_actor(actor, owner)
+        await call(actor.start.remote(), action="start", target=owner, deadline=self._deadlines.start)
 
-    async def run(self, job: Job) -> list[SampleHandle] | None:
+    async def run(self, job: GroupRequest) -> list[SampleHandle] | None:
         """The samples of one prompt, one per seed; with `greedy_baseline` each knows the score of the greedy answer.
 
         None: the row was found to be too long when it was read, and is left out.
         """
-        if not self._together:
+        if not self._deterministic:
             return await self._ask(next(self._turn), "run", job)
         if not self._asked:
             asyncio.get_running_loop().call_soon(lambda: asyncio.ensure_future(self._run_round()))
@@ -305,13 +317,13 @@ class EpisodePool:
             if not answer.done():
                 answer.set_result(samples)
 
-    async def exhibit(self, split: str, data_source: str | None = None) -> SamplePreview | None:
+    async def preview_sample(self, split: str, data_source: str | None = None) -> SamplePreview | None:
         """One of the latest answers of a split, and of a data source if it is named."""
         for number, actor in enumerate(self._actors):
             found: SamplePreview | None = await call(
-                actor.exhibit.remote(split, data_source),
-                what="show an answer",
-                of=Owner(KIND, number),
+                actor.preview_sample.remote(split, data_source),
+                action="show an answer",
+                target=CallTarget(KIND, number),
                 deadline=self._deadlines.reply,
             )
             if found is not None:
@@ -321,11 +333,13 @@ class EpisodePool:
     async def _ask(self, number: int, method: str, work: Any) -> Any:
         """Engines and rewards have deadlines of their own: the worker has only to be there."""
         reference = getattr(self._actors[number], method).remote(work)
-        return await self._vigils[number].watch(call(reference, what=method, of=Owner(KIND, number)))
+        return await self._heartbeats[number].watch(call(reference, action=method, target=CallTarget(KIND, number)))
 
     async def _is_there(self, number: int) -> None:
-        reference = self._actors[number].is_there.remote()
-        await call(reference, what="say that it is there", of=Owner(KIND, number), deadline=self._deadlines.reply)
+        reference = self._actors[number].ping.remote()
+        await call(
+            reference, action="say that it is there", target=CallTarget(KIND, number), deadline=self._deadlines.reply
+        )
 
     def close(self) -> None:
         for actor in self._actors:

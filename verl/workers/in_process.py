@@ -24,11 +24,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.handles import get_all
-from verl.cluster.hangs.pending_calls import A_MONTH_S
+from verl.cluster.hangs.pending_calls import UNLIMITED_S
 from verl.data.prompts import rows_of
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
-from verl.workers.episodes import deposit
+from verl.workers.episodes import put_sample
 from verl.workers.inputs import check_model, tokenizer_for
 from verl.workers.rollout import make_engine
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from verl.agents.scoring import Score
+    from verl.agents.scoring import EpisodeScorer
 
 __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
@@ -103,7 +103,7 @@ class RolloutWorker:
         self._version, self._is_open = -1, True
         atexit.register(self.close)
         try:
-            self._score: Score = self._loop.finish(self._scoring())
+            self._score: EpisodeScorer = self._loop.finish(self._scoring())
             with _main_hidden():
                 self._loop.finish(self._engine.start())
         except BaseException:
@@ -151,8 +151,8 @@ class RolloutWorker:
         await self._engine.load_weights(buckets, self._version + 1)
         self._version, self._seen = self._version + 1, now
 
-    async def _scoring(self) -> Score:
-        from verl.agents.scoring import by_function
+    async def _scoring(self) -> EpisodeScorer:
+        from verl.agents.scoring import score_by_function
         from verl.rewards.pool.in_process import InProcessRewards
 
         arguments: dict[str, Any] = {"path": None}
@@ -161,7 +161,7 @@ class RolloutWorker:
             arguments = {"path": "python:", "name": name, "function": self._reward}
         functions = InProcessRewards(arguments)
         await functions.start()
-        return by_function(functions.score)
+        return score_by_function(functions.score)
 
     def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
@@ -278,9 +278,9 @@ class TrainerWorker:
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
         planner = Planner(1, self._mini_batch or groups, micro_batch_samples=None, micro_batch_tokens=self._budget)
-        plan = planner.plan([deposit(sample, number) for number, sample in enumerate(samples)])
+        plan = planner.plan([put_sample(sample, number) for number, sample in enumerate(samples)])
         [mine] = plan.ranks
-        prepared = self._policy.prepare(get_all(mine.refs, timeout=A_MONTH_S), mine)
+        prepared = self._policy.prepare(get_all(mine.refs, timeout=UNLIMITED_S), mine)
         updated = self._policy.update(mine)
         load_hf(self.model, self._engine.weights())
         if self._optimizer is not None:

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-from verl.cluster.device_pool import Places
+from verl.cluster.device_pool import PlacementPool
 from verl.cluster.handles import end
 from verl.cluster.hangs.heartbeat import HeartbeatMonitor
-from verl.cluster.hangs.pending_calls import DEFAULTS, MARGIN_S, Deadlines
-from verl.cluster.hangs.registry import tell_at_once
-from verl.cluster.remote import Remote
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
+from verl.cluster.hangs.registry import report_wait_start
+from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
@@ -97,23 +97,23 @@ def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
     raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])
 
 
-class RemoteRewardModel(Remote):
+class RemoteRewardModel(RemoteActor):
     """A reward model that lives in a reward actor."""
 
     kind = "reward model"
 
     @classmethod
-    def place(
+    def spawn(
         cls,
-        pool: Places,
+        pool: PlacementPool,
         number: int,
         *,
         device: int,
         share: float,
         settings: RewardModelSettings,
-        deadlines: Deadlines = DEFAULTS,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
     ) -> RemoteRewardModel:
-        actor = pool.spawn(RewardActor, settings, device=device, share=share, interleaves=True, comes_back=True)
+        actor = pool.spawn(RewardActor, settings, device=device, share=share, is_async=True, restarts=True)
         return cls(actor, number, deadlines)
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
@@ -123,11 +123,11 @@ class RemoteRewardModel(Remote):
         return await self._call("is_ready", deadline=self.deadlines.reply)
 
     async def lost(self, why: str) -> None:
-        await asyncio.to_thread(tell_at_once, f"start again ({why})", self.owner, self.deadlines.start)
+        await asyncio.to_thread(report_wait_start, f"start again ({why})", self.target, self.deadlines.start)
 
     async def end(self) -> None:
         """As any, but without waiting for the new process: another who has lost it may have started that already."""
-        end(self.actor, comes_back=True)
+        end(self.actor, restarts=True)
 
 
 class PooledRewardModel(ReplicaHandle, Protocol):
@@ -163,8 +163,8 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
         self,
         models: Sequence[PooledRewardModel],
         *,
-        look_s: float = DEFAULTS.reply.seconds,
-        recovery_timeout_s: float = DEFAULTS.start.seconds + MARGIN_S,
+        look_s: float = DEFAULT_DEADLINES.reply.seconds,
+        recovery_timeout_s: float = DEFAULT_DEADLINES.start.seconds + MARGIN_S,
         poll_interval_s: float = 1.0,
     ) -> None:
         super().__init__(
@@ -173,7 +173,7 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
             reply_timeout_s=look_s + MARGIN_S,
             poll_interval_s=poll_interval_s,
         )
-        self._vigils = [HeartbeatMonitor(model.is_ready, look_s) for model in models]
+        self._heartbeats = [HeartbeatMonitor(model.is_ready, look_s) for model in models]
         self._one_alone = asyncio.Lock()
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
@@ -195,7 +195,7 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
             return _unscored(str(error))
 
     async def _await_reply(self, replica: Replica[PooledRewardModel], request: asyncio.Future[T]) -> T:
-        return await self._vigils[replica.index].watch(request)
+        return await self._heartbeats[replica.index].watch(request)
 
     async def _recover(self, replica: Replica[PooledRewardModel], hangs: bool) -> None:
         """By a new start of the process that Ray puts in its place; one that hangs or fails in that is ended for it."""

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from verl.cluster.device_pool import Places
-from verl.cluster.hangs.pending_calls import DEFAULTS, Deadlines, Progress
-from verl.cluster.remote import Remote
+from verl.cluster.device_pool import PlacementPool
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
@@ -106,28 +106,28 @@ def make_engine(name: str, settings: dict[str, Any]) -> Any:
     raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not an engine; use vllm or hf"])
 
 
-class RemoteEngine(Remote):
+class RemoteEngine(RemoteActor):
     """A `RolloutEngine` that lives in a rollout actor."""
 
     kind = "rollout engine"
 
-    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULTS) -> None:
+    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         super().__init__(actor, number, deadlines)
         self._progress = Progress()  # an engine may take its time as long as it finishes something
 
     @classmethod
-    def place(
+    def spawn(
         cls,
-        pool: Places,
+        pool: PlacementPool,
         number: int,
         *,
         device: int,
         share: float,
         name: str,
         settings: dict[str, Any],
-        deadlines: Deadlines = DEFAULTS,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
     ) -> RemoteEngine:
-        actor = pool.spawn(RolloutActor, name, settings, device=device, share=share, interleaves=True, comes_back=True)
+        actor = pool.spawn(RolloutActor, name, settings, device=device, share=share, is_async=True, restarts=True)
         return cls(actor, number, deadlines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:

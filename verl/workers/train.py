@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.group import fetch
-from verl.cluster.handles import own_address, put
-from verl.cluster.hangs.pending_calls import Owner
+from verl.cluster.handles import get_node_address, put
+from verl.cluster.hangs.pending_calls import CallTarget
 from verl.cluster.ports import free_port
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
@@ -74,7 +74,9 @@ class TrainWorker(BaseTrainWorker):
 
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
-        samples = fetch(plan.refs, what="give the samples", of=Owner("object store"), deadline=self._deadlines.train)
+        samples = fetch(
+            plan.refs, action="give the samples", target=CallTarget("object store"), deadline=self._deadlines.train
+        )
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
     def update(self, plan: RankPlan) -> dict[str, float]:
@@ -106,7 +108,7 @@ class TrainWorker(BaseTrainWorker):
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
             asked = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
-            fetch(asked, what=method, of=Owner("rollout engines"), deadline=self._deadlines.weights)
+            fetch(asked, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
 
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
@@ -116,7 +118,7 @@ class TrainWorker(BaseTrainWorker):
                 self._rank,
                 dtype=getattr(torch, self._publish_dtype),
                 engines=len(engines),
-                address=(own_address(), free_port()),
+                address=(get_node_address(), free_port()),
             )
         self._sender.send(version)
 

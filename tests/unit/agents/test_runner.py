@@ -47,9 +47,9 @@ async def test_one_sample_per_seed_with_prompt_and_answer_laid_out() -> None:
 async def test_tokens_that_the_model_did_not_write_are_masked_and_not_scored() -> None:
     async def with_tool(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
         transcript = Transcript(list(prompt.token_ids))
-        transcript.add_generated(await generate(transcript.tokens, sampling))
-        transcript.add_given([90, 91, 92])
-        transcript.add_generated(await generate(transcript.tokens, sampling))
+        transcript.append_completion(await generate(transcript.tokens, sampling))
+        transcript.append_context([90, 91, 92])
+        transcript.append_completion(await generate(transcript.tokens, sampling))
         return transcript
 
     [sample] = await EpisodeRunner(echo, accept, decode, with_tool).run(PROMPT, 0, [5], SamplingParams(max_tokens=4))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from verl.agents.episode import Transcript
-from verl.agents.scoring import added, by_function, by_model
+from verl.agents.scoring import score_by_function, score_by_model, weighted_sum
 from verl.rewards.models.interface import ScoringFailure
 from verl.types import Failed, Prompt, Scored
 
@@ -39,13 +39,13 @@ async def test_a_function_is_told_of_a_prompt_that_was_kept() -> None:
         return Scored(0.0)
 
     for prompt in (PROMPT, Prompt(0, [1], extra_info={"level": 3})):
-        await by_function(listen)(prompt, TRANSCRIPT, "46")
+        await score_by_function(listen)(prompt, TRANSCRIPT, "46")
     assert told == [{"level": 3, "raw_prompt": PROMPT.raw}, {"level": 3}]
     assert PROMPT.extra_info == {"level": 3}, "the record itself stays as it is"
 
 
 async def test_a_model_scores_what_it_is_given_to_read() -> None:
-    assert await by_model(read, model)(PROMPT, TRANSCRIPT, "46") == Scored(12.0)
+    assert await score_by_model(read, model)(PROMPT, TRANSCRIPT, "46") == Scored(12.0)
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ async def test_a_model_scores_what_it_is_given_to_read() -> None:
 async def test_a_failure_of_the_model_names_the_cause_the_sample_and_the_mend(
     answer: str, kind: str, words: list[str]
 ) -> None:
-    outcome = await by_model(read, model)(PROMPT, TRANSCRIPT, answer)
+    outcome = await score_by_model(read, model)(PROMPT, TRANSCRIPT, answer)
     assert isinstance(outcome, Failed)
     assert outcome.kind == kind
     for word in (*words, "reward.reward_model", "'sums'", repr(answer), "46"):
@@ -63,14 +63,16 @@ async def test_a_failure_of_the_model_names_the_cause_the_sample_and_the_mend(
 
 
 async def test_function_and_weighted_model_add_up_and_both_are_metrics() -> None:
-    both = added(by_function(function), by_model(read, model), weight=0.25)
+    both = weighted_sum(score_by_function(function), score_by_model(read, model), weight=0.25)
     metrics = {"words": 1.0, "function_score": 0.5, "model_score": 12.0}
     assert await both(PROMPT, TRANSCRIPT, "46") == Scored(3.5, metrics)
 
 
 @pytest.mark.parametrize(("answer", "kind"), [("47", "died"), ("late", "died")])
 async def test_what_only_one_of_them_could_score_has_no_score(answer: str, kind: str) -> None:
-    outcome = await added(by_function(function), by_model(read, model), weight=1.0)(PROMPT, TRANSCRIPT, answer)
+    outcome = await weighted_sum(score_by_function(function), score_by_model(read, model), weight=1.0)(
+        PROMPT, TRANSCRIPT, answer
+    )
     assert isinstance(outcome, Failed)
     assert outcome.kind == kind
 
@@ -79,6 +81,8 @@ async def test_a_model_that_fails_beside_a_function_that_does_not() -> None:
     async def fine(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
         return Scored(1.0)
 
-    outcome = await added(by_function(fine), by_model(read, model), weight=1.0)(PROMPT, TRANSCRIPT, "late")
+    outcome = await weighted_sum(score_by_function(fine), score_by_model(read, model), weight=1.0)(
+        PROMPT, TRANSCRIPT, "late"
+    )
     assert isinstance(outcome, Failed)
     assert outcome.kind == "timeout"

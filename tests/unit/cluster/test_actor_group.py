@@ -9,7 +9,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.cluster.group import ActorGroup
-from verl.cluster.hangs.pending_calls import DEFAULTS
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.unit
@@ -42,7 +42,7 @@ async def is_stuck() -> int:
 
 
 def call(*parts: Part) -> list[int]:
-    return simulate(group_of(*parts).call("update", deadline=DEFAULTS.train))
+    return simulate(group_of(*parts).call("update", deadline=DEFAULT_DEADLINES.train))
 
 
 def test_every_rank_answers_in_its_place() -> None:

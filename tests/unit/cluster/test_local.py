@@ -6,7 +6,7 @@ import pytest
 
 from verl.cluster.group import ActorGroup, fetch
 from verl.cluster.handles import end, get_all, put
-from verl.cluster.hangs.pending_calls import A_MONTH_S, DEFAULTS, Deadlines, Owner
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
 from verl.cluster.local import LocalPool
 
 pytestmark = pytest.mark.unit
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 class Worker:
     def __init__(self, start: int) -> None:
-        self.total, self.left = start, False
+        self.total, self.remaining_s = start, False
 
     def add(self, number: int) -> int:
         self.total += number
@@ -28,14 +28,14 @@ class Worker:
         raise ZeroDivisionError
 
     def leave(self) -> None:
-        self.left = True
+        self.remaining_s = True
 
 
 async def test_methods_and_coroutines_are_called_as_remote_ones() -> None:
-    actor = LocalPool().spawn(Worker, 1, device=0, share=0.5, interleaves=True)
+    actor = LocalPool().spawn(Worker, 1, device=0, share=0.5, is_async=True)
     assert await actor.add.remote(1) == 2
     assert await actor.wait_and_add.remote(2) == 4
-    assert await ActorGroup("worker", [actor]).call("add", 5, deadline=DEFAULTS.train) == [9]
+    assert await ActorGroup("worker", [actor]).call("add", 5, deadline=DEFAULT_DEADLINES.train) == [9]
 
 
 async def test_what_is_raised_is_raised_where_it_is_awaited() -> None:
@@ -52,14 +52,14 @@ async def test_what_is_put_stays_itself() -> None:
     references = [put(thing), put(2)]
     assert await references[0] is thing
     assert get_all(references, timeout=1) == [thing, 2]
-    assert fetch(references, what="give", of=Owner("store"), deadline=DEFAULTS.train) == [thing, 2]
+    assert fetch(references, action="give", target=CallTarget("store"), deadline=DEFAULT_DEADLINES.train) == [thing, 2]
 
 
 def test_an_actor_that_ends_leaves_what_it_has_joined() -> None:
     worker = Worker(1)
     end(LocalPool().spawn(lambda: worker))
-    assert worker.left
+    assert worker.remaining_s
 
 
 def test_no_deadline_hurries_who_sits_at_a_breakpoint() -> None:
-    assert Deadlines.unhurried().longest_s == A_MONTH_S
+    assert Deadlines.unlimited().longest_s == UNLIMITED_S

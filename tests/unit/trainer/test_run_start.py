@@ -66,7 +66,7 @@ class Ranks:
         files = {"shard": write(folder / "shard", b"weights")}
         CheckpointDir(folder.parent).commit(int(folder.name.rpartition("_")[2]), files, trainer)
 
-    async def saved(self, *, wait: bool) -> bool:
+    async def poll_save(self, *, wait: bool) -> bool:
         return True
 
     async def verify(self, directory: str) -> list[str]:

@@ -40,7 +40,7 @@ class Ranks:
         if self.commits:
             CheckpointDir(folder.parent).commit(step, {"shard": write(folder / "shard", b"weights")}, trainer)
 
-    async def saved(self, *, wait: bool) -> float | None:
+    async def poll_save(self, *, wait: bool) -> float | None:
         raise ProcessLostError("train worker 1: saved: its process has died")
 
 

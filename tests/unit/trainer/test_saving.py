@@ -13,7 +13,7 @@ import pytest
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
-from verl.cluster.hangs.pending_calls import WAITS, Deadline
+from verl.cluster.hangs.pending_calls import PENDING_CALLS, Deadline
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
@@ -36,7 +36,7 @@ class Writing:
         self._pending = Path(directory), trainer
         self.begun.append(int(directory.rpartition("_")[2]))
 
-    async def saved(self, *, wait: bool) -> float | None:
+    async def poll_save(self, *, wait: bool) -> float | None:
         if not (wait or self.done):
             return None
         assert self._pending is not None
@@ -119,7 +119,7 @@ async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path
     saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, Screen()).save(1, {}))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    found = [(wait.what, str(wait.of)) for wait in WAITS.open()]
+    found = [(call.action, str(call.target)) for call in PENDING_CALLS.active()]
     hanging.let_go.set()
     await saving
     assert found == [("begin a checkpoint", "file system")]

@@ -54,7 +54,7 @@ class FakeModel:
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         self.saved_at.append(trainer["data"])
 
-    async def saved(self, *, wait: bool) -> float | None:
+    async def poll_save(self, *, wait: bool) -> float | None:
         return 0.0
 
 

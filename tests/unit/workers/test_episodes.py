@@ -12,7 +12,7 @@ from verl.agents.runner import EpisodeRunner
 from verl.errors import ProcessLostError
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
-from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, Job
+from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, GroupRequest
 
 pytestmark = pytest.mark.unit
 
@@ -38,7 +38,7 @@ def worker() -> EpisodeWorker:
 
 
 async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWorker) -> None:
-    handles = await worker.run(Job("val", 0, 8, [5, 6, 7], SAMPLING))
+    handles = await worker.run(GroupRequest("val", 0, 8, [5, 6, 7], SAMPLING))
     assert [(handle.group, handle.index, handle.score) for handle in handles] == [
         (8, 0, 5.0),
         (8, 1, 6.0),
@@ -50,39 +50,43 @@ async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWor
 
 
 async def test_the_score_of_the_greedy_answer_reaches_the_handles(worker: EpisodeWorker) -> None:
-    handles = await worker.run(Job("val", 0, 8, [5, 6], SAMPLING, greedy_baseline=True))
+    handles = await worker.run(GroupRequest("val", 0, 8, [5, 6], SAMPLING, greedy_baseline=True))
     assert [(handle.score, handle.baseline) for handle in handles] == [(5.0, 0.0), (6.0, 0.0)]
 
 
 async def test_the_scores_of_training_are_shaped_and_those_of_validation_are_not(worker: EpisodeWorker) -> None:
-    [trained] = await worker.run(Job("train", 0, 8, [5], SAMPLING))
+    [trained] = await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING))
     assert (trained.score, trained.metrics) == (4.0, {"raw_score": 5.0, "overlong_penalty": -1.0})
-    [validated] = await worker.run(Job("val", 0, 8, [5], SAMPLING))
+    [validated] = await worker.run(GroupRequest("val", 0, 8, [5], SAMPLING))
     assert (validated.score, validated.metrics) == (5.0, {})
 
 
 async def test_a_pool_asks_its_workers_in_turn_for_what_it_was_asked(worker: EpisodeWorker) -> None:
     actor = SimpleNamespace(run=SimpleNamespace(remote=worker.run))
     idle = SimpleNamespace(run=SimpleNamespace(remote=None))
-    [handle] = await EpisodePool([actor, idle]).run(Job("train", 0, 8, [5], SAMPLING, greedy_baseline=True))
+    [handle] = await EpisodePool([actor, idle]).run(GroupRequest("train", 0, 8, [5], SAMPLING, greedy_baseline=True))
     assert (handle.score, handle.baseline) == (4.0, -1.0)
 
 
 async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker) -> None:
-    actor = SimpleNamespace(run=SimpleNamespace(remote=worker.run), exhibit=SimpleNamespace(remote=worker.exhibit))
-    idle = SimpleNamespace(exhibit=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings("", {}), []).exhibit))
+    actor = SimpleNamespace(
+        run=SimpleNamespace(remote=worker.run), preview_sample=SimpleNamespace(remote=worker.preview_sample)
+    )
+    idle = SimpleNamespace(
+        preview_sample=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings("", {}), []).preview_sample)
+    )
     pool = EpisodePool([idle, actor])
-    assert await pool.exhibit("val") is None
-    await worker.run(Job("val", 0, 8, [5, 6], SAMPLING))
-    await worker.run(Job("train", 0, 9, [7], SAMPLING))
-    assert await pool.exhibit("val") == SamplePreview("sums", "5", "46", 5.0)
-    assert await pool.exhibit("val", "sums") == await pool.exhibit("val")
-    assert await pool.exhibit("val", "others") is None
+    assert await pool.preview_sample("val") is None
+    await worker.run(GroupRequest("val", 0, 8, [5, 6], SAMPLING))
+    await worker.run(GroupRequest("train", 0, 9, [7], SAMPLING))
+    assert await pool.preview_sample("val") == SamplePreview("sums", "5", "46", 5.0)
+    assert await pool.preview_sample("val", "sums") == await pool.preview_sample("val")
+    assert await pool.preview_sample("val", "others") is None
 
 
 async def test_a_row_that_is_left_out_has_no_samples_not_even_none(worker: EpisodeWorker) -> None:
     worker._datasets["train"] = [None]  # type: ignore[assignment]
-    assert await worker.run(Job("train", 0, 8, [5], SAMPLING)) is None
+    assert await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING)) is None
 
 
 async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: EpisodeWorker) -> None:
@@ -94,7 +98,11 @@ async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: Epi
 
     worker._pool = SimpleNamespace(generate_all=generate_all)  # type: ignore[assignment]
     worker._datasets["train"] = [worker._datasets["val"][0], None]  # type: ignore[assignment,list-item]
-    jobs = [Job("train", 0, 8, [5, 6], SAMPLING), Job("train", 1, 9, [1], SAMPLING), Job("train", 0, 10, [7], SAMPLING)]
+    jobs = [
+        GroupRequest("train", 0, 8, [5, 6], SAMPLING),
+        GroupRequest("train", 1, 9, [1], SAMPLING),
+        GroupRequest("train", 0, 10, [7], SAMPLING),
+    ]
     first, left_out, last = await worker.run_together(jobs)
     assert asked == [[5, 6, 7]]
     assert [handle.index for handle in first or ()] == [0, 1]
@@ -106,7 +114,7 @@ async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rou
     rounds: list[list[int]] = []
     playing = 0
 
-    async def run_together(jobs: Sequence[Job]) -> list[list[Any]]:
+    async def run_together(jobs: Sequence[GroupRequest]) -> list[list[Any]]:
         nonlocal playing
         playing += 1
         assert playing == 1
@@ -115,22 +123,22 @@ async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rou
         playing -= 1
         return [[job.group] for job in jobs]
 
-    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], together=True)
-    first = [asyncio.ensure_future(pool.run(Job("train", 0, group, [1], SAMPLING))) for group in range(3)]
+    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], deterministic=True)
+    first = [asyncio.ensure_future(pool.run(GroupRequest("train", 0, group, [1], SAMPLING))) for group in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    second = [asyncio.ensure_future(pool.run(Job("train", 0, group, [1], SAMPLING))) for group in (3, 4)]
+    second = [asyncio.ensure_future(pool.run(GroupRequest("train", 0, group, [1], SAMPLING))) for group in (3, 4)]
     found: list[Any] = await asyncio.gather(*first, *second)
     assert rounds == [[0, 1, 2], [3, 4]]
     assert found == [[0], [1], [2], [3], [4]]
 
 
 async def test_a_round_that_fails_fails_for_all_who_asked() -> None:
-    async def run_together(jobs: Sequence[Job]) -> None:
+    async def run_together(jobs: Sequence[GroupRequest]) -> None:
         raise ProcessLostError("gone")
 
-    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], together=True)
-    jobs = [pool.run(Job("train", 0, group, [1], SAMPLING)) for group in range(2)]
+    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], deterministic=True)
+    jobs = [pool.run(GroupRequest("train", 0, group, [1], SAMPLING)) for group in range(2)]
     failed = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(error) for error in failed] == [ProcessLostError] * 2
 

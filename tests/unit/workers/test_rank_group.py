@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from verl.cluster.group import ActorGroup
-from verl.cluster.hangs.pending_calls import WAITS
+from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import ProcessLostError
 from verl.workers.train import PolicyGroup, TrainWorker
 
@@ -59,7 +59,9 @@ async def test_the_deadline_of_a_join_does_not_run_while_the_ranks_are_busy() ->
     await settled()
     packing = asyncio.ensure_future(group.pack_weights())
     await settled()
-    assert {wait.what for wait in WAITS.open()} == {"prepare"}, "a wait for weights would be at its end before theirs"
+    assert {call.action for call in PENDING_CALLS.active()} == {"prepare"}, (
+        "a wait for weights would be at its end before theirs"
+    )
     assert ranks[0].asked == ["prepare"]
     for rank in ranks:
         rank.let_go.set()

@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.cluster.hangs.pending_calls import Deadline, Owner, Wait, Waits, together
-from verl.cluster.hangs.process_info import Seen
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCall, PendingCalls, format_targets
+from verl.cluster.hangs.process_info import ProcessInfo
 from verl.redaction import redact
 
-__all__ = ["HangDetector", "Late", "Place", "ProcessInspector", "Reporter", "Watchdog", "verdict"]
+__all__ = ["HangDetector", "ProcessInspector", "ProcessLocation", "Reporter", "StalledCall", "Watchdog", "diagnose"]
 
 TICK_S = 0.5
 SAID_AGAIN_S = 600.0
@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ProcessLocation:
     """Where a process is: on which node of the cluster, and which process there."""
 
     pid: int
@@ -42,12 +42,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class StalledCall:
     """Waits of one process for one thing, past half of their deadline or all of it."""
 
     waiter: str
-    what: str
-    owners: tuple[Owner, ...]
+    action: str
+    targets: tuple[CallTarget, ...]
     age_s: float
     since: float  # by the wall clock
     deadline: Deadline
@@ -58,56 +58,61 @@ class Late:
 
     def words(self) -> str:
         began = time.strftime("%H:%M:%S", time.localtime(self.since))
-        return f"{self.waiter} has waited {self.age_s:.0f} s, since {began}, for {together(self.owners)} to {self.what}"
+        targets = format_targets(self.targets)
+        return f"{self.waiter} has waited {self.age_s:.0f} s, since {began}, for {targets} to {self.action}"
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> Late:
-        owners = tuple(Owner(*owner) for owner in found["owners"])
+    def from_json(cls, found: Mapping[str, Any]) -> StalledCall:
+        targets = tuple(CallTarget(*target) for target in found["targets"])
         return cls(
-            **{**found, "owners": owners, "deadline": Deadline(*found["deadline"]), "table": tuple(found["table"])}
+            **{**found, "targets": targets, "deadline": Deadline(*found["deadline"]), "table": tuple(found["table"])}
         )
 
 
 class HangDetector:
     """Finds the waits of one process that are worth a word, once each. Knows only its clock."""
 
-    def __init__(self, waits: Waits, waiter: str) -> None:
+    def __init__(self, waits: PendingCalls, waiter: str) -> None:
         self._waits, self._waiter = waits, waiter
-        self._over: set[tuple[str, Owner]] = set()
-        self._said: dict[tuple[str, Owner], float] = {}
+        self._over: set[tuple[str, CallTarget]] = set()
+        self._said: dict[tuple[str, CallTarget], float] = {}
 
-    def look(self) -> list[Late]:
+    def look(self) -> list[StalledCall]:
         """What has come to be late since the last look. Waits for several of a kind to do the same are one."""
-        now, waits = self._waits.clock(), self._waits.open()
-        over, half = ({(w.what, w.of) for w in waits if w.left <= share * w.deadline.seconds} for share in (0.0, 0.5))
+        now, waits = self._waits.clock(), self._waits.active()
+        over, half = (
+            {(w.action, w.target) for w in waits if w.remaining_s <= share * w.deadline.seconds} for share in (0.0, 0.5)
+        )
         risen = over - self._over
         self._over = over
-        kinds = {(what, of.kind) for what, of in risen}
-        risen |= {(w.what, w.of) for w in waits if (w.what, w.of.kind) in kinds and w.left <= 2 * TICK_S}
+        kinds = {(action, target.kind) for action, target in risen}
+        risen |= {
+            (w.action, w.target) for w in waits if (w.action, w.target.kind) in kinds and w.remaining_s <= 2 * TICK_S
+        }
         self._over |= risen
         slow = {key for key in half - over - risen if now - self._said.get(key, float("-inf")) > SAID_AGAIN_S}
         self._said |= dict.fromkeys(slow, now)
         return [*self._late(waits, risen, True), *self._late(waits, slow, False)]
 
-    def _late(self, waits: Sequence[Wait], keys: set[tuple[str, Owner]], over: bool) -> list[Late]:
-        groups: dict[tuple[str, str], list[Wait]] = {}
+    def _late(self, waits: Sequence[PendingCall], keys: set[tuple[str, CallTarget]], over: bool) -> list[StalledCall]:
+        groups: dict[tuple[str, str], list[PendingCall]] = {}
         for wait in waits:
-            if (wait.what, wait.of) in keys:
-                groups.setdefault((wait.what, wait.of.kind), []).append(wait)
-        table = rows(self._waiter, waits)
+            if (wait.action, wait.target) in keys:
+                groups.setdefault((wait.action, wait.target.kind), []).append(wait)
+        table = format_pending(self._waiter, waits)
         return [self._of(group, over, table) for group in groups.values()]
 
-    def _of(self, group: Sequence[Wait], over: bool, table: tuple[str, ...]) -> Late:
-        oldest = max(group, key=lambda wait: wait.age)
-        return Late(
+    def _of(self, group: Sequence[PendingCall], over: bool, table: tuple[str, ...]) -> StalledCall:
+        oldest = max(group, key=lambda wait: wait.elapsed_s)
+        return StalledCall(
             waiter=self._waiter,
-            what=oldest.what,
-            owners=tuple(sorted({wait.of for wait in group})),
-            age_s=oldest.age,
-            since=time.time() - oldest.age,
+            action=oldest.action,
+            targets=tuple(sorted({wait.target for wait in group})),
+            age_s=oldest.elapsed_s,
+            since=time.time() - oldest.elapsed_s,
             deadline=oldest.deadline,
             over=over,
             peers=oldest.peers,
@@ -115,27 +120,33 @@ class HangDetector:
         )
 
 
-def rows(waiter: str, waits: Sequence[Wait]) -> tuple[str, ...]:
+def format_pending(waiter: str, waits: Sequence[PendingCall]) -> tuple[str, ...]:
     """All waits of a process as lines of a table; those for the same thing of the same owner are one line."""
-    groups: dict[tuple[str, Owner], list[Wait]] = {}
+    groups: dict[tuple[str, CallTarget], list[PendingCall]] = {}
     for wait in waits:
-        groups.setdefault((wait.what, wait.of), []).append(wait)
+        groups.setdefault((wait.action, wait.target), []).append(wait)
     lines = []
-    for (what, of), group in groups.items():
-        oldest = max(group, key=lambda wait: wait.age)
-        since = time.strftime("%H:%M:%S", time.localtime(time.time() - oldest.age))
+    for (action, target), group in groups.items():
+        oldest = max(group, key=lambda wait: wait.elapsed_s)
+        since = time.strftime("%H:%M:%S", time.localtime(time.time() - oldest.elapsed_s))
         many = f" ({len(group)} times)" if len(group) > 1 else ""
-        lines.append(f"{waiter:<18}  {of!s:<22}  {what + many:<30}  {since}  {oldest.age:7.0f} s  {oldest.deadline}")
+        lines.append(
+            f"{waiter:<18}  {target!s:<22}  {action + many:<30}  {since}  {oldest.elapsed_s:7.0f} s  {oldest.deadline}"
+        )
     return tuple(lines)
 
 
 class Watchdog:
-    """The thread that looks. What `heed` returns, the place of a report, is told to whoever waits."""
+    """The thread that looks. What `report` returns, the place of a report, is told to whoever waits."""
 
     def __init__(
-        self, waits: Waits, waiter: str, heed: Callable[[Late], str], also: Callable[[], None] = lambda: None
+        self,
+        waits: PendingCalls,
+        waiter: str,
+        report: Callable[[StalledCall], str],
+        also: Callable[[], None] = lambda: None,
     ) -> None:
-        self._waits, self._heed, self._also = waits, heed, also
+        self._waits, self._heed, self._also = waits, report, also
         self._lookout = HangDetector(waits, waiter)
         self._reports: dict[tuple[str, str], str] = {}
         self._ending = threading.Event()
@@ -155,10 +166,10 @@ class Watchdog:
         for late in self._lookout.look():
             report = self._heed(late)
             if late.over:
-                self._reports[late.what, late.owners[0].kind] = report
-        for wait in self._waits.open():
-            if wait.left <= 2 * TICK_S and not wait.report:
-                wait.report = self._reports.get((wait.what, wait.of.kind), "")
+                self._reports[late.action, late.targets[0].kind] = report
+        for wait in self._waits.active():
+            if wait.remaining_s <= 2 * TICK_S and not wait.report:
+                wait.report = self._reports.get((wait.action, wait.target.kind), "")
         self._also()
 
     def _run(self) -> None:
@@ -173,8 +184,8 @@ class Watchdog:
 class ProcessInspector(Protocol):
     """Who can say where the processes are, and where they stand."""
 
-    def places(self, owners: Sequence[Owner]) -> dict[Owner, Place]: ...
-    def look(self, places: Mapping[Owner, Place]) -> dict[Owner, list[Seen]]: ...
+    def places(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]: ...
+    def look(self, places: Mapping[CallTarget, ProcessLocation]) -> dict[CallTarget, list[ProcessInfo]]: ...
 
 
 @dataclass
@@ -187,14 +198,14 @@ class Reporter:
     witnesses: ProcessInspector
     own_table: Callable[[], Sequence[str]] = field(default=tuple)
 
-    def heed(self, late: Late) -> str:
+    def report(self, late: StalledCall) -> str:
         """Say it; of one past its deadline, write the report and return where it is."""
         if not late.over:
             self.say(f"{late.words()}; it gives up after {late.deadline.seconds:g} s ({late.deadline})")
             return ""
-        places = self.witnesses.places(late.owners)
+        places = self.witnesses.places(late.targets)
         seen = self.witnesses.look(places) if not late.evidence else {}
-        found = [late.evidence] if late.evidence else verdict(late, places, seen)
+        found = [late.evidence] if late.evidence else diagnose(late, places, seen)
         path = self._write(late, found, places, seen)
         first = found[0].splitlines()[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
@@ -203,10 +214,10 @@ class Reporter:
 
     def _write(
         self,
-        late: Late,
+        late: StalledCall,
         found: Sequence[str],
-        places: Mapping[Owner, Place],
-        seen: Mapping[Owner, Sequence[Seen]],
+        places: Mapping[CallTarget, ProcessLocation],
+        seen: Mapping[CallTarget, Sequence[ProcessInfo]],
     ) -> str:
         now = time.time()
         parts = [
@@ -220,10 +231,10 @@ class Reporter:
                 ]
             ),
         ]
-        for owner in late.owners:
-            place = places.get(owner)
-            head = f"{owner}: {place}" if place else f"{owner}: {_unseen(owner)}"
-            parts.append("\n".join([head, *(one.page() for one in seen.get(owner, ()))]))
+        for target in late.targets:
+            place = places.get(target)
+            head = f"{target}: {place}" if place else f"{target}: {_unseen(target)}"
+            parts.append("\n".join([head, *(one.page() for one in seen.get(target, ()))]))
         parts.append(f"this process, which runs the watchdog\n{_own_stacks()}")
         self.folder.mkdir(parents=True, exist_ok=True)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
@@ -232,44 +243,46 @@ class Reporter:
         return str(path)
 
 
-def verdict(late: Late, places: Mapping[Owner, Place], seen: Mapping[Owner, Sequence[Seen]]) -> list[str]:
+def diagnose(
+    late: StalledCall, places: Mapping[CallTarget, ProcessLocation], seen: Mapping[CallTarget, Sequence[ProcessInfo]]
+) -> list[str]:
     """What the stacks and states say, in sentences; the most telling first."""
 
-    def named(owner: Owner) -> str:
-        return f"{owner} ({places[owner]})" if owner in places else str(owner)
+    def named(target: CallTarget) -> str:
+        return f"{target} ({places[target]})" if target in places else str(target)
 
     broken = [
-        f"{named(owner)} {one.words()}"
-        if one.pid == places[owner].pid
-        else f"{named(owner)}: its child process {one.pid} ({one.name}) {one.words()}"
-        for owner, processes in seen.items()
+        f"{named(target)} {one.words()}"
+        if one.pid == places[target].pid
+        else f"{named(target)}: its child process {one.pid} ({one.name}) {one.words()}"
+        for target, processes in seen.items()
         for one in processes
-        if one.is_frozen or (one.is_gone and one.pid == places[owner].pid)
+        if one.is_frozen or (one.is_gone and one.pid == places[target].pid)
     ]
     absent = [
-        f"{named(owner)}: " + ("its node does not answer" if owner in places else _unseen(owner))
-        for owner in late.owners
-        if not seen.get(owner)
+        f"{named(target)}: " + ("its node does not answer" if target in places else _unseen(target))
+        for target in late.targets
+        if not seen.get(target)
     ]
-    whole = {owner: found for owner, found in seen.items() if found and not any(one.is_frozen for one in found)}
-    inside = {owner: frame for owner, found in whole.items() for one in found if (frame := one.collective)}
-    outside = [owner for owner in whole if owner not in inside]
-    kind = late.owners[0].kind
-    answered = [owner for n in range(late.peers) if (owner := Owner(kind, n)) not in late.owners]
+    whole = {target: found for target, found in seen.items() if found and not any(one.is_frozen for one in found)}
+    inside = {target: frame for target, found in whole.items() for one in found if (frame := one.collective)}
+    outside = [target for target in whole if target not in inside]
+    kind = late.targets[0].kind
+    answered = [target for n in range(late.peers) if (target := CallTarget(kind, n)) not in late.targets]
     lines = broken + absent
     if inside:
-        wait = f"{together(list(inside))} wait{'s' if len(inside) == 1 else ''}"
+        wait = f"{format_targets(list(inside))} wait{'s' if len(inside) == 1 else ''}"
         missed = f"misses the collective in which {wait}"
-        lines += [f"{named(owner)} {missed}: it {whole[owner][0].words()}" for owner in outside[:_FEW]]
-        lines += [f"{together(answered)} {missed}: it has answered already"] if answered else []
+        lines += [f"{named(target)} {missed}: it {whole[target][0].words()}" for target in outside[:_FEW]]
+        lines += [f"{format_targets(answered)} {missed}: it has answered already"] if answered else []
         lines += [f"{wait} in {next(iter(inside.values()))}"]
     else:
-        lines += [f"{named(owner)} {whole[owner][0].words()}" for owner in outside[:_FEW]]
+        lines += [f"{named(target)} {whole[target][0].words()}" for target in outside[:_FEW]]
     return lines
 
 
-def _unseen(owner: Owner) -> str:
-    return "it does not answer" if owner.number is None else "its process has not come up"  # a file system has none
+def _unseen(target: CallTarget) -> str:
+    return "it does not answer" if target.number is None else "its process has not come up"  # a file system has none
 
 
 def _own_stacks() -> str:

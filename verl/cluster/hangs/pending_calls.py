@@ -16,25 +16,25 @@ from typing import NamedTuple
 from verl.config.schema.trainer import DeadlinesConfig
 
 __all__ = [
-    "DEFAULTS",
+    "DEFAULT_DEADLINES",
     "MARGIN_S",
-    "WAITS",
+    "PENDING_CALLS",
+    "CallTarget",
     "Deadline",
     "Deadlines",
-    "Owner",
+    "PendingCall",
+    "PendingCalls",
     "Progress",
-    "Wait",
-    "Waits",
-    "reported",
-    "together",
-    "waiting",
+    "format_report_hint",
+    "format_targets",
+    "track_call",
 ]
 
 
-A_MONTH_S = 30 * 86_400.0
+UNLIMITED_S = 30 * 86_400.0
 
 
-class Owner(NamedTuple):
+class CallTarget(NamedTuple):
     """Who is waited for: a kind of process, and which of them. Its process tells where it is (`processes.py`)."""
 
     kind: str
@@ -44,15 +44,15 @@ class Owner(NamedTuple):
         return self.kind if self.number is None else f"{self.kind} {self.number}"
 
 
-def together(owners: Sequence[Owner]) -> str:
+def format_targets(targets: Sequence[CallTarget]) -> str:
     """Owners of one kind in few words.
 
     >>> together([Owner("train worker", number) for number in (0, 1, 2, 5)])
     'train workers 0-2, 5'
     """
-    kind, numbers = owners[0].kind, sorted({owner.number for owner in owners if owner.number is not None})
+    kind, numbers = targets[0].kind, sorted({target.number for target in targets if target.number is not None})
     if len(numbers) < 2:
-        return str(owners[0])
+        return str(targets[0])
     runs = [[number for _, number in run] for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]
     return f"{kind}s " + ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
 
@@ -89,12 +89,12 @@ class Deadlines:
         return cls(**{name: Deadline(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
 
     @classmethod
-    def unhurried(cls) -> Deadlines:
+    def unlimited(cls) -> Deadlines:
         """For a run in one process: who sits at a breakpoint has all the time there is."""
-        return cls(**{name: Deadline(A_MONTH_S) for name in DeadlinesConfig.model_fields})
+        return cls(**{name: Deadline(UNLIMITED_S) for name in DeadlinesConfig.model_fields})
 
 
-DEFAULTS = Deadlines.read(DeadlinesConfig())
+DEFAULT_DEADLINES = Deadlines.read(DeadlinesConfig())
 
 MARGIN_S = 60.0
 """Whoever else has a limit for the same waits so much longer: the wait that has a name ends first, and is reported."""
@@ -108,68 +108,69 @@ class Progress:
 
 
 @dataclass(eq=False, slots=True)
-class Wait:
+class PendingCall:
     """One wait that is going on."""
 
-    what: str
-    of: Owner
+    action: str
+    target: CallTarget
     deadline: Deadline
     clock: Callable[[], float]
     progress: Progress = field(default_factory=Progress)
     peers: int = 0  # how many are asked the same thing together, as the ranks of a group are
-    begun: float = 0.0
+    started_at: float = 0.0
     report: str = ""
     """Where the watchdog wrote what it saw, once it has."""
 
     def __post_init__(self) -> None:
-        self.begun = self.clock()
+        self.started_at = self.clock()
 
     @property
-    def age(self) -> float:
+    def elapsed_s(self) -> float:
         """Seconds since it began, or since its owner last finished anything."""
-        return self.clock() - max(self.begun, self.progress.at)
+        return self.clock() - max(self.started_at, self.progress.at)
 
     @property
-    def left(self) -> float:
-        return self.deadline.seconds - self.age
+    def remaining_s(self) -> float:
+        return self.deadline.seconds - self.elapsed_s
 
 
-class Waits:
+class PendingCalls:
     """The open waits of one process. Any thread may open and close them; the watchdog's looks at them."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._open: dict[int, Wait] = {}
+        self._open: dict[int, PendingCall] = {}
         self.clock = clock
         self.is_watched = False
 
     @contextmanager
-    def waiting(
-        self, what: str, *, of: Owner, deadline: Deadline, progress: Progress | None = None, peers: int = 0
-    ) -> Iterator[Wait]:
-        """Inside of it, this process waits until `of` has done `what`. It names the wait; who waits keeps its deadline.
+    def track_call(
+        self, action: str, *, target: CallTarget, deadline: Deadline, progress: Progress | None = None, peers: int = 0
+    ) -> Iterator[PendingCall]:
+        """Register a call for as long as the block runs. The caller enforces the deadline itself.
 
-        >>> with waiting("load the weights", of=Owner("rollout engine", 0), deadline=deadlines.weights) as wait:
-        ...     await asyncio.wait([request], timeout=wait.left)
+        >>> target = CallTarget("rollout engine", 0)
+        >>> with track_call("load weights", target=target, deadline=deadlines.weights) as call:
+        ...     await asyncio.wait([request], timeout=call.remaining_s)
         """
-        wait = Wait(what, of, deadline, self.clock, progress or Progress(), peers)
+        wait = PendingCall(action, target, deadline, self.clock, progress or Progress(), peers)
         self._open[id(wait)] = wait
         try:
             yield wait
         finally:
             del self._open[id(wait)]
 
-    def open(self) -> list[Wait]:
-        return sorted(self._open.copy().values(), key=lambda wait: wait.begun)
+    def active(self) -> list[PendingCall]:
+        return sorted(self._open.copy().values(), key=lambda wait: wait.started_at)
 
-    async def reported(self, wait: Wait, *, patience_s: float = 25.0) -> str:
+    async def format_report_hint(self, wait: PendingCall, *, patience_s: float = 25.0) -> str:
         """What to add to the message of a wait that is over its deadline: where the watchdog's report is."""
         until = time.monotonic() + patience_s
         while self.is_watched and not wait.report and time.monotonic() < until:
             await asyncio.sleep(0.1)
-        return f"; who waited for whom, and the stacks: {wait.report}" if wait.report else ""
+        return f" Pending calls and stack traces: {wait.report}" if wait.report else ""
 
 
-WAITS = Waits()
+PENDING_CALLS = PendingCalls()
 """Those of this process."""
 
-waiting, reported = WAITS.waiting, WAITS.reported
+track_call, format_report_hint = PENDING_CALLS.track_call, PENDING_CALLS.format_report_hint

@@ -1,6 +1,6 @@
 """Where a process stands: its state as the system sees it, and its Python stacks, for it and for its children.
 
-A process that has called `answer_with_stacks` writes its stacks into memory of its own when a signal asks for them,
+A process that has called `enable_stack_dumps` writes its stacks into memory of its own when a signal asks for them,
 even while it is busy in C code. One that has not, or is frozen, is read from outside by py-spy, where that is allowed.
 """
 
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Seen", "answer_with_stacks", "look"]
+__all__ = ["ProcessInfo", "enable_stack_dumps", "look"]
 
 SIGNAL = signal.SIGUSR2
 _MEMORY = "verl-stacks"
@@ -35,7 +35,7 @@ _DEEP = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class ProcessInfo:
     """One process as it was found. Frames are `function (file:line)`, the innermost first, thread by thread."""
 
     pid: int
@@ -82,19 +82,20 @@ class Seen:
 
 
 @cache
-def answer_with_stacks() -> None:
+def enable_stack_dumps() -> None:
     """From now on this process writes down its stacks when `look` asks for them."""
     if hasattr(os, "memfd_create"):  # Linux; elsewhere py-spy must do
         faulthandler.register(SIGNAL, os.memfd_create(_MEMORY), all_threads=True)
 
 
-def look(pids: Sequence[int]) -> list[list[Seen]]:
+def look(pids: Sequence[int]) -> list[list[ProcessInfo]]:
     """Each of these processes of this machine, with all below it."""
     trees = [_tree(pid) for pid in pids]
     with ThreadPoolExecutor(max_workers=16) as threads:  # each is waited for
         seen = iter(list(threads.map(_look, [process for tree in trees for process in tree])))
     return [
-        [next(seen) for _ in tree] or [Seen(pid, "", psutil.STATUS_DEAD)] for pid, tree in zip(pids, trees, strict=True)
+        [next(seen) for _ in tree] or [ProcessInfo(pid, "", psutil.STATUS_DEAD)]
+        for pid, tree in zip(pids, trees, strict=True)
     ]
 
 
@@ -106,20 +107,20 @@ def _tree(pid: int) -> list[psutil.Process]:
         return []
 
 
-def _look(process: psutil.Process) -> Seen:
+def _look(process: psutil.Process) -> ProcessInfo:
     try:
         name = (process.cmdline() or [process.name()])[0].strip()
         state = str(process.status())
     except psutil.Error:
-        return Seen(process.pid, "", psutil.STATUS_DEAD)
-    seen = Seen(process.pid, name if "python" not in Path(name).name else process.name(), state)
+        return ProcessInfo(process.pid, "", psutil.STATUS_DEAD)
+    seen = ProcessInfo(process.pid, name if "python" not in Path(name).name else process.name(), state)
     if seen.is_gone:
         return seen
     text = "" if seen.is_frozen else _asked(process.pid)
     remark = ""
     if not text:
         text, remark = _read_from_outside(process.pid)
-    return Seen(seen.pid, seen.name, state, tuple(_threads(text)), remark)
+    return ProcessInfo(seen.pid, seen.name, state, tuple(_threads(text)), remark)
 
 
 def _asked(pid: int) -> str:
@@ -167,10 +168,10 @@ def _read_from_outside(pid: int) -> tuple[str, str]:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
     except subprocess.TimeoutExpired:
         return "", f"its stack is not known: py-spy could not read it within {_PY_SPY_S:g} s"
-    said = done.stderr.strip().splitlines()
+    summarize = done.stderr.strip().splitlines()
     return (
         done.stdout,
-        "" if done.returncode == 0 else f"its stack is not known: {said[-1] if said else 'py-spy failed'}",
+        "" if done.returncode == 0 else f"its stack is not known: {summarize[-1] if summarize else 'py-spy failed'}",
     )
 
 

@@ -21,56 +21,65 @@ import ray
 from ray.experimental import internal_kv
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.hangs.detector import SAID_AGAIN_S, Late, Place, Reporter, Watchdog, rows
-from verl.cluster.hangs.pending_calls import DEFAULTS, WAITS, Deadline, Owner, Progress, waiting
-from verl.cluster.hangs.process_info import Seen, answer_with_stacks, look
+from verl.cluster.hangs.detector import SAID_AGAIN_S, ProcessLocation, Reporter, StalledCall, Watchdog, format_pending
+from verl.cluster.hangs.pending_calls import (
+    DEFAULT_DEADLINES,
+    PENDING_CALLS,
+    CallTarget,
+    Deadline,
+    Progress,
+    track_call,
+)
+from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, look
 from verl.cluster.local import LocalActor
 
-__all__ = ["introduce", "tell", "tell_at_once", "tell_of", "watched"]
+__all__ = ["register_actor", "report_ended_stall", "report_stall", "report_wait_start", "watch_for_hangs"]
 
 CONTROLLER = "controller"
 _SPACE = b"verl"
 _LOOK_S, _ANSWER_S = 15.0, 20.0
 _numbers = count()
-_told: dict[tuple[str, Owner], float] = {}
+_told: dict[tuple[str, CallTarget], float] = {}
 _who = CONTROLLER
 
 
-def introduce(actor: Any, who: Owner) -> None:
+def register_actor(actor: Any, who: CallTarget) -> None:
     """Have an actor make itself known before it does anything else, and watch over its own waits from then on."""
     if not isinstance(actor, LocalActor):
         actor.__ray_call__.remote(_introduced, who)
 
 
-def _introduced(_actor: Any, who: Owner) -> None:
+def _introduced(_actor: Any, who: CallTarget) -> None:
     global _who
     _who = str(who)
     _settle(who)
-    if not WAITS.is_watched:
-        Watchdog(WAITS, _who, tell).start()
+    if not PENDING_CALLS.is_watched:
+        Watchdog(PENDING_CALLS, _who, report_stall).start()
 
 
-def _settle(who: Owner) -> None:
-    answer_with_stacks()
+def _settle(who: CallTarget) -> None:
+    enable_stack_dumps()
     context = ray.get_runtime_context()
     place = {"pid": os.getpid(), "node": context.get_node_id(), "host": ray.util.get_node_ip_address()}
     _put(f"process/{who}", place)
 
 
-def tell_of(what: str, of: Owner, deadline: Deadline, evidence: str) -> None:
+def report_ended_stall(action: str, target: CallTarget, deadline: Deadline, evidence: str) -> None:
     """Tell of a wait that is over and was dealt with where it was, of each kind now and then."""
-    if time.monotonic() - _told.get((what, of), float("-inf")) > SAID_AGAIN_S:
-        _told[what, of] = time.monotonic()
+    if time.monotonic() - _told.get((action, target), float("-inf")) > SAID_AGAIN_S:
+        _told[action, target] = time.monotonic()
         since = time.time() - deadline.seconds
-        tell(Late(_who, what, (of,), deadline.seconds, since, deadline, over=True, evidence=evidence))
+        report_stall(
+            StalledCall(_who, action, (target,), deadline.seconds, since, deadline, over=True, evidence=evidence)
+        )
 
 
-def tell_at_once(what: str, of: Owner, deadline: Deadline) -> None:
+def report_wait_start(action: str, target: CallTarget, deadline: Deadline) -> None:
     """Tell of a wait that begins now: nobody has expected it, for a process was lost."""
-    tell(Late(_who, what, (of,), 0.0, time.time(), deadline, over=False))
+    report_stall(StalledCall(_who, action, (target,), 0.0, time.time(), deadline, over=False))
 
 
-def tell(late: Late) -> str:
+def report_stall(late: StalledCall) -> str:
     """From a worker to the controller; of what is over its deadline, the place of the report comes back."""
     name = f"{ray.get_runtime_context().get_worker_id()}-{next(_numbers)}"
     _put(f"late/{name}", late.to_json())
@@ -83,48 +92,50 @@ def tell(late: Late) -> str:
 
 
 @contextlib.contextmanager
-def watched(
-    folder: Path, say: Callable[[str], None], warn: Callable[[str], None], turn: Deadline = DEFAULTS.reply
+def watch_for_hangs(
+    folder: Path, say: Callable[[str], None], warn: Callable[[str], None], turn: Deadline = DEFAULT_DEADLINES.reply
 ) -> Iterator[None]:
     """Inside of it, the controller's watchdog watches, and hears those of the workers. Reports go into `folder`.
 
     The event loop that it is entered on must turn once in `turn`, or it is blocked, which is told like any other wait.
     """
-    me, loop, beat = Owner(CONTROLLER), asyncio.get_running_loop(), Progress()
+    me, loop, beat = CallTarget(CONTROLLER), asyncio.get_running_loop(), Progress()
     _settle(me)
-    reporter = Reporter(folder, say, warn, Cluster(), own_table=lambda: rows(CONTROLLER, WAITS.open()))
+    reporter = Reporter(
+        folder, say, warn, ClusterInspector(), own_table=lambda: format_pending(CONTROLLER, PENDING_CALLS.active())
+    )
 
     def hear() -> None:
-        loop.call_soon_threadsafe(lambda: setattr(beat, "at", WAITS.clock()))
+        loop.call_soon_threadsafe(lambda: setattr(beat, "at", PENDING_CALLS.clock()))
         for key in internal_kv._internal_kv_list(_key("late/"), namespace=_SPACE):
             name = key.decode().rpartition("/")[2]
             if (found := _take(f"late/{name}")) is not None:
-                late = Late.from_json(found)
-                path = reporter.heed(late)
+                late = StalledCall.from_json(found)
+                path = reporter.report(late)
                 if late.over:
                     _put(f"report/{name}", {"path": path})
 
-    watchdog = Watchdog(WAITS, CONTROLLER, reporter.heed, hear)
+    watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, hear)
     watchdog.start()
     try:
-        with waiting("turn its event loop", of=me, deadline=turn, progress=beat):
+        with track_call("turn its event loop", target=me, deadline=turn, progress=beat):
             yield
     finally:
         watchdog.close()
 
 
-class Cluster:
+class ClusterInspector:
     """The `ProcessInspector` of a run: inspects local processes directly, and others by a task on their node."""
 
-    def places(self, owners: Sequence[Owner]) -> dict[Owner, Place]:
-        found = {owner: _get(f"process/{owner}") for owner in owners}
-        return {owner: Place(**place) for owner, place in found.items() if place is not None}
+    def places(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
+        found = {target: _get(f"process/{target}") for target in targets}
+        return {target: ProcessLocation(**place) for target, place in found.items() if place is not None}
 
-    def look(self, places: Mapping[Owner, Place]) -> dict[Owner, list[Seen]]:
+    def look(self, places: Mapping[CallTarget, ProcessLocation]) -> dict[CallTarget, list[ProcessInfo]]:
         """An owner whose node does not answer is not among them."""
-        by_node: dict[str, dict[Owner, int]] = defaultdict(dict)
-        for owner, place in places.items():
-            by_node[place.node][owner] = place.pid
+        by_node: dict[str, dict[CallTarget, int]] = defaultdict(dict)
+        for target, place in places.items():
+            by_node[place.node][target] = place.pid
         here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
         tasks = {node: _look_from(node).remote(list(pids.values())) for node, pids in by_node.items()}
         seen = dict(zip(here, look(list(here.values())), strict=True))

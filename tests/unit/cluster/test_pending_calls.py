@@ -10,15 +10,23 @@ from simulated_clock import simulate
 
 from verl.cluster import group
 from verl.cluster.group import call
-from verl.cluster.hangs.detector import TICK_S, HangDetector, Late
+from verl.cluster.hangs.detector import TICK_S, HangDetector, StalledCall
 from verl.cluster.hangs.heartbeat import HeartbeatMonitor
-from verl.cluster.hangs.pending_calls import DEFAULTS, Deadline, Deadlines, Owner, Progress, Waits, together
+from verl.cluster.hangs.pending_calls import (
+    DEFAULT_DEADLINES,
+    CallTarget,
+    Deadline,
+    Deadlines,
+    PendingCalls,
+    Progress,
+    format_targets,
+)
 from verl.config.schema.trainer import DeadlinesConfig
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.unit
 
-ENGINE = Owner("rollout engine", 0)
+ENGINE = CallTarget("rollout engine", 0)
 MINUTE = Deadline(60.0, "trainer.deadlines.generation")
 
 
@@ -36,29 +44,31 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def waits(clock: Clock) -> Waits:
-    return Waits(clock)
+def waits(clock: Clock) -> PendingCalls:
+    return PendingCalls(clock)
 
 
-def said(lates: list[Late]) -> list[tuple[str, str, bool]]:
-    return [(late.what, together(late.owners), late.over) for late in lates]
+def summarize(lates: list[StalledCall]) -> list[tuple[str, str, bool]]:
+    return [(late.action, format_targets(late.targets), late.over) for late in lates]
 
 
-def test_a_wait_is_open_while_it_lasts_also_when_it_fails(waits: Waits) -> None:
+def test_a_wait_is_open_while_it_lasts_also_when_it_fails(waits: PendingCalls) -> None:
     def divide() -> float:
-        with waits.waiting("divide", of=ENGINE, deadline=MINUTE):
-            assert [wait.what for wait in waits.open()] == ["divide"]
+        with waits.track_call("divide", target=ENGINE, deadline=MINUTE):
+            assert [wait.action for wait in waits.active()] == ["divide"]
             return 1 / 0
 
     with pytest.raises(ZeroDivisionError):
         divide()
-    assert waits.open() == []
+    assert waits.active() == []
 
 
-def test_a_wait_is_said_at_half_its_deadline_and_when_it_is_over_and_once_each(waits: Waits, clock: Clock) -> None:
+def test_a_wait_is_said_at_half_its_deadline_and_when_it_is_over_and_once_each(
+    waits: PendingCalls, clock: Clock
+) -> None:
     lookout = HangDetector(waits, "controller")
     heard = []
-    with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
+    with waits.track_call("generate", target=ENGINE, deadline=MINUTE):
         for _ in range(200):
             clock.now += TICK_S
             heard += [(clock.now - 1000.0, late) for late in lookout.look()]
@@ -71,55 +81,58 @@ def test_a_wait_is_said_at_half_its_deadline_and_when_it_is_over_and_once_each(w
     assert "trainer.deadlines.generation=60" in late.table[0]
 
 
-def test_an_owner_that_finishes_something_has_the_whole_deadline_again(waits: Waits, clock: Clock) -> None:
+def test_an_owner_that_finishes_something_has_the_whole_deadline_again(waits: PendingCalls, clock: Clock) -> None:
     lookout, progress = HangDetector(waits, "controller"), Progress()
-    with waits.waiting("generate", of=ENGINE, deadline=MINUTE, progress=progress) as wait:
+    with waits.track_call("generate", target=ENGINE, deadline=MINUTE, progress=progress) as wait:
         for _ in range(10):
             clock.now += 29
             progress.at = clock()
-            assert (lookout.look(), wait.left) == ([], 60.0)
+            assert (lookout.look(), wait.remaining_s) == ([], 60.0)
         clock.now += 60
-        assert said(lookout.look()) == [("generate", "rollout engine 0", True)]
+        assert summarize(lookout.look()) == [("generate", "rollout engine 0", True)]
 
 
-def test_many_waits_for_one_kind_to_do_one_thing_are_one_line(waits: Waits, clock: Clock) -> None:
+def test_many_waits_for_one_kind_to_do_one_thing_are_one_line(waits: PendingCalls, clock: Clock) -> None:
     lookout = HangDetector(waits, "controller")
-    ranks = [waits.waiting("update", of=Owner("train worker", rank), deadline=MINUTE, peers=5) for rank in range(5)]
+    ranks = [
+        waits.track_call("update", target=CallTarget("train worker", rank), deadline=MINUTE, peers=5)
+        for rank in range(5)
+    ]
     for rank in ranks:
         rank.__enter__()
         clock.now += 0.1
     ranks[1].__exit__(None, None, None)
     clock.now = 1060.05  # the deadline of rank 0; those of the others are less than a tick away
     [late] = lookout.look()
-    assert (together(late.owners), late.over, late.peers) == ("train workers 0, 2-4", True, 5)
+    assert (format_targets(late.targets), late.over, late.peers) == ("train workers 0, 2-4", True, 5)
     clock.now += 10
     assert lookout.look() == []
 
 
-def test_the_same_wait_is_told_again_when_it_is_late_another_time(waits: Waits, clock: Clock) -> None:
+def test_the_same_wait_is_told_again_when_it_is_late_another_time(waits: PendingCalls, clock: Clock) -> None:
     lookout = HangDetector(waits, "controller")
     for _ in range(2):
-        with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
+        with waits.track_call("generate", target=ENGINE, deadline=MINUTE):
             clock.now += 61
-            assert said(lookout.look()) == [("generate", "rollout engine 0", True)]
+            assert summarize(lookout.look()) == [("generate", "rollout engine 0", True)]
         assert lookout.look() == []
 
 
-def test_what_is_slow_all_the_time_is_not_said_all_the_time(waits: Waits, clock: Clock) -> None:
+def test_what_is_slow_all_the_time_is_not_said_all_the_time(waits: PendingCalls, clock: Clock) -> None:
     lookout, heard = HangDetector(waits, "controller"), 0
     for _ in range(30):  # 20 minutes of calls that each take two thirds of their deadline
-        with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
+        with waits.track_call("generate", target=ENGINE, deadline=MINUTE):
             clock.now += 40
             heard += len(lookout.look())
         lookout.look()
     assert heard == 2
 
 
-def test_waits_for_the_same_are_counted_in_the_table(waits: Waits, clock: Clock) -> None:
+def test_waits_for_the_same_are_counted_in_the_table(waits: PendingCalls, clock: Clock) -> None:
     lookout = HangDetector(waits, "episode worker 3")
     with ExitStack() as open_waits:
         for _ in range(3):
-            open_waits.enter_context(waits.waiting("generate", of=ENGINE, deadline=MINUTE))
+            open_waits.enter_context(waits.track_call("generate", target=ENGINE, deadline=MINUTE))
         clock.now += 60
         [late] = lookout.look()
     [line] = late.table
@@ -127,26 +140,26 @@ def test_waits_for_the_same_are_counted_in_the_table(waits: Waits, clock: Clock)
     assert line.startswith("episode worker 3")
 
 
-def test_what_is_late_can_be_sent(waits: Waits, clock: Clock) -> None:
+def test_what_is_late_can_be_sent(waits: PendingCalls, clock: Clock) -> None:
     lookout = HangDetector(waits, "episode worker 0")
-    with waits.waiting("generate", of=ENGINE, deadline=MINUTE):
+    with waits.track_call("generate", target=ENGINE, deadline=MINUTE):
         clock.now += 60
         [late] = lookout.look()
-    assert Late.from_json(json.loads(json.dumps(late.to_json()))) == late
+    assert StalledCall.from_json(json.loads(json.dumps(late.to_json()))) == late
 
 
 def test_every_deadline_knows_its_setting() -> None:
     read = Deadlines.read(DeadlinesConfig(generation=7))
     assert str(read.generation) == "trainer.deadlines.generation=7"
-    assert {getattr(DEFAULTS, name).setting for name in DeadlinesConfig.model_fields} == {
+    assert {getattr(DEFAULT_DEADLINES, name).setting for name in DeadlinesConfig.model_fields} == {
         f"trainer.deadlines.{name}" for name in DeadlinesConfig.model_fields
     }
-    assert DEFAULTS.longest_s == 3600
+    assert DEFAULT_DEADLINES.longest_s == 3600
 
 
-def on_the_loops_clock(monkeypatch: pytest.MonkeyPatch) -> Waits:
-    waits = Waits(lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(group, "waiting", waits.waiting)
+def on_the_loops_clock(monkeypatch: pytest.MonkeyPatch) -> PendingCalls:
+    waits = PendingCalls(lambda: asyncio.get_running_loop().time())
+    monkeypatch.setattr(group, "track_call", waits.track_call)
     return waits
 
 
@@ -154,12 +167,14 @@ def test_a_call_that_is_not_answered_ends_at_its_deadline_with_the_setting(monke
     waits = on_the_loops_clock(monkeypatch)
 
     async def scenario() -> float:
-        with pytest.raises(ProcessLostError, match=r"60 s for rollout engine 0 to generate .*deadlines\.generation=60"):
-            await call(asyncio.sleep(1000), what="generate", of=ENGINE, deadline=MINUTE)
+        with pytest.raises(
+            ProcessLostError, match=r"60 s waiting for rollout engine 0 \(generate\)\. Increase .*deadlines\.generation"
+        ):
+            await call(asyncio.sleep(1000), action="generate", target=ENGINE, deadline=MINUTE)
         return asyncio.get_running_loop().time()
 
     assert simulate(scenario()) == 60
-    assert waits.open() == []
+    assert waits.active() == []
 
 
 def test_a_call_may_take_longer_while_others_of_its_owner_are_answered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +183,7 @@ def test_a_call_may_take_longer_while_others_of_its_owner_are_answered(monkeypat
 
     def asked(seconds: float) -> Awaitable[float]:
         answer = asyncio.sleep(seconds, seconds)
-        return call(answer, what="generate", of=ENGINE, deadline=MINUTE, progress=progress)
+        return call(answer, action="generate", target=ENGINE, deadline=MINUTE, progress=progress)
 
     async def scenario() -> list[float | BaseException]:
         return await asyncio.gather(*(asked(s) for s in (50, 100, 150, 300)), return_exceptions=True)
@@ -187,9 +202,9 @@ def test_work_of_a_process_that_is_there_may_take_for_ever_and_that_of_one_that_
             raise ProcessLostError("gone")
 
     async def scenario() -> list[str | BaseException]:
-        vigil = HeartbeatMonitor(is_there, every_s=60)
-        work = [vigil.watch(asyncio.sleep(200 + k / 100, "done")) for k in range(50)]
-        work += [vigil.watch(asyncio.sleep(10_000, "never")) for _ in range(50)]
+        monitor = HeartbeatMonitor(is_there, every_s=60)
+        work = [monitor.watch(asyncio.sleep(200 + k / 100, "done")) for k in range(50)]
+        work += [monitor.watch(asyncio.sleep(10_000, "never")) for _ in range(50)]
         return await asyncio.gather(*work, return_exceptions=True)
 
     results = simulate(scenario())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agents.lockstep import DeterministicBatcher
+from verl.agents.deterministic_batcher import DeterministicBatcher
 from verl.types import Completion, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -25,11 +25,11 @@ def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ..
         return [Completion([tokens[0]], [0.0], [0], "stop") for tokens, _ in requests]
 
     async def main() -> None:
-        lockstep = DeterministicBatcher(generate_all, len(turns))
+        batcher = DeterministicBatcher(generate_all, len(turns))
         dawdling = iter(pauses)
 
         async def episode(number: int) -> None:
-            with lockstep.seat() as generate:
+            with batcher.slot() as generate:
                 for turn in range(turns[number]):
                     for _ in range(next(dawdling, 0)):
                         await asyncio.sleep(0)
@@ -56,15 +56,15 @@ async def test_an_episode_that_fails_leaves_its_seat_and_the_others_go_on() -> N
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [Completion([7], [0.0], [0], "stop") for _ in requests]
 
-    lockstep = DeterministicBatcher(generate_all, 2)
+    batcher = DeterministicBatcher(generate_all, 2)
 
     async def fails() -> None:
-        with lockstep.seat():
+        with batcher.slot():
             await asyncio.sleep(0)
             raise ValueError("no tool of that name")
 
     async def asks() -> Completion:
-        with lockstep.seat() as generate:
+        with batcher.slot() as generate:
             return await generate([1], SAMPLING)
 
     failed, answered = await asyncio.gather(fails(), asks(), return_exceptions=True)
@@ -76,10 +76,10 @@ async def test_an_engine_that_fails_fails_all_who_asked() -> None:
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         raise ValueError("no engine left")
 
-    lockstep = DeterministicBatcher(generate_all, 2)
+    batcher = DeterministicBatcher(generate_all, 2)
 
     async def asks() -> Completion:
-        with lockstep.seat() as generate:
+        with batcher.slot() as generate:
             return await generate([1], SAMPLING)
 
     assert [str(error) for error in await asyncio.gather(asks(), asks(), return_exceptions=True)] == [

@@ -31,7 +31,7 @@ class DeterministicBatcher:
         self._round: asyncio.Task[None] | None = None
 
     @contextmanager
-    def seat(self) -> Iterator[Generate]:
+    def slot(self) -> Iterator[Generate]:
         """The next free seat, until the episode ends."""
         number, self._taken = self._taken, self._taken + 1
 

@@ -15,8 +15,8 @@ from verl.cluster.hangs.process_info import look
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
 
 SLEEPER = "def sleeper():\n    print('up', flush=True)\n    time.sleep(600)\n"
-IMPORT = "from verl.cluster.hangs.process_info import answer_with_stacks"
-ANSWERS = f"import time\n{IMPORT}\n{SLEEPER}answer_with_stacks()\nsleeper()"
+IMPORT = "from verl.cluster.hangs.process_info import enable_stack_dumps"
+ANSWERS = f"import time\n{IMPORT}\n{SLEEPER}enable_stack_dumps()\nsleeper()"
 SILENT = f"import time\n{SLEEPER}sleeper()"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SILENT!r}])"
 
