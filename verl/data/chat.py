@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TRUNCATIONS",
     "PromptError",
+    "chat_template_hint",
     "encode",
     "encode_prompts",
     "knows_text",
@@ -109,6 +110,25 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
             f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not take these messages (roles: "
             f"{roles}): {error}; mend the messages, or use a model whose template takes them"
         ) from error
+
+
+def chat_template_hint(
+    tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, Any]
+) -> str | None:
+    """Return a hint if `prompt` is plain text that the tokenizer's chat template would change."""
+    if not isinstance(prompt, str) or tokenizer.chat_template is None:
+        return None
+    if any(token in prompt for token in tokenizer.all_special_tokens):
+        return None  # rendered already
+    try:
+        if render(tokenizer, [{"role": "user", "content": prompt}], template_kwargs) == prompt:
+            return None
+    except DataError:
+        return None
+    return (
+        f"hint: prompts are strings, so the chat template of {tokenizer.name_or_path or 'the tokenizer'} is not "
+        'applied. To apply it, write each prompt as a list of messages: [{"role": "user", "content": "..."}]'
+    )
 
 
 def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from verl.config.features import uses_critic
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
-from verl.data.chat import load_tokenizer
+from verl.data.chat import chat_template_hint, load_tokenizer
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, what_is_there
 from verl.data.samplers import Sampler
@@ -145,6 +145,9 @@ def read_data(config: Config) -> RunData:
         else:
             sources = dataset.sources()
         if split == "train":
+            first = dataset.row(0)[config.data.prompt_key]
+            hint = chat_template_hint(tokenizer, first, config.data.apply_chat_template_kwargs)
+            reports += [hint] if hint else []
             order = build_sampler(config, dataset, files)
         else:
             val_sources = sources

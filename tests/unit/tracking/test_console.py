@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from typing import Literal
 
 import pytest
 import rich.console
@@ -29,9 +30,18 @@ STEP = {
 }
 
 
-def lines(*steps: tuple[int, dict[str, float]], total: int | None = 100, terminal: bool = False) -> list[str]:
+def lines(
+    *steps: tuple[int, dict[str, float]],
+    total: int | None = 100,
+    terminal: bool = False,
+    width: int = 40,
+    color: Literal["auto"] | None = "auto",
+) -> list[str]:
     out = io.StringIO()
-    console = Console(total, rich.console.Console(file=out, force_terminal=terminal, highlight=False, width=40))
+    rich_console = rich.console.Console(
+        file=out, force_terminal=terminal, highlight=False, width=width, color_system=color
+    )
+    console = Console(total, rich_console)
     for step, metrics in steps:
         console.step(metrics, step)
     return out.getvalue().splitlines()
@@ -88,6 +98,28 @@ def test_lines_are_never_folded_and_a_file_gets_no_colours() -> None:
     assert len(plain) > 100
     assert "\x1b" not in plain
     assert "\x1b[" in coloured
+
+
+MORE = {"critic/vf_loss": 0.25, "process/accuracy": 0.5, "sampling/groups_dropped": 3.0}
+
+
+@pytest.mark.parametrize(
+    ("width", "metrics", "labels"),
+    [
+        (80, STEP, "reward kl grad | = eta"),
+        (80, STEP | MORE, "reward kl grad | = eta"),
+        (120, STEP, "reward kl entropy grad len | = tok/s eta"),
+        (200, STEP, "reward kl entropy clip grad len | gen prep update sync = tok/s eta"),
+        (200, STEP | MORE, "reward kl entropy clip grad critic process dropped len | gen = tok/s eta"),
+    ],
+)
+def test_a_terminal_shows_the_most_important_columns_that_fit(
+    width: int, metrics: dict[str, float], labels: str
+) -> None:
+    steps = ((1, metrics), (99, metrics | {"timing_s/step": 1e5}))
+    for line in lines(*steps, terminal=True, width=width, color=None):
+        assert len(line) <= width
+        assert [word for word in line.split()[2:] if word[0] in "=|" or word[0].isalpha()] == labels.split()
 
 
 def test_the_eta_follows_recent_steps() -> None:

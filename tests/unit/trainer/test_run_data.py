@@ -14,6 +14,7 @@ from verl.config.load import load_dict
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.data import dataset as dataset_module
+from verl.data.chat import chat_template_hint
 from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
 from verl.trainer.run_data import check_files, open_tokenizer, read_data
@@ -142,10 +143,10 @@ def test_a_buffer_that_does_not_fit_is_said(tmp_path: Path, config: Any, monkeyp
     monkeypatch.setattr(module, "CACHED_BYTES", 1000)
     path = write(tmp_path / "a.parquet", 12)
     settings = {"train_files": path, "streaming": True, "filter_overlong_prompts": True}
-    [_, said] = read_data(config(**settings)).reports
+    [_, said, _] = read_data(config(**settings)).reports
     assert "data.shuffle_buffer_size=16,384 rows do not fit into the" in said
     fitting = int(said.rpartition("=")[2])
-    assert len(read_data(config(**settings, shuffle_buffer_size=fitting)).reports) == 1
+    assert len(read_data(config(**settings, shuffle_buffer_size=fitting)).reports) == 2
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -196,7 +197,7 @@ def test_files_unlike_the_first_and_empty_ones_are_mentioned(tmp_path: Path, con
         write(tmp_path / "b.parquet", 2, kind=["x", "y"]),
         write(tmp_path / "c.parquet", 0),
     ]
-    [_, empty, unlike] = read_data(config(train_files=files)).reports
+    [_, empty, unlike, _] = read_data(config(train_files=files)).reports
     assert empty.endswith("c.parquet has no rows")
     assert unlike.endswith("b.parquet lacks level and has kind besides, unlike a.parquet: rewards see what a row has")
 
@@ -245,3 +246,22 @@ def test_a_model_without_a_tokenizer_is_refused_whatever_transformers_makes_of_i
         open_tokenizer(ModelConfig(path="some/model", tokenizer_path=path), "model")
     chat_tokenizer().save_pretrained(path)
     assert len(open_tokenizer(ModelConfig(path=path), "model")) >= 127
+
+
+def test_string_prompts_get_a_hint_if_the_chat_template_would_change_them(tmp_path: Path, config: Any) -> None:
+    def hints(prompts: list[Any], **settings: Any) -> list[str]:
+        path = write(tmp_path / "a.parquet", len(prompts), prompt=prompts)
+        reports = read_data(config(train_files=path, max_prompt_length=64, **settings)).reports
+        return [report for report in reports if report.startswith("hint: ")]
+
+    [hint] = hints(["1+1="])
+    assert "prompts are strings, so the chat template of" in hint
+    assert '[{"role": "user", "content": "..."}]' in hint
+    assert hints(["1+1="], streaming=True) == [hint]
+    assert hints([[{"role": "user", "content": "1+1="}]]) == []
+    assert hints(["<|start|>user\n1+1=<|end|>"]) == [], "rendered already"
+
+
+@pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"])
+def test_string_prompts_that_no_template_would_change_get_no_hint(template: str | None) -> None:
+    assert chat_template_hint(chat_tokenizer(template), "1+1=", {}) is None
