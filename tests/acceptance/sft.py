@@ -1,7 +1,7 @@
 """Supervised training against a plain PyTorch loop, on 1 and 2 ranks, and its speed beside TRL's.
 
 100 steps on the same examples in the same order: a loop that a reader can check (the model of transformers, padding,
-cross-entropy, AdamW, a schedule) and `verl.training.supervised` on 1 and on 2 ranks must have the same losses to 1e-5.
+cross-entropy, AdamW, a schedule) and `verl.sft.model` on 1 and on 2 ranks must have the same losses to 1e-5.
 Then tokens a second on long-tailed lengths beside TRL's SFTTrainer, in turns on the same machine: same model, same
 batch size, float32, one thread; we pack within a budget of tokens, TRL pads, as by default. We must be 1.3 times
 as fast.
@@ -33,11 +33,11 @@ from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from verl.data.plan import Limit
-from verl.data.sft_batches import shares
-from verl.data.sft_examples import Example
+from verl.sft.batches import split_batch
+from verl.sft.examples import Example
+from verl.sft.model import SFTModel
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.process_group import init_process_group
-from verl.training.supervised import Supervised
 
 T = TypeVar("T")
 ALLOWED, FASTER = 1e-5, 1.3
@@ -144,9 +144,9 @@ def _trained(rank: int, ranks: int, port: int, folder: Path, steps: int) -> None
         warmup_steps=WARMUP,
         total_steps=steps,
     )
-    model = Supervised(FsdpEngine(settings))
+    model = SFTModel(FsdpEngine(settings))
     examples = [Example(*parts) for parts in torch.load(folder / "examples.pt", weights_only=False)]
-    cut = partial(shares, ranks=ranks, limit=Limit(samples=None, tokens=160))
+    cut = partial(split_batch, ranks=ranks, limit=Limit(samples=None, tokens=160))
     losses = [model.update(cut(batch)[rank])["train/loss"] for batch in in_batches(examples, BATCH)]
     if rank == 0:
         (folder / f"losses_{ranks}.json").write_text(json.dumps(losses))
@@ -203,7 +203,7 @@ def beside_trl(folder: Path) -> dict[str, Any]:
 def _measured(rank: int, port: int, model_path: str, examples_path: Path, steps: int) -> None:
     torch.set_num_threads(1)
     init_process_group(rank, 1, "127.0.0.1", port)
-    model = Supervised(FsdpEngine(FsdpSettings(model_path, role="train", lr=1e-4)))
+    model = SFTModel(FsdpEngine(FsdpSettings(model_path, role="train", lr=1e-4)))
     rows = json.loads(examples_path.read_text())
     examples = [Example(np.array(tokens, np.int32), np.array(mask, bool)) for tokens, mask in rows]
     batches = in_batches(examples, SPEED_BATCH)[:steps]
@@ -211,7 +211,7 @@ def _measured(rank: int, port: int, model_path: str, examples_path: Path, steps:
     for step, batch in enumerate(batches):
         if step == WARM:
             seconds, cpu = time.perf_counter(), time.process_time()
-        model.update(shares(batch, 1, Limit(samples=None, tokens=2048))[0])
+        model.update(split_batch(batch, 1, Limit(samples=None, tokens=2048))[0])
     tokens = sum(len(example.tokens) for batch in batches[WARM:] for example in batch)
     spent = {"seconds": time.perf_counter() - seconds, "cpu_seconds": time.process_time() - cpu}
     print(json.dumps({**spent, "tokens": tokens}), flush=True)

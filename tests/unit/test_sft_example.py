@@ -12,8 +12,8 @@ import pytest
 from tiny import chat_tokenizer
 
 from verl.config.load import load_sft
-from verl.data.sft_batches import ExampleDataset
-from verl.data.sft_examples import ExampleReader
+from verl.sft.batches import ExampleDataset
+from verl.sft.examples import ExampleReader
 
 pytestmark = pytest.mark.unit
 

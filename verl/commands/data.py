@@ -95,7 +95,7 @@ def _examples(options: argparse.Namespace, config: SftConfig) -> int:
     import rich.console
 
     from verl.data.inspection_render import show_examples
-    from verl.trainer.sft_data import check_sft_files, read_sft_data
+    from verl.sft.data import check_sft_files, read_sft_data
 
     if config.model.path == MISSING:
         raise ConfigError(["model.path: must be given: which tokens are trained follows from its chat template"])

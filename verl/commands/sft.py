@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def _train(config: SftConfig, console: Console) -> int:
-    from verl.trainer.sft_build import build_sft_trainer  # imports Ray, after the settings have been checked
+    from verl.sft.builder import build_sft_trainer  # imports Ray, after the settings have been checked
 
     console.banner(render_sizes(derive_sft_sizes(config)), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from itertools import pairwise, takewhile
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -17,9 +17,8 @@ from verl.data.inspection import DataFiles, RowPreview, Survey
 from verl.errors import DataError
 
 if TYPE_CHECKING:
+    from verl.data.dataset import DataReport
     from verl.data.files import Rows
-    from verl.data.sft_batches import ExampleDataset
-    from verl.data.sft_examples import Example
 
 __all__ = ["bars", "bins", "show_examples", "show_rows", "show_survey"]
 
@@ -30,6 +29,28 @@ _MOST_BINS = 14
 _MOST_VALUE = 400
 _HEAD, _TAIL = 40, 12
 """Tokens shown of a long prompt that was not asked for by its number."""
+
+
+class Example(Protocol):
+    """Tokens [T] and which of them are trained [T]."""
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def mask(self) -> npt.NDArray[np.bool_]: ...
+
+
+class Examples(Protocol):
+    """A data set of supervised fine-tuning (`verl.sft`), as this module needs it."""
+
+    tokenizer: Any
+    lengths: Any  # int [N]
+    report: DataReport
+
+    @property
+    def files(self) -> Sequence[Rows]: ...
+    def __len__(self) -> int: ...
+    def __getitem__(self, row: int, /) -> Example: ...
 
 
 def show_rows(data: DataFiles, out: Console, rows: Sequence[int], *, whole: bool) -> None:
@@ -62,7 +83,7 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
     _problems(survey, out)
 
 
-def show_examples(data: ExampleDataset, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
+def show_examples(data: Examples, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
     """Examples of supervised training: the files, some rows with what is trained of them, and the lengths of all."""
     for number in rows:
         if not 0 <= number < len(data):

@@ -20,15 +20,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from verl.data.plan import Limit
 from verl.data.samplers import CustomSampler
-from verl.data.sft_batches import shares
-from verl.data.sft_examples import pair_example
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import ANSWER_LENGTH, Assets
 from verl.errors import EngineError
-from verl.trainer.sft_data import SFTDataLoader
+from verl.sft.batches import split_batch
+from verl.sft.data import SFTDataLoader
+from verl.sft.examples import pair_example
+from verl.sft.model import SFTModel
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.process_group import close_process_group, init_process_group
-from verl.training.supervised import Supervised
 
 __all__ = ["WarmUp", "accuracy_of", "encode", "greedy_answers", "warm_up"]
 
@@ -65,16 +65,16 @@ async def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> 
     tokenizer = AutoTokenizer.from_pretrained(path)
     problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
-    cut = partial(shares, ranks=1, limit=Limit(samples=_BATCH, tokens=None))
+    cut = partial(split_batch, ranks=1, limit=Limit(samples=_BATCH, tokens=None))
     order = CustomSampler(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
     feed = SFTDataLoader(examples, order, _BATCH, cut)
     settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
-    model = Supervised(FsdpEngine(settings))
+    model = SFTModel(FsdpEngine(settings))
     judge = AutoModelForCausalLM.from_pretrained(path)
     loss, step = float("inf"), 0
     for step in range(1, max_steps + 1):
-        [share] = (await feed.take(step - 1)).shares
-        now = model.update(share)["train/loss"]
+        [rank_batch] = (await feed.take(step - 1)).rank_batches
+        now = model.update(rank_batch)["train/loss"]
         loss = now if step == 1 else 0.8 * loss + 0.2 * now
         if step % _LOOK_EVERY == 0 and loss < _LOSS_WORTH_A_LOOK:
             _copy(model.engine.weights(), judge)

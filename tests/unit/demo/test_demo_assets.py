@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl.data.sft_examples import pair_example
 from verl.demo.assets import (
     Assets,
     make_assets,
@@ -21,6 +20,7 @@ from verl.demo.assets import (
 )
 from verl.demo.warmup import accuracy_of, encode, greedy_answers
 from verl.rewards.reward_function import load_reward
+from verl.sft.examples import pair_example
 
 pytestmark = pytest.mark.unit
 

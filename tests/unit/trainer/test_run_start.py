@@ -13,9 +13,9 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import load, load_sft
 from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
+from verl.sft.builder import _schedule as sft_schedule
 from verl.tracking.console import Console
 from verl.trainer.setup import WithRunInfo, open_tracker, resume
-from verl.trainer.sft_build import _schedule as sft_schedule
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit

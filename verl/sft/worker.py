@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.data.sft_batches import Share
+from verl.sft.batches import RankBatch
 from verl.tracking.metrics import resident_gib
 from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 
-__all__ = ["SftGroup", "SftWorker"]
+__all__ = ["SFTWorker", "SFTWorkerGroup"]
 
 
-class SftWorker(BaseTrainWorker):
+class SFTWorker(BaseTrainWorker):
     """The actor of one rank of a model that is trained on examples."""
 
     def start(self, address: tuple[str, int], settings: RankSettings) -> list[str]:
@@ -21,32 +21,32 @@ class SftWorker(BaseTrainWorker):
         """
         import torch
 
+        from verl.sft.model import SFTModel
         from verl.training.fsdp import FsdpEngine
-        from verl.training.supervised import Supervised
 
         self.join(address, settings)
         torch.manual_seed(settings.seed)
         engine = FsdpEngine(settings.actor)
-        self._model = self._trained = Supervised(engine)
+        self._model = self._trained = SFTModel(engine)
         torch.manual_seed(settings.seed + 1 + self._rank)
         return engine.notes
 
-    def update(self, share: Share) -> dict[str, float]:
-        return self._model.update(share) | {"perf/train_worker_rss_gib": resident_gib()}
+    def update(self, rank_batch: RankBatch) -> dict[str, float]:
+        return self._model.update(rank_batch) | {"perf/train_worker_rss_gib": resident_gib()}
 
-    def loss(self, share: Share) -> tuple[float, float]:
-        return self._model.loss(share)
+    def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
+        return self._model.loss(rank_batch)
 
 
-class SftGroup(RankGroup):
+class SFTWorkerGroup(RankGroup):
     """All ranks as the trainer sees them: one model."""
 
-    worker = SftWorker
+    worker = SFTWorker
 
-    async def update(self, shares: Sequence[Share]) -> dict[str, float]:
+    async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
         """One optimiser step on the batch that the shares of all ranks are together."""
-        return (await self._call("update", per_rank=shares, deadline=self._deadlines.train))[0]
+        return (await self._call("update", per_rank=rank_batches, deadline=self._deadlines.train))[0]
 
-    async def loss(self, shares: Sequence[Share]) -> tuple[float, float]:
+    async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:
         """The sum of the losses of all trained tokens, and how many these are; nothing is learned."""
-        return (await self._call("loss", per_rank=shares, deadline=self._deadlines.train))[0]
+        return (await self._call("loss", per_rank=rank_batches, deadline=self._deadlines.train))[0]

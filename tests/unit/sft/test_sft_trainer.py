@@ -16,20 +16,20 @@ import rich.console
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import Limit
 from verl.data.samplers import SequentialSampler, ShuffledSampler
-from verl.data.sft_batches import Share, shares
-from verl.data.sft_examples import Example
+from verl.sft.batches import RankBatch, split_batch
+from verl.sft.data import SFTDataLoader, ValidationLoader
+from verl.sft.examples import Example
+from verl.sft.trainer import SFTTrainer
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.sft import SftTrainer
-from verl.trainer.sft_data import SFTDataLoader, ValidationLoader
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
 
 ROWS = [Example(np.full(length, row, np.int32), np.arange(length) > 0) for row, length in enumerate([3, 5, 2, 4, 6])]
-CUT = partial(shares, ranks=2, limit=Limit(samples=2, tokens=None))
+CUT = partial(split_batch, ranks=2, limit=Limit(samples=2, tokens=None))
 
 
 class FakeModel:
@@ -39,7 +39,7 @@ class FakeModel:
         self.trained: list[list[int]] = []
         self.saved_at: list[Mapping[str, Any]] = []
 
-    async def update(self, parts: Sequence[Share]) -> dict[str, float]:
+    async def update(self, parts: Sequence[RankBatch]) -> dict[str, float]:
         rows = [int(part.tokens[start]) for part in parts for start in part.offsets[:-1]]
         self.trained.append(sorted(rows))
         return {
@@ -48,7 +48,7 @@ class FakeModel:
             "train/skipped_steps": float(4 in rows),
         }
 
-    async def loss(self, parts: Sequence[Share]) -> tuple[float, float]:
+    async def loss(self, parts: Sequence[RankBatch]) -> tuple[float, float]:
         return sum(float(part.tokens[part.mask].sum()) for part in parts), sum(float(part.mask.sum()) for part in parts)
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
@@ -81,7 +81,7 @@ def trainer_of(
     checkpointer = Checkpointer(model, CheckpointDir(tmp_path), console)
     log = Log()
     return (
-        SftTrainer(loader, model, validation, checkpointer, schedule, log, console, RestartTracker(console), version),
+        SFTTrainer(loader, model, validation, checkpointer, schedule, log, console, RestartTracker(console), version),
         log,
         out,
     )
@@ -143,7 +143,7 @@ async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_p
     stopping = StopController()
 
     class Asked(FakeModel):
-        async def update(self, parts: Sequence[Share]) -> dict[str, float]:
+        async def update(self, parts: Sequence[RankBatch]) -> dict[str, float]:
             stopping.request_stop()
             return await super().update(parts)
 
@@ -165,6 +165,6 @@ async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
 async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
     loader = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
     first, third = await loader.take(0), await loader.take(2)
-    assert sorted({int(token) for share in first.shares for token in share.tokens}) == [0, 1]
-    assert sorted({int(token) for share in third.shares for token in share.tokens}) == [0, 4]
+    assert sorted({int(token) for share in first.rank_batches for token in share.tokens}) == [0, 1]
+    assert sorted({int(token) for share in third.rank_batches for token in share.tokens}) == [0, 4]
     loader.close()

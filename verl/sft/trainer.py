@@ -1,30 +1,30 @@
-"""The loop of supervised training. One step is `SftTrainer.step`; `fitting` decides when to validate, save and stop."""
+"""The loop of supervised training. One step is `SFTTrainer.step`; `fitting` decides when to validate, save and stop."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from verl.data.sft_batches import Share
+from verl.sft.batches import RankBatch
+from verl.sft.data import SFTDataLoader, ValidationLoader
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.tracking.sinks import Sink
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.sft_data import SFTDataLoader, ValidationLoader
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
-__all__ = ["SftTrainer", "TrainedModel"]
+__all__ = ["SFTTrainer", "TrainedModel"]
 
 
 class TrainedModel(Protocol):
     """The trained model over all ranks, as the loop needs it."""
 
-    async def update(self, shares: Sequence[Share]) -> dict[str, float]: ...
-    async def loss(self, shares: Sequence[Share]) -> tuple[float, float]: ...
+    async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]: ...
+    async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]: ...
 
 
-class SftTrainer(TrainLoop):
+class SFTTrainer(TrainLoop):
     """Consumes batches of examples, produces versions of the weights."""
 
     def __init__(
@@ -49,7 +49,7 @@ class SftTrainer(TrainLoop):
             with timer(times, "data"):
                 batch = await self.loader.take(version)  # read, tokenised and cut while the former step trained
             with timer(times, "update"):
-                update = await self.model.update(batch.shares)
+                update = await self.model.update(batch.rank_batches)
         whole = {
             "data/position": self.loader.position(version + 1),
             "perf/throughput": batch.metrics["plan/tokens"] / times["timing_s/step"],
@@ -69,8 +69,8 @@ class SftTrainer(TrainLoop):
             return
         times, total, tokens = Metrics(), 0.0, 0.0
         with timer(times, "validation"):
-            async for shares in self.validation.batches():
-                part, count = await self.model.loss(shares)
+            async for rank_batches in self.validation.batches():
+                part, count = await self.model.loss(rank_batches)
                 total, tokens = total + part, tokens + count
         self.tracker.log({"val/loss": total / max(tokens, 1.0), **times}, self.version)
 

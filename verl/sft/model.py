@@ -11,30 +11,30 @@ from torch import Tensor
 
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
-from verl.data.sft_batches import Share
+from verl.sft.batches import RankBatch
 from verl.training.contents import select_contents
 from verl.training.engine import ModelOutput, TrainEngine
 
-__all__ = ["Supervised"]
+__all__ = ["SFTModel"]
 
 
-class Supervised:
+class SFTModel:
     """A model that learns from examples: negative log-likelihood, as a mean over the tokens of the whole batch over all
     ranks. Every method is collective."""
 
     def __init__(self, engine: TrainEngine[ModelOutput]) -> None:
         self.engine = engine
 
-    def update(self, share: Share) -> dict[str, float]:
+    def update(self, rank_batch: RankBatch) -> dict[str, float]:
         """One optimiser step; `train/loss` is that of the batch before it."""
-        return self.engine.update(_micro_batches(share), sft)
+        return self.engine.update(_micro_batches(rank_batch), sft)
 
-    def loss(self, share: Share) -> tuple[float, float]:
+    def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
         """The sum of the losses of all trained tokens over all ranks, and how many these are."""
-        batches = _micro_batches(share)
+        batches = _micro_batches(rank_batch)
         outputs = self.engine.forward(batches)
         sums = [float(_masked(output.logprobs, batch)) for output, batch in zip(outputs, batches, strict=True)]
-        mine = torch.tensor([[-sum(sums), float(share.mask.sum())]], dtype=torch.float64)
+        mine = torch.tensor([[-sum(sums), float(rank_batch.mask.sum())]], dtype=torch.float64)
         total, tokens = self.engine.gather(mine).sum(0).tolist()
         return total, tokens
 
@@ -51,9 +51,9 @@ def _masked(logprobs: Tensor, batch: FlatBatch) -> Tensor:
     return torch.where(batch.mask, logprobs, 0.0).double().sum()
 
 
-def _micro_batches(share: Share) -> list[FlatBatch]:
-    offsets, bounds = torch.from_numpy(share.offsets), [0, *share.ends.tolist()]
-    tokens, mask = torch.from_numpy(share.tokens).long(), torch.from_numpy(share.mask)
+def _micro_batches(rank_batch: RankBatch) -> list[FlatBatch]:
+    offsets, bounds = torch.from_numpy(rank_batch.offsets), [0, *rank_batch.ends.tolist()]
+    tokens, mask = torch.from_numpy(rank_batch.tokens).long(), torch.from_numpy(rank_batch.mask)
     batches = []
     for first, last in pairwise(bounds):
         inside = offsets[first : last + 1]

@@ -22,8 +22,8 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data.chat import encode, read_prompt, render
 from verl.data.files import open_rows
-from verl.data.sft_examples import Example, ExampleReader, conversation_example, pair_example, without_header
 from verl.errors import DataError
+from verl.sft.examples import Example, ExampleReader, conversation_example, find_missing_header, pair_example
 
 pytestmark = pytest.mark.unit
 
@@ -179,12 +179,12 @@ def test_a_finished_prompt_gets_no_second_begin_and_the_answer_one_end() -> None
 def test_a_finished_prompt_without_the_header_of_an_answer_is_noticed(name: str) -> None:
     tokenizer, asked = TOKENIZERS[name], [{"role": "user", "content": "hi"}]
     bare = render(tokenizer, asked, {"add_generation_prompt": False})
-    said = without_header(tokenizer, bare, {})
+    said = find_missing_header(tokenizer, bare, {})
     assert said is not None
     assert "add_generation_prompt=True" in said
-    assert without_header(tokenizer, render(tokenizer, asked, {}), {}) is None
-    assert without_header(tokenizer, "Question: hi", {}) is None
-    assert without_header(tokenizer_of(None), bare, {}) is None
+    assert find_missing_header(tokenizer, render(tokenizer, asked, {}), {}) is None
+    assert find_missing_header(tokenizer, "Question: hi", {}) is None
+    assert find_missing_header(tokenizer_of(None), bare, {}) is None
 
 
 def test_tools_that_are_no_json_are_named_by_their_column() -> None:

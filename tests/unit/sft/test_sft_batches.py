@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
 from verl.data.plan import Limit
-from verl.data.sft_batches import ExampleDataset, Share, shares
-from verl.data.sft_examples import Example, ExampleReader
 from verl.data.validate import inspect_files
 from verl.errors import DataError
+from verl.sft.batches import ExampleDataset, RankBatch, split_batch
+from verl.sft.examples import Example, ExampleReader
 
 pytestmark = pytest.mark.unit
 
@@ -120,7 +120,7 @@ def test_shares_hold_every_example_once_within_the_limit(lengths: list[int], ran
     examples = [
         Example(np.full(length, number, np.int32), np.arange(length) > 0) for number, length in enumerate(lengths)
     ]
-    parts = shares(examples, ranks, limit)
+    parts = split_batch(examples, ranks, limit)
     assert len(parts) == ranks
     assert len({len(part.ends) for part in parts}) == 1, "every rank has as many micro-batches as the others"
     seen: list[int] = []
@@ -142,5 +142,5 @@ def test_shares_hold_every_example_once_within_the_limit(lengths: list[int], ran
 
 
 def test_a_share_of_nothing_is_empty() -> None:
-    nothing = Share.of([[], []])
+    nothing = RankBatch.of([[], []])
     assert (len(nothing.tokens), nothing.offsets.tolist(), nothing.ends.tolist()) == (0, [0], [0, 0])

@@ -13,8 +13,11 @@ from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
 from verl.config.sft_validation import find_hints
 from verl.data.plan import Limit
-from verl.data.sft_batches import shares
 from verl.data.stream import PromptStream
+from verl.sft.batches import split_batch
+from verl.sft.data import SFTData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
+from verl.sft.trainer import SFTTrainer
+from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.checkpointing import Checkpointer
@@ -28,13 +31,10 @@ from verl.trainer.setup import (
     start_runtime,
     with_changes,
 )
-from verl.trainer.sft import SftTrainer
-from verl.trainer.sft_data import SftData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
 from verl.trainer.train_loop import LoopSchedule
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, optimizer_settings
 from verl.training.settings import FsdpSettings
 from verl.workers.base import RankSettings
-from verl.workers.sft import SftGroup
 
 __all__ = ["build_sft_trainer"]
 
@@ -42,7 +42,7 @@ __all__ = ["build_sft_trainer"]
 @asynccontextmanager
 async def build_sft_trainer(
     config: SftConfig, console: Console, *, restarts: RestartTracker | None = None
-) -> AsyncIterator[SftTrainer]:
+) -> AsyncIterator[SFTTrainer]:
     """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes."""
     times, restarts = Metrics(), restarts or RestartTracker(console)
     config = _absolute(config)
@@ -50,7 +50,7 @@ async def build_sft_trainer(
     async with AsyncExitStack() as closing:
         site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
         config, ranks = site.config, count_train_ranks(site.config)
-        model = SftGroup.spawn(site.pool, ranks, share=1.0, deadlines=deadlines(config))
+        model = SFTWorkerGroup.spawn(site.pool, ranks, share=1.0, deadlines=deadlines(config))
         closing.callback(model.close)
         with timer(times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, config)
@@ -67,10 +67,10 @@ async def build_sft_trainer(
         tracker = open_tracker(config, console, schedule, version)
         closing.callback(tracker.close)
         tracker.log(times, version)
-        cut = partial(shares, ranks=ranks, limit=_limit(config))
+        cut = partial(split_batch, ranks=ranks, limit=_limit(config))
         loader = SFTDataLoader(data.train, data.order, schedule.batch, cut, start=stream.position, version=version)
         closing.callback(loader.close)
-        yield SftTrainer(
+        yield SFTTrainer(
             loader=loader,
             model=model,
             validation=None if data.val is None else ValidationLoader(data.val, schedule.batch, cut),
@@ -120,7 +120,7 @@ def _limit(config: SftConfig) -> Limit:
     return Limit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
-def _schedule(config: SftConfig, data: SftData) -> LoopSchedule:
+def _schedule(config: SftConfig, data: SFTData) -> LoopSchedule:
     return LoopSchedule(
         batch=config.data.train_batch_size,
         total_steps=count_total_steps(config, len(data.train)),
@@ -131,7 +131,7 @@ def _schedule(config: SftConfig, data: SftData) -> LoopSchedule:
     )
 
 
-def _outlook(schedule: LoopSchedule, data: SftData) -> str:
+def _outlook(schedule: LoopSchedule, data: SFTData) -> str:
     epochs = schedule.total_steps * schedule.batch / len(data.train)
     lengths = data.train.lengths
     return (

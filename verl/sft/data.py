@@ -9,10 +9,10 @@ from typing import Any, Protocol
 
 from verl.config.schema import SftConfig
 from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
-from verl.data.sft_batches import ExampleDataset, Share
-from verl.data.sft_examples import Example, ExampleReader, without_header
 from verl.data.validate import inspect_files, oddities
 from verl.errors import ConfigError
+from verl.sft.batches import ExampleDataset, RankBatch
+from verl.sft.examples import Example, ExampleReader, find_missing_header
 from verl.trainer.run_data import (
     check_length,
     data_splits,
@@ -24,9 +24,9 @@ from verl.trainer.run_data import (
 )
 from verl.training.families import family_note
 
-__all__ = ["SFTDataLoader", "SftData", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
+__all__ = ["SFTData", "SFTDataLoader", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
 
-Cut = Callable[[Sequence[Example]], list[Share]]
+Cut = Callable[[Sequence[Example]], list[RankBatch]]
 """A batch -> the share of every rank."""
 
 
@@ -38,7 +38,7 @@ class Examples(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class SftData:
+class SFTData:
     """What a run trains on, in which order, what it is validated on, and what is worth saying about it."""
 
     train: ExampleDataset
@@ -61,7 +61,7 @@ def check_sft_files(config: SftConfig) -> None:
     raise_data_problems([problem for files in data_splits(config).values() for problem in inspect_files(files, keys)])
 
 
-def read_sft_data(config: SftConfig) -> SftData:
+def read_sft_data(config: SftConfig) -> SFTData:
     """Tokenise every example once: whatever is wrong with a row is known before anything is trained."""
     from transformers import AutoConfig
 
@@ -92,7 +92,7 @@ def read_sft_data(config: SftConfig) -> SftData:
     train = found["train"]
     first = next(file for file in train.files if len(file)).row(0).get(data.prompt_key)
     if data.messages_key is None and isinstance(first, str):
-        caution = without_header(tokenizer, first, data.apply_chat_template_kwargs)
+        caution = find_missing_header(tokenizer, first, data.apply_chat_template_kwargs)
         notes += [f"{train.report.name}: {caution}"] if caution else []
     model = config.model
     loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -100,14 +100,14 @@ def read_sft_data(config: SftConfig) -> SftData:
     notes += [note] if (note := family_note(model.path, loaded.model_type, published=False)) else []
     seed = config.trainer.seed if data.seed is None else data.seed
     order = ShuffledSampler(len(train), seed) if data.shuffle else SequentialSampler(len(train))
-    return SftData(train, order, found.get("val"), notes)
+    return SFTData(train, order, found.get("val"), notes)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """The shares of all ranks, and numbers about them."""
 
-    shares: list[Share]
+    rank_batches: list[RankBatch]
     metrics: dict[str, float]
 
 
@@ -150,16 +150,16 @@ class SFTDataLoader:
     def _make(self, version: int) -> StepBatch:
         first = self.position(version)
         rows = [self._order.row(position) for position in range(first, first + self._batch)]
-        shares = self._cut([self._dataset[row] for row in rows])
-        tokens = [len(share.tokens) for share in shares]
+        rank_batches = self._cut([self._dataset[row] for row in rows])
+        tokens = [len(batch.tokens) for batch in rank_batches]
         metrics = {
             "plan/samples": len(rows),
             "plan/tokens": sum(tokens),
-            "plan/trained_tokens": sum(int(share.mask.sum()) for share in shares),
+            "plan/trained_tokens": sum(int(batch.mask.sum()) for batch in rank_batches),
             "plan/imbalance": max(tokens) * len(tokens) / max(sum(tokens), 1),
-            "plan/micro_batches": len(shares[0].ends),
+            "plan/micro_batches": len(rank_batches[0].ends),
         }
-        return StepBatch(shares, {name: float(value) for name, value in metrics.items()})
+        return StepBatch(rank_batches, {name: float(value) for name, value in metrics.items()})
 
 
 class ValidationLoader:
@@ -168,9 +168,9 @@ class ValidationLoader:
     def __init__(self, dataset: Examples, batch: int, cut: Cut) -> None:
         self._dataset, self._batch, self._cut = dataset, batch, cut
 
-    async def batches(self) -> AsyncIterator[list[Share]]:
+    async def batches(self) -> AsyncIterator[list[RankBatch]]:
         for first in range(0, len(self._dataset), self._batch):
             yield await asyncio.to_thread(self._make, range(first, min(first + self._batch, len(self._dataset))))
 
-    def _make(self, rows: range) -> list[Share]:
+    def _make(self, rows: range) -> list[RankBatch]:
         return self._cut([self._dataset[row] for row in rows])

@@ -25,7 +25,7 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "ExampleReader", "conversation_example", "pair_example", "without_header"]
+__all__ = ["Example", "ExampleReader", "conversation_example", "find_missing_header", "pair_example"]
 
 ANSWERS = "assistant"
 """The role whose messages are trained."""
@@ -122,7 +122,9 @@ def pair_example(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, s
     return _example([*given, *written], [*[False] * len(given), *[True] * len(written)])
 
 
-def without_header(tokenizer: PreTrainedTokenizerBase, prompt: str, template_kwargs: Mapping[str, Any]) -> str | None:
+def find_missing_header(
+    tokenizer: PreTrainedTokenizerBase, prompt: str, template_kwargs: Mapping[str, Any]
+) -> str | None:
     """What should be said of a finished prompt that ends where the template ends a message: the header is missing after
     which the model writes its answers."""
     asked = [{"role": "user", "content": "?"}]

@@ -16,11 +16,11 @@ from verl.data.dataset import DataReport
 from verl.data.files import BlockCache, Piece, Rows, find_files, open_rows, plain
 from verl.data.lengths import TokenCounter, measure
 from verl.data.plan import Limit
-from verl.data.sft_examples import Example, ExampleReader
 from verl.data.validate import PathLike, entries_of, missing_column
 from verl.errors import DataError
+from verl.sft.examples import Example, ExampleReader
 
-__all__ = ["ExampleDataset", "Share", "shares"]
+__all__ = ["ExampleDataset", "RankBatch", "split_batch"]
 
 LOOKED_AT = 1000  # of the examples that are cut
 
@@ -132,7 +132,7 @@ class _ExampleRuler:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankBatch:
     """What one rank trains on in one step: B examples laid end to end, one micro-batch after another."""
 
     tokens: npt.NDArray[np.int32]  # [T]
@@ -141,7 +141,7 @@ class Share:
     ends: npt.NDArray[np.int64]  # [M] the example after the last of each micro-batch
 
     @classmethod
-    def of(cls, micro_batches: Sequence[Sequence[Example]]) -> Share:
+    def of(cls, micro_batches: Sequence[Sequence[Example]]) -> RankBatch:
         examples = list(chain.from_iterable(micro_batches))
         return cls(
             tokens=np.concatenate([np.empty(0, np.int32), *(example.tokens for example in examples)]),
@@ -151,11 +151,12 @@ class Share:
         )
 
 
-def shares(examples: Sequence[Example], ranks: int, limit: Limit) -> list[Share]:
+def split_batch(examples: Sequence[Example], ranks: int, limit: Limit) -> list[RankBatch]:
     """Every rank's part of a batch: even in tokens, and cut into equally many micro-batches (some may be empty)."""
     lengths = [len(example.tokens) for example in examples]
     held = limit.spread(lengths, ranks)
     cuts = limit.cut([[lengths[k] for k in own] for own in held])
     return [
-        Share.of([[examples[own[k]] for k in part] for part in parts]) for own, parts in zip(held, cuts, strict=True)
+        RankBatch.of([[examples[own[k]] for k in part] for part in parts])
+        for own, parts in zip(held, cuts, strict=True)
     ]
