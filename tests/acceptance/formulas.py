@@ -203,7 +203,7 @@ def spread(draw, batch, run):
     yield parts, run_on_ranks(parts, run)
 
 
-def rows_of(parts: list[list[ref.Answer]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
+def iter_rows(parts: list[list[ref.Answer]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
     """Per-token results of all ranks, by the answer that they belong to."""
     rows = {}
     for part, tensor in zip(parts, tensors, strict=True):
@@ -217,7 +217,7 @@ def on_all_ranks(draw, batch, run, expected) -> float:
     worst = 0.0
     for parts, results in spread(draw, batch, run):
         for k, reference in enumerate(expected):
-            rows = rows_of(parts, [result[k] for result in results])
+            rows = iter_rows(parts, [result[k] for result in results])
             worst = max(worst, difference([rows[id(x)] for x in batch], reference))
     return worst
 
@@ -333,10 +333,10 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
             shares.append(loss.item())
             slopes.append(torch.autograd.grad(loss, output.logprobs)[0])
         ours = found[0].metrics["actor/dpo_loss"] if objective.loss_mode == "dpo" else math.fsum(shares)
-        rows = rows_of(parts, slopes)
+        rows = iter_rows(parts, slopes)
         worst = max(worst, difference(ours, value), difference([rows[id(x)] for x in batch], gradient))
         if objective.loss_mode in ("clip_cov", "kl_cov"):
-            chosen = rows_of(parts, [micro.chosen for micro in micro_batches])
+            chosen = iter_rows(parts, [micro.chosen for micro in micro_batches])
             worst = max(worst, difference([chosen[id(x)] for x in batch], [x.chosen for x in batch]))
     return worst
 

@@ -67,7 +67,7 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
     import rich.console
 
     from verl.data.inspection import DataFiles
-    from verl.data.inspection_render import show_rows, show_survey
+    from verl.data.inspection_render import show_report, show_rows
     from verl.rewards.resolve import resolve_scorer
     from verl.rewards.reward_function import explain_no_scorer
 
@@ -84,10 +84,10 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
     stop = data.truncation == "error" and not data.filter_overlong_prompts
     out = rich.console.Console(highlight=False)
     show_rows(seen, out, options.row or range(min(options.head, len(seen))), whole=bool(options.row))
-    survey = seen.survey(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
+    report = seen.inspect(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
     fate = "the run will not start" if stop else fate
-    show_survey(seen, survey, out, max_prompt_length=data.max_prompt_length, fate=fate)
-    return int(any(problem.fatal for problem in survey.problems))
+    show_report(seen, report, out, max_prompt_length=data.max_prompt_length, fate=fate)
+    return int(any(problem.fatal for problem in report.problems))
 
 
 def _examples(options: argparse.Namespace, config: SftConfig) -> int:

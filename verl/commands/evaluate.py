@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, Any]]:
     """What a reward is told of each row, and its answers as `texts`."""
-    from verl.data.columns import told_to_rewards
+    from verl.data.columns import extract_reward_fields
     from verl.data.files import find_files, open_rows
 
     for path in find_files(files):
@@ -127,7 +127,7 @@ def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, 
                     f"{file.place(number)}, column {column!r}: holds a {type(listed).__name__}; answers are a text, or "
                     "a list of texts: --responses NAME"
                 )
-            yield told_to_rewards(fields) | {
+            yield extract_reward_fields(fields) | {
                 "texts": listed or [None],
                 "place": f"{file.place(number)}, column {column!r}",
             }

@@ -11,19 +11,19 @@ from typing import Any
 
 from verl.errors import DataError
 
-__all__ = ["TRUTHS", "source_of", "told_to_rewards"]
+__all__ = ["TRUTHS", "extract_reward_fields", "resolve_data_source"]
 
 TRUTHS = ("ground_truth", "answer")
 """Columns of the ground truth where `reward_model` holds none, the first that is there."""
 
 
-def told_to_rewards(fields: dict[str, Any]) -> dict[str, Any]:
+def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """`data_source`, `ground_truth` and `extra_info` from all columns of a row but the prompt.
 
     >>> told_to_rewards({"data_source": "sums", "reward_model": {"ground_truth": "46"}, "level": 2})
     {'data_source': 'sums', 'ground_truth': '46', 'extra_info': {'level': 2}}
     """
-    source = source_of(fields.pop("data_source", None), fields.get("reward_model"))
+    source = resolve_data_source(fields.pop("data_source", None), fields.get("reward_model"))
     extra, model, truth = fields.pop("extra_info", None), fields.pop("reward_model", None), None
     if isinstance(model, Mapping):
         model = dict(model)
@@ -47,7 +47,7 @@ def told_to_rewards(fields: dict[str, Any]) -> dict[str, Any]:
     return {"data_source": source, "ground_truth": truth, "extra_info": fields}
 
 
-def source_of(column: Any, reward_model: Any) -> str:
+def resolve_data_source(column: Any, reward_model: Any) -> str:
     """The data source of a row: its column, or the field of `reward_model`; "" where there is neither."""
     if column is None and isinstance(reward_model, Mapping):
         column = reward_model.get("data_source")

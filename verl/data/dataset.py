@@ -1,6 +1,7 @@
 """Prompts from files, tokenised one by one when asked for.
 
-Which of them are too long is found out at start, in a pass over all (`measure`); of streamed files, when they are read.
+Prompts that are too long are found at start, in a pass over all of them (`lengths`), or, in streamed files, when they
+are read.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
-from verl.data.columns import source_of, told_to_rewards
+from verl.data.columns import extract_reward_fields, resolve_data_source
 from verl.data.files import BlockCache, JsonlRows, Rows, find_files, open_rows
-from verl.data.lengths import TokenCounter, measure
-from verl.data.validate import PathLike, entries_of, missing_column
+from verl.data.lengths import TokenCounter, measure_lengths
+from verl.data.validate import PathLike, describe_missing_column, list_entries
 from verl.errors import DataError
 from verl.types import Prompt
 
@@ -99,7 +100,7 @@ class PromptDataset:
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
         self._keep_raw, self._filter = keep_raw, filter_overlong
-        entries = [find_files(entry) for entry in entries_of(files)] or [find_files([])]
+        entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
         paths = [path for entry in entries for path in entry]
         cache = BlockCache()
         self.files = [open_rows(path, cache, streamed=bool(streaming)) for path in paths]
@@ -107,7 +108,7 @@ class PromptDataset:
             streaming = True
             self.files = [open_rows(path, cache, streamed=True) for path in paths]
         for file in self.files:
-            if wrong := missing_column(file, prompt_key, "prompt_key"):
+            if wrong := describe_missing_column(file, prompt_key, "prompt_key"):
                 raise DataError(wrong)
         self._ends = np.cumsum([len(file) for file in self.files])
         self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
@@ -125,8 +126,10 @@ class PromptDataset:
         elif kept is not None:
             self.kept = kept
         else:
-            ruler = TokenCounter(tokenizer, self._template_kwargs)
-            lengths, from_cache = measure(self.files, rows, prompt_key, ruler, processes=num_workers, folder=cache_dir)
+            counter = TokenCounter(tokenizer, self._template_kwargs)
+            lengths, from_cache = measure_lengths(
+                self.files, rows, prompt_key, counter, processes=num_workers, folder=cache_dir
+            )
             self.kept, truncated = self._fitting(lengths)
         count = len(self.kept)
         self.report = DataReport(
@@ -210,7 +213,7 @@ class PromptDataset:
                 found += [""] * len(file)
                 continue
             rows = (row for chunk in file.values(names) for row in chunk)
-            found += [source_of(*(row.get(name) for name in _SOURCES)) for row in rows]
+            found += [resolve_data_source(*(row.get(name) for name in _SOURCES)) for row in rows]
         return [found[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt | None:
@@ -226,7 +229,7 @@ class PromptDataset:
                 raise DataError(self._too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._truncation)
         try:
-            told = told_to_rewards(fields)
+            told = extract_reward_fields(fields)
         except DataError as error:
             raise DataError(f"{file.place(local)}: {error}") from None
         return Prompt(row, token_ids, **told, raw=raw if self._keep_raw else None)

@@ -26,15 +26,15 @@ from verl.errors import DataError
 
 __all__ = [
     "BlockCache",
+    "ColumnChunk",
     "Columns",
     "JsonlRows",
     "ParquetRows",
-    "Piece",
     "Rows",
     "find_files",
     "open_rows",
-    "plain",
-    "what_is_there",
+    "suggest_path",
+    "to_python",
 ]
 
 READ_AT_ONCE = 1024  # rows turned into Python objects at a time by a pass over a whole column
@@ -47,13 +47,13 @@ BUFFER_BYTES = 2**18  # read at a time of each column of a streamed file
 Columns: TypeAlias = "str | tuple[str, ...]"
 """One column, or several: then a value is a dict of theirs."""
 
-Piece: TypeAlias = "list[Any] | pa.Array"
+ColumnChunk: TypeAlias = "list[Any] | pa.Array"
 """Some values of a column, not yet turned into Python objects where that can wait: another process may do it."""
 
 
-def plain(piece: Piece) -> list[Any]:
+def to_python(chunk: ColumnChunk) -> list[Any]:
     """The values as Python objects."""
-    return piece if isinstance(piece, list) else piece.to_pylist()
+    return chunk if isinstance(chunk, list) else chunk.to_pylist()
 
 
 class Rows(Protocol):
@@ -75,7 +75,7 @@ class Rows(Protocol):
         """One row, all columns."""
         ...
 
-    def pieces(self, column: Columns) -> Iterator[Piece]:
+    def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
         """One column, or several, from first row to last, in pieces of at most `READ_AT_ONCE` rows."""
         ...
 
@@ -199,13 +199,13 @@ class ParquetRows:
         start = int(self.block_ends[block - 1]) if block else 0
         return self._decoded(block, start).slice(index - start, 1).to_pylist()[0]
 
-    def pieces(self, column: Columns) -> Iterator[Piece]:
+    def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
         names = [column] if isinstance(column, str) else list(column)
         for batch in self._file.iter_batches(READ_AT_ONCE, columns=names):
             yield batch.column(0) if isinstance(column, str) else batch.to_struct_array()
 
     def values(self, column: Columns) -> Iterator[list[Any]]:
-        return map(plain, self.pieces(column))
+        return map(to_python, self.iter_chunks(column))
 
     def place(self, index: int) -> str:
         return f"{self.path}, row {index}"
@@ -271,7 +271,7 @@ class JsonlRows:
             raise DataError(f"{self.place(index)}: holds a {type(row).__name__}; each line is one JSON object")
         return row
 
-    def pieces(self, column: Columns) -> Iterator[Piece]:
+    def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
         return self.values(column)
 
     def values(self, column: Columns) -> Iterator[list[Any]]:
@@ -288,12 +288,12 @@ class JsonlRows:
 
 def _not_found(path: Path) -> str:
     why = "is a folder" if path.is_dir() else "matches no file" if glob.has_magic(path.name) else "does not exist"
-    there, near = what_is_there(path)
+    there, near = suggest_path(path)
     mend = f"Did you mean {near}?" if near else "Set data.train_files or data.val_files to existing files"
     return f"data file not found: {path} {why}; {there}. {mend}"
 
 
-def what_is_there(path: Path) -> tuple[str, Path | None]:
+def suggest_path(path: Path) -> tuple[str, Path | None]:
     """What the nearest folder above a missing path has, in words, and which of it was probably meant."""
     folder = path
     while not folder.is_dir():

@@ -17,23 +17,23 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import encode, read_prompt, render
-from verl.data.columns import TRUTHS, told_to_rewards
+from verl.data.columns import TRUTHS, extract_reward_fields
 from verl.data.files import READ_AT_ONCE, JsonlRows, Rows, find_files, open_rows
-from verl.data.validate import missing_column, oddities
+from verl.data.validate import describe_missing_column, find_data_warnings
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataFiles", "Problem", "RowPreview", "Survey"]
+__all__ = ["DataFiles", "DataProblem", "InspectionReport", "RowPreview"]
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class DataProblem:
     """What is wrong, in how many rows and where first; the mend. A `fatal` one stops a run, or fails its rewards."""
 
     what: str
-    mend: str = ""  # where `what` does not say it
+    fix: str = ""  # where `what` does not say it
     fatal: bool = True
 
 
@@ -54,13 +54,13 @@ class RowPreview:
 
 
 @dataclass(frozen=True, slots=True)
-class Survey:
+class InspectionReport:
     """What a pass over all rows found. `lengths` are those of the prompts that can be used, in tokens or characters."""
 
     rows: int
     lengths: npt.NDArray[np.int64]
     sources: Counter[str]
-    problems: list[Problem]
+    problems: list[DataProblem]
 
 
 @dataclass(slots=True)
@@ -112,7 +112,7 @@ class DataFiles:
         self.describe_scorer, self._no_scorer = describe_scorer, explain_no_scorer
         self._template_kwargs = dict(template_kwargs or {})
         self.files: list[Rows] = [open_rows(path) for path in find_files(files)]
-        lacks = {file.path: missing_column(file, prompt_key, "prompt_key") for file in self.files}
+        lacks = {file.path: describe_missing_column(file, prompt_key, "prompt_key") for file in self.files}
         self._lacking = {path: lack for path, lack in lacks.items() if lack is not None}
 
         self.marks = [] if tokenizer is None else [mark for mark in tokenizer.get_added_vocab() if mark.strip()]
@@ -149,7 +149,7 @@ class DataFiles:
         try:
             fields = file.row(index)
             prompt = fields.pop(self.prompt_key, None)
-            told = told_to_rewards(fields)
+            told = extract_reward_fields(fields)
         except DataError as error:
             return RowPreview(place, "", None, trouble=str(error))
         try:
@@ -158,7 +158,7 @@ class DataFiles:
             return RowPreview(place, "", None, **told, trouble=str(error))
         return RowPreview(place, text, None if self.tokenizer is None else encode(self.tokenizer, [text])[0], **told)
 
-    def survey(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> Survey:
+    def inspect(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> InspectionReport:
         """A pass over all rows, or the first `limit`; `long_ones_stop` says whether a prompt too long stops a run."""
         found, rows = _Found(), 0
         for file, chunk in self._chunks(limit):
@@ -167,18 +167,18 @@ class DataFiles:
             found.lengths.extend(map(len, texts if self.tokenizer is None else encode(self.tokenizer, texts)))
             rows += len(chunk)
         lengths = np.array(found.lengths, np.int64)
-        problems = [Problem(lack) for lack in self._lacking.values()]
-        problems += [Problem(odd, fatal=not len(self)) for odd in oddities(self.files)]
+        problems = [DataProblem(lack) for lack in self._lacking.values()]
+        problems += [DataProblem(odd, fatal=not len(self)) for odd in find_data_warnings(self.files)]
         problems += self._problems(found)
         if self.tokenizer is not None and long_ones_stop and (count := int((lengths > max_prompt_length).sum())):
             problems.append(
-                Problem(
+                DataProblem(
                     f"{count:,} prompts are longer than data.max_prompt_length={max_prompt_length}",
                     f"set data.max_prompt_length={lengths.max()}, data.filter_overlong_prompts=True, or "
                     "data.truncation=left, right or middle",
                 )
             )
-        return Survey(rows, lengths, found.sources, problems)
+        return InspectionReport(rows, lengths, found.sources, problems)
 
     def _note(self, found: _Found, file: Rows, row: int, fields: dict[str, Any] | DataError) -> str | None:
         """Take in one row; the text of its prompt, if it has one that can be used."""
@@ -186,7 +186,7 @@ class DataFiles:
             if isinstance(fields, DataError):
                 raise fields
             prompt = fields.pop(self.prompt_key, None)
-            told = told_to_rewards(fields)
+            told = extract_reward_fields(fields)
         except DataError as error:
             found.unread.add(row, str(error).removeprefix(f"{self._place(row)}: "))
             return None
@@ -208,33 +208,35 @@ class DataFiles:
             found.again.add(row, self._place(first))
         return text
 
-    def _problems(self, found: _Found) -> Iterator[Problem]:
+    def _problems(self, found: _Found) -> Iterator[DataProblem]:
         if found.unread.count:
-            yield Problem(f"{self._rows(found.unread)}: {found.unread.said}")
+            yield DataProblem(f"{self._rows(found.unread)}: {found.unread.said}")
         if found.unusable.count:
-            yield Problem(f"{self._rows(found.unusable)}: {found.unusable.said}")
+            yield DataProblem(f"{self._rows(found.unusable)}: {found.unusable.said}")
         if found.blank.count:
-            yield Problem(f"{self._rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False)
+            yield DataProblem(
+                f"{self._rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False
+            )
         for source in found.sources:
             if self.describe_scorer(source) is None:
-                yield Problem(self._no_scorer(source))
+                yield DataProblem(self._no_scorer(source))
         if found.untold.count:
             own = not any(str(self.describe_scorer(source)).startswith("verl.rewards.") for source in found.sources)
-            yield Problem(
+            yield DataProblem(
                 f"{self._rows(found.untold)}: there is no ground truth",
                 'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'
                 + ("; as it is, the scorer is told None" if own else ""),
                 fatal=not own,
             )
         if found.bare.count:
-            yield Problem(
+            yield DataProblem(
                 f"{self._rows(found.bare)}: the prompt is a string without special tokens; the chat template is for "
                 "messages, and is not applied to strings",
                 'if the model is to be asked as in a chat, write [{"role": "user", "content": ...}] instead',
                 fatal=False,
             )
         if found.again.count:
-            yield Problem(
+            yield DataProblem(
                 f"{self._rows(found.again)}: the prompt is there already, {found.again.said}",
                 "remove one of the two, unless it is meant: a test on training prompts tests what was learned by heart",
                 fatal=False,

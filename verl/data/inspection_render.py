@@ -13,14 +13,14 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from verl.data.inspection import DataFiles, RowPreview, Survey
+from verl.data.inspection import DataFiles, InspectionReport, RowPreview
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from verl.data.dataset import DataReport
     from verl.data.files import Rows
 
-__all__ = ["bars", "bins", "show_examples", "show_rows", "show_survey"]
+__all__ = ["bars", "bins", "show_examples", "show_report", "show_rows"]
 
 _WIDTH = 72
 _BAR = 36
@@ -63,12 +63,12 @@ def show_rows(data: DataFiles, out: Console, rows: Sequence[int], *, whole: bool
         _row(data, data.row(number), out, whole)
 
 
-def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_length: int, fate: str) -> None:
+def show_report(data: DataFiles, report: InspectionReport, out: Console, *, max_prompt_length: int, fate: str) -> None:
     """What is said of all rows; `fate` is what becomes of prompts that are too long."""
     _rule(out, f"lengths of the prompts, in {data.unit}")
-    _lengths(data, survey, out, max_prompt_length, fate)
+    _lengths(data, report, out, max_prompt_length, fate)
     _rule(out, "data sources")
-    counts = survey.sources.most_common()
+    counts = report.sources.most_common()
     _table(
         out,
         [
@@ -80,7 +80,7 @@ def show_survey(data: DataFiles, survey: Survey, out: Console, *, max_prompt_len
         ],
     )
     _rule(out, "problems")
-    _problems(survey, out)
+    _problems(report, out)
 
 
 def show_examples(data: Examples, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
@@ -192,8 +192,8 @@ def _value(value: Any, whole: bool) -> str:
     return text if whole or len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]} ... ({len(text):,} characters)"
 
 
-def _lengths(data: DataFiles, survey: Survey, out: Console, limit: int, fate: str) -> None:
-    lengths = survey.lengths
+def _lengths(data: DataFiles, report: InspectionReport, out: Console, limit: int, fate: str) -> None:
+    lengths = report.lengths
     if not len(lengths):
         out.print(Text("no prompt can be measured"))
         return
@@ -261,15 +261,15 @@ def _bar(share: float) -> str:
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(_BAR)
 
 
-def _problems(survey: Survey, out: Console) -> None:
-    if not survey.problems:
+def _problems(report: InspectionReport, out: Console) -> None:
+    if not report.problems:
         out.print(Text("✓ none found", style="green"))
-    for problem in sorted(survey.problems, key=lambda one: not one.fatal):
+    for problem in sorted(report.problems, key=lambda one: not one.fatal):
         style = "red" if problem.fatal else "yellow"
         mark = ("✗ " if problem.fatal else "! ", f"bold {style}")
         out.print(Text.assemble(mark, problem.what), soft_wrap=True)
-        if problem.mend:
-            out.print(Text(f"  {problem.mend}", style=style), soft_wrap=True)
+        if problem.fix:
+            out.print(Text(f"  {problem.fix}", style=style), soft_wrap=True)
 
 
 def _table(out: Console, rows: Sequence[tuple[str, str]]) -> None:

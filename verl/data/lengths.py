@@ -28,13 +28,13 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import PromptError, encode_prompts
-from verl.data.files import Columns, Piece, Rows, plain
+from verl.data.files import ColumnChunk, Columns, Rows, to_python
 from verl.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LengthCache", "Measuring", "TokenCounter", "measure"]
+__all__ = ["LengthCache", "LengthMeasurer", "TokenCounter", "measure_lengths"]
 
 Lengths = npt.NDArray[np.int32]
 ROWS_FOR_A_PROCESS = 50_000  # fewer are measured sooner than a process is up
@@ -43,10 +43,10 @@ MOST_PROCESSES = 8
 SETTLED_S = 2.0  # a file that was written more recently may be written again without a change of its time
 
 
-class Measuring(Protocol):
+class LengthMeasurer(Protocol):
     """What measures a piece of a column; it may be sent to another process."""
 
-    def __call__(self, piece: Piece) -> Lengths:
+    def __call__(self, chunk: ColumnChunk) -> Lengths:
         """Tokens of each; a `PromptError` names the one that cannot be measured."""
         ...
 
@@ -62,8 +62,8 @@ class TokenCounter:
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any]
 
-    def __call__(self, piece: Piece) -> Lengths:
-        ids = encode_prompts(self.tokenizer, plain(piece), self.template_kwargs)
+    def __call__(self, chunk: ColumnChunk) -> Lengths:
+        ids = encode_prompts(self.tokenizer, to_python(chunk), self.template_kwargs)
         return np.array([len(each) for each in ids], np.int32)
 
     def fingerprint(self) -> str | None:
@@ -81,16 +81,16 @@ class TokenCounter:
 class LengthCache:
     """Lengths on disk: one file for each data file as it was, measured as it was. Nothing here fails a run."""
 
-    def __init__(self, folder: Path | None, column: Columns, ruler: Measuring) -> None:
+    def __init__(self, folder: Path | None, column: Columns, counter: LengthMeasurer) -> None:
         self._folder, self._column = folder, column
-        self._ruler = None if folder is None else ruler.fingerprint()
+        self._counter = None if folder is None else counter.fingerprint()
 
     def entry(self, path: Path, rows: int) -> Path | None:
         """Where the lengths of the first `rows` rows are kept, of the file as it is now; None: nowhere."""
-        if self._folder is None or self._ruler is None or rows < ROWS_TO_KEEP:
+        if self._folder is None or self._counter is None or rows < ROWS_TO_KEEP:
             return None
         stat = path.stat()
-        key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, rows, self._column, self._ruler]
+        key = [str(path.resolve()), stat.st_size, stat.st_mtime_ns, rows, self._column, self._counter]
         return self._folder / f"{hashlib.sha256(json.dumps(key).encode()).hexdigest()}.npy"
 
     def load(self, entry: Path | None, rows: int) -> Lengths | None:
@@ -116,11 +116,11 @@ class LengthCache:
             return
 
 
-def measure(
+def measure_lengths(
     files: Sequence[Rows],
     rows: int,
     column: Columns,
-    ruler: Measuring,
+    counter: LengthMeasurer,
     *,
     processes: int | None = None,
     folder: Path | None = None,
@@ -129,7 +129,7 @@ def measure(
 
     `processes`: 0 or 1 measures in this one, None in as many as pay. `folder`: where lengths are kept; None: nowhere.
     """
-    cache = LengthCache(folder, column, ruler)
+    cache = LengthCache(folder, column, counter)
     known: list[Lengths | None] = []
     counts: list[int] = []
     entries = []
@@ -139,7 +139,7 @@ def measure(
         known.append(cache.load(entries[-1], counts[-1]))
     missing = sum(count for count, lengths in zip(counts, known, strict=True) if lengths is None)
     found = []
-    with _measuring(ruler, _processes(processes, missing)) as lengths_of:
+    with _measuring(counter, _processes(processes, missing)) as lengths_of:
         for file, count, entry, lengths in zip(files, counts, entries, known, strict=True):
             if lengths is None:
                 lengths = np.concatenate([np.empty(0, np.int32), *_in_order(file, count, column, lengths_of)])
@@ -169,30 +169,30 @@ def _in_order(file: Rows, rows: int, column: Columns, lengths_of: Submit) -> Ite
             raise DataError(f"{file.place(start + error.index)}{where}: {error}") from None
 
     start = 0
-    for piece in file.pieces(column):
+    for chunk in file.iter_chunks(column):
         if start >= rows:
             break
-        piece = piece[: rows - start]
-        waiting.append((start, lengths_of(piece)))
-        start += len(piece)
+        chunk = chunk[: rows - start]
+        waiting.append((start, lengths_of(chunk)))
+        start += len(chunk)
         if len(waiting) > 2 * MOST_PROCESSES:
             yield oldest()
     while waiting:
         yield oldest()
 
 
-Submit = Callable[[Piece], "Future[Lengths]"]
+Submit = Callable[[ColumnChunk], "Future[Lengths]"]
 
 
 @contextmanager
-def _measuring(ruler: Measuring, processes: int) -> Iterator[Submit]:
+def _measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
     """Something that measures pieces, side by side in so many processes, or (0) at once in this one."""
     if not processes:
 
-        def here(piece: Piece) -> Future[Lengths]:
+        def here(chunk: ColumnChunk) -> Future[Lengths]:
             done: Future[Lengths] = Future()
             try:
-                done.set_result(ruler(piece))
+                done.set_result(counter(chunk))
             except DataError as error:
                 done.set_exception(error)
             return done
@@ -202,24 +202,24 @@ def _measuring(ruler: Measuring, processes: int) -> Iterator[Submit]:
     with ExitStack() as closing:
         idle: SimpleQueue[_Process] = SimpleQueue()
         for _ in range(processes):
-            idle.put(closing.enter_context(_Process(ruler)))
+            idle.put(closing.enter_context(_Process(counter)))
         threads = ThreadPoolExecutor(processes)
         closing.callback(threads.shutdown, cancel_futures=True)
 
-        def there(piece: Piece) -> Lengths:
+        def there(chunk: ColumnChunk) -> Lengths:
             process = idle.get()
             try:
-                return process(piece)
+                return process(chunk)
             finally:
                 idle.put(process)
 
-        yield lambda piece: threads.submit(there, piece)
+        yield lambda chunk: threads.submit(there, chunk)
 
 
 class _Process:
     """This module in a process of its own: a ruler goes in first, then pieces; lengths or an exception come back."""
 
-    def __init__(self, ruler: Measuring) -> None:
+    def __init__(self, counter: LengthMeasurer) -> None:
         # Each has one thread: several processes with a thread for every core would be in each other's way.
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
@@ -228,7 +228,7 @@ class _Process:
             stdout=subprocess.PIPE,
             env=os.environ | environment,
         )
-        self._first: list[Any] = [ruler]  # sent with the first piece, so that all processes start side by side
+        self._first: list[Any] = [counter]  # sent with the first piece, so that all processes start side by side
 
     def __enter__(self) -> _Process:
         return self
@@ -237,11 +237,11 @@ class _Process:
         self._process.kill()
         self._process.communicate()
 
-    def __call__(self, piece: Piece) -> Lengths:
+    def __call__(self, chunk: ColumnChunk) -> Lengths:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         try:
-            for message in (*self._first, piece):
+            for message in (*self._first, chunk):
                 pickle.dump(message, self._process.stdin)
             self._first.clear()
             self._process.stdin.flush()
@@ -261,11 +261,11 @@ def _serve() -> None:
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is not for the pipe
     try:
-        ruler = pickle.load(source)
+        counter = pickle.load(source)
         while True:
-            piece = pickle.load(source)
+            chunk = pickle.load(source)
             try:
-                answer: Any = ruler(piece)
+                answer: Any = counter(chunk)
             except Exception as error:  # noqa: BLE001 - raised again in the process that asked
                 answer = error
             pickle.dump(answer, sink)

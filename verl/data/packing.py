@@ -11,7 +11,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-__all__ = ["balance", "chunk", "level", "longer_than", "pack"]
+__all__ = ["balance", "chunk", "longer_than", "pack", "pack_into"]
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
@@ -39,7 +39,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     return [piece[::-1] for piece in pieces]
 
 
-def level(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
+def pack_into(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
     """Exactly `count` pieces under `budget`, heaviest first, of sizes as equal as they can be; some may be empty.
 
     `count` must be at least what `pack` needs. Ranks that pack into different numbers of micro-batches are brought to

@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.packing import balance, chunk, level, longer_than, pack
+from verl.data.packing import balance, chunk, longer_than, pack, pack_into
 from verl.types import SampleHandle
 
-__all__ = ["Cuts", "Limit", "Plan", "Planner", "RankPlan", "UpdateSizes", "Updates"]
+__all__ = ["Limit", "Plan", "Planner", "RaggedIndices", "RankPlan", "UpdateSizes", "Updates"]
 
 Ints = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class RaggedIndices:
     """Lists of local indices as two arrays: list k is `indices[ends[k-1]:ends[k]]`. Small to send, cheap to read.
 
     >>> [list(part) for part in Cuts.of([[2, 0], [], [1]])]
@@ -35,7 +35,7 @@ class Cuts:
     ends: Ints
 
     @classmethod
-    def of(cls, parts: Sequence[Sequence[int]]) -> Cuts:
+    def of(cls, parts: Sequence[Sequence[int]]) -> RaggedIndices:
         flat = np.fromiter(chain.from_iterable(parts), np.int32)
         return cls(flat, np.cumsum([len(part) for part in parts], dtype=np.int32))
 
@@ -55,7 +55,7 @@ class Cuts:
 class Updates:
     """The optimiser steps of one model: iterating gives the micro-batches of each, in the order of the steps."""
 
-    micro_batches: Cuts  # of all mini-batches, one mini-batch after another
+    micro_batches: RaggedIndices  # of all mini-batches, one mini-batch after another
     schedule: Ints  # [updates, 2] first micro-batch of each update, and the one after its last
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ class RankPlan:
     numbers: npt.NDArray[np.int64]  # [n] which of the prompt's answers it is
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy answer, where one was asked for
-    forward: Cuts  # micro-batches of a pass without gradients over all samples
+    forward: RaggedIndices  # micro-batches of a pass without gradients over all samples
     policy: Updates
     critic: Updates | None = None
 
@@ -131,7 +131,7 @@ class Limit:
         """Micro-batches of every rank, equally many on each, heaviest first: those that run together weigh alike."""
         if self.tokens is not None:
             count = max(len(pack(own, self.tokens)) for own in lengths)
-            return [level(own, self.tokens, count) if count else [] for own in lengths]
+            return [pack_into(own, self.tokens, count) if count else [] for own in lengths]
         assert self.samples is not None
         cuts = [chunk(own, self.samples) for own in lengths]
         count = max(map(len, cuts))
@@ -232,8 +232,8 @@ class Planner:
                 numbers=np.array([handles[i].index for i in held[rank]], np.int64),
                 scores=scores[held[rank]],
                 baselines=_baselines([handles[i] for i in held[rank]]),
-                forward=Cuts.of(forward[rank]),
-                policy=Updates(Cuts.of(cuts[rank]), schedule),
+                forward=RaggedIndices.of(forward[rank]),
+                policy=Updates(RaggedIndices.of(cuts[rank]), schedule),
                 critic=critic[rank],
             )
             for rank in range(self.ranks)
@@ -272,7 +272,7 @@ class Planner:
                 cuts[rank].extend([own[rank][k] for k in part] for part in parts)
             counts.append(len(pieces[0]))
         schedule = _schedule(counts, self._critic.epochs, random)
-        return [Updates(Cuts.of(parts), schedule) for parts in cuts]
+        return [Updates(RaggedIndices.of(parts), schedule) for parts in cuts]
 
     def _warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
         limits = [limit.tokens for limit in (self._update, self._forward) if limit.tokens is not None]

@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.errors import DataError
 
-__all__ = ["Prompts", "rows_of", "write_rows"]
+__all__ = ["Prompts", "iter_rows", "write_rows"]
 
 Prompts = str | Path | Iterable[Any]
 """The path of a file; or an iterable of texts, conversations (lists of messages), rows with a "prompt", or batches of
@@ -31,7 +31,7 @@ def write_rows(prompts: Prompts, path: Path, most: int | None = None) -> str:
         return str(prompts)
     sized, count, draft = _knows_its_length(prompts), 0, path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
-        for row in itertools.islice(rows_of(prompts), None if sized else most):
+        for row in itertools.islice(iter_rows(prompts), None if sized else most):
             file.write(json.dumps(row, default=_plain) + "\n")
             count += 1
             if count == MANY and not sized:
@@ -55,7 +55,7 @@ def _knows_its_length(prompts: Iterable[Any]) -> bool:
     return True
 
 
-def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
+def iter_rows(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """One row a prompt, as data files have them. One text, or one conversation, is one prompt.
 
     >>> list(rows_of(["1+1=", {"prompt": "1+2=", "answer": "3"}]))
@@ -67,7 +67,7 @@ def rows_of(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
         elif isinstance(item, Mapping) and "prompt" in item:
             yield from _of_batch(item, number) if _is_batch(item["prompt"]) else [dict(item)]
         elif isinstance(item, Sequence) and item:
-            yield from rows_of(item)
+            yield from iter_rows(item)
         else:
             keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
             raise DataError(

@@ -20,12 +20,12 @@ import numpy.typing as npt
 from verl.errors import DataError
 
 __all__ = [
+    "BufferedShuffleSampler",
     "CurriculumSampler",
     "CustomSampler",
     "Sampler",
     "SamplerFunction",
     "SequentialSampler",
-    "ShuffledByBuffer",
     "ShuffledSampler",
     "WeightedSampler",
 ]
@@ -78,7 +78,7 @@ class ShuffledSampler:
         return {"length": self.length, "shuffle": True, "seed": self._seed}
 
 
-class ShuffledByBuffer:
+class BufferedShuffleSampler:
     """For files that do not fit into memory: whole blocks in random order, and rows shuffled among a few of them.
 
     The blocks of an epoch, one behind the other in a fresh random order, are cut into windows of `buffer` rows, and

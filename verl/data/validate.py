@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from verl.data.files import Rows, find_files, open_rows
 from verl.errors import DataError
 
-__all__ = ["PathLike", "entries_of", "inspect_files", "missing_column", "oddities"]
+__all__ = ["PathLike", "describe_missing_column", "find_data_warnings", "find_file_problems", "list_entries"]
 
 PathLike = str | os.PathLike[str]
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
@@ -30,12 +30,12 @@ HOLDS = {
 MOST_SHOWN = 5
 
 
-def entries_of(files: PathLike | Sequence[PathLike]) -> list[PathLike]:
+def list_entries(files: PathLike | Sequence[PathLike]) -> list[PathLike]:
     """What a user wrote as a list: each is a path, or a pattern that stands for several."""
     return [files] if isinstance(files, str | os.PathLike) else list(files)
 
 
-def inspect_files(
+def find_file_problems(
     files: PathLike | Sequence[PathLike], keys: Mapping[str, str], *, weighted: bool = False
 ) -> list[str]:
     """All that is wrong with the files, in words.
@@ -45,7 +45,7 @@ def inspect_files(
     """
     problems: list[str] = []
     opened: list[Rows] = []
-    for entry in entries_of(files):
+    for entry in list_entries(files):
         try:
             found = [open_rows(path) for path in find_files(entry)]
         except DataError as error:
@@ -57,16 +57,18 @@ def inspect_files(
     if not problems and not any(map(len, opened)):
         problems.append(f"{', '.join(str(file.path) for file in opened)}: no rows. Fill the file, or name another")
     for setting, column in keys.items():
-        problems += _shortened([wrong for file in opened if (wrong := missing_column(file, column, setting, keys))])
+        problems += _shortened(
+            [wrong for file in opened if (wrong := describe_missing_column(file, column, setting, keys))]
+        )
     return problems
 
 
-def oddities(files: Sequence[Rows]) -> list[str]:
+def find_data_warnings(files: Sequence[Rows]) -> list[str]:
     """What works, but is probably not meant: files without rows, and files with other columns than the first."""
     return [*_shortened([f"{file.path} has no rows" for file in files if not len(file)]), *_unlike(files)]
 
 
-def missing_column(file: Rows, name: str, setting: str, keys: Mapping[str, str] | None = None) -> str | None:
+def describe_missing_column(file: Rows, name: str, setting: str, keys: Mapping[str, str] | None = None) -> str | None:
     """What is said of a file without a column that it must have, one of `keys`."""
     if not len(file) or file.has(name):
         return None

@@ -13,10 +13,10 @@ import numpy.typing as npt
 
 from verl.data.chat import PromptError
 from verl.data.dataset import DataReport
-from verl.data.files import BlockCache, Piece, Rows, find_files, open_rows, plain
-from verl.data.lengths import TokenCounter, measure
+from verl.data.files import BlockCache, ColumnChunk, Rows, find_files, open_rows, to_python
+from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.plan import Limit
-from verl.data.validate import PathLike, entries_of, missing_column
+from verl.data.validate import PathLike, describe_missing_column, list_entries
 from verl.errors import DataError
 from verl.sft.examples import Example, ExampleReader
 
@@ -45,19 +45,19 @@ class ExampleDataset:
     ) -> None:
         self._reader, self._limit, self._truncation = reader, max_length, truncation
         self.tokenizer = reader.tokenizer
-        paths = [path for entry in entries_of(files) for path in find_files(entry)]
+        paths = [path for entry in list_entries(files) for path in find_files(entry)]
         cache = BlockCache()
         self.files = [open_rows(path, cache) for path in paths]
         for file in self.files:
             for setting, column in reader.keys.items():
-                if wrong := missing_column(file, column, setting, reader.keys):
+                if wrong := describe_missing_column(file, column, setting, reader.keys):
                     raise DataError(wrong)
         self._ends = np.cumsum([len(file) for file in self.files])
         name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
         rows = int(self._ends[-1]) if max_samples < 0 else min(int(self._ends[-1]), max_samples)
         if rows == 0:
             raise DataError(f"{', '.join(map(str, paths))}: no rows. Fill the file, or name another")
-        found, from_cache = measure(
+        found, from_cache = measure_lengths(
             self.files,
             rows,
             tuple(reader.keys.values()),
@@ -115,9 +115,9 @@ class _ExampleRuler:
 
     reader: ExampleReader
 
-    def __call__(self, piece: Piece) -> npt.NDArray[np.int32]:
+    def __call__(self, chunk: ColumnChunk) -> npt.NDArray[np.int32]:
         lengths = []
-        for index, row in enumerate(plain(piece)):
+        for index, row in enumerate(to_python(chunk)):
             try:
                 lengths.append(len(self.reader(row).tokens))
             except DataError as error:

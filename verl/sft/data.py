@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from verl.config.schema import SftConfig
 from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
-from verl.data.validate import inspect_files, oddities
+from verl.data.validate import find_data_warnings, find_file_problems
 from verl.errors import ConfigError
 from verl.sft.batches import ExampleDataset, RankBatch
 from verl.sft.examples import Example, ExampleReader, find_missing_header
@@ -58,7 +58,9 @@ def check_sft_files(config: SftConfig) -> None:
         keys = {"messages_key": data.messages_key}
     if data.tools_key is not None:
         keys["tools_key"] = data.tools_key
-    raise_data_problems([problem for files in data_splits(config).values() for problem in inspect_files(files, keys)])
+    raise_data_problems(
+        [problem for files in data_splits(config).values() for problem in find_file_problems(files, keys)]
+    )
 
 
 def read_sft_data(config: SftConfig) -> SFTData:
@@ -88,7 +90,7 @@ def read_sft_data(config: SftConfig) -> SFTData:
             num_workers=data.num_workers,
             cache_dir=length_cache_dir(config),
         )
-        notes += [str(found[split].report), *oddities(found[split].files), *found[split].cautions()]
+        notes += [str(found[split].report), *find_data_warnings(found[split].files), *found[split].cautions()]
     train = found["train"]
     first = next(file for file in train.files if len(file)).row(0).get(data.prompt_key)
     if data.messages_key is None and isinstance(first, str):

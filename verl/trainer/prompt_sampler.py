@@ -6,12 +6,12 @@ from verl.config.schema.root import Config
 from verl.custom_functions import load_function
 from verl.data.dataset import PromptDataset
 from verl.data.samplers import (
+    BufferedShuffleSampler,
     CurriculumSampler,
     CustomSampler,
     Sampler,
     SamplerFunction,
     SequentialSampler,
-    ShuffledByBuffer,
     ShuffledSampler,
     WeightedSampler,
 )
@@ -60,4 +60,4 @@ def _within(config: Config, dataset: PromptDataset, rows: range, seed: int, buff
     if not dataset.report.streamed:
         return ShuffledSampler(len(rows), seed)
     ends = dataset.block_ends()
-    return ShuffledByBuffer(ends[(ends > rows.start) & (ends <= rows.stop)] - rows.start, buffer, seed)
+    return BufferedShuffleSampler(ends[(ends > rows.start) & (ends <= rows.stop)] - rows.start, buffer, seed)

@@ -14,9 +14,9 @@ from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.data.chat import chat_template_hint, load_tokenizer
 from verl.data.dataset import PromptDataset
-from verl.data.files import CACHED_BYTES, what_is_there
+from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import Sampler
-from verl.data.validate import inspect_files, oddities
+from verl.data.validate import find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, RewardError
 from verl.model_safety import model_problems
 from verl.rewards.resolve import resolve_scorer
@@ -100,7 +100,7 @@ def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: b
             yield from (f"{key}: {problem}" for problem in family_problems(path))
         if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
             continue
-        there, near = what_is_there(Path(path).expanduser())
+        there, near = suggest_path(Path(path).expanduser())
         mend = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
         yield f"{key}={path}: there is no such directory; {there}; {mend}"
 
@@ -138,7 +138,7 @@ def read_data(config: Config) -> RunData:
         )
         arguments["streaming"] = dataset.report.streamed
         datasets[split] = DatasetSettings(files, arguments, dataset.kept)
-        reports += [str(dataset.report), *oddities(dataset.files)]
+        reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
             reports += _cautions(config, dataset)
@@ -182,7 +182,7 @@ def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
 def _taken_for_a_name(path: str) -> str:
     """Of what is no folder here, and was looked for on the hub: what may have been meant."""
     folder = Path(path).expanduser()
-    there, near = ("", None) if folder.is_dir() else what_is_there(folder)
+    there, near = ("", None) if folder.is_dir() else suggest_path(folder)
     meant = f"did you mean {near}? " if near is not None and near.is_dir() else ""
     return f"\n{meant}{path} is no folder here, and was taken for a name on the hub; {there}" if there else ""
 
@@ -210,7 +210,7 @@ def _inspect(config: Config, split: str) -> list[str]:
     if split == "train" and config.data.curriculum_key is not None:
         keys["curriculum_key"] = config.data.curriculum_key
     weighted = split == "train" and config.data.train_weights is not None
-    return inspect_files(data_splits(config)[split], keys, weighted=weighted)
+    return find_file_problems(data_splits(config)[split], keys, weighted=weighted)
 
 
 def _streams(config: Config) -> bool | None:

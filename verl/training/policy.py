@@ -24,7 +24,7 @@ from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import Cuts, RankPlan, Updates
+from verl.data.plan import RaggedIndices, RankPlan, Updates
 from verl.errors import ConfigError
 from verl.training.contents import select_contents
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
@@ -258,7 +258,7 @@ class PrimeRewardModel:
         self._objective = OutcomeObjective(beta)
         self._batch = FlatBatch.empty()
 
-    def prepare(self, batch: FlatBatch, cuts: Cuts, scores: Tensor) -> Tensor:
+    def prepare(self, batch: FlatBatch, cuts: RaggedIndices, scores: Tensor) -> Tensor:
         """The rewards of all tokens [T], by the model as it is now; outcomes [B] are kept for its update."""
         ref = batch_logprobs(self._reference, batch, cuts)
         outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
@@ -284,12 +284,12 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
         raise ConfigError([str(error)]) from error
 
 
-def batch_logprobs(engine: Engine, batch: FlatBatch, cuts: Cuts) -> Tensor:
+def batch_logprobs(engine: Engine, batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
     """Log-probs [T] of a batch, computed micro-batch by micro-batch."""
     return _in_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
 
 
-def _in_order(batch: FlatBatch, cuts: Cuts, parts: Sequence[Tensor]) -> Tensor:
+def _in_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
     """Values that were computed micro-batch by micro-batch, back in the order of the batch's tokens [T]."""
     places = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
     values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.handles import get_all
 from verl.cluster.hangs.pending_calls import UNLIMITED_S
-from verl.data.prompts import rows_of
+from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import put_sample
@@ -115,7 +115,7 @@ class RolloutWorker:
         is told of it; or batches of these. An answer that could not be scored raises what went wrong."""
         if not self._is_open:
             raise EngineError("generate: this RolloutWorker is closed; make another")
-        return self._loop.finish(self._generate(list(rows_of(prompts))))
+        return self._loop.finish(self._generate(list(iter_rows(prompts))))
 
     def close(self) -> None:
         """End the engine's processes; done at the end of the program, if not before."""
@@ -165,13 +165,13 @@ class RolloutWorker:
 
     def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
-        from verl.data.columns import told_to_rewards
+        from verl.data.columns import extract_reward_fields
         from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
 
         fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
-        told = told_to_rewards(fields)
+        told = extract_reward_fields(fields)
         if self._reward is None and not has_builtin_scorer(told["data_source"]):
             raise RewardError(
                 f"prompts[{number}]: nothing would score its answers, and none was generated; give the worker one: "

@@ -31,7 +31,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
     marks = ["<user>", "<system>", "<assistant>", "</>", "<s>"]
     vocab = {
-        piece: place for place, piece in enumerate(["?", *marks, *map(chr, range(32, 63)), *map(chr, range(64, 127))])
+        chunk: place for place, chunk in enumerate(["?", *marks, *map(chr, range(32, 63)), *map(chr, range(64, 127))])
     }
     core = Tokenizer(models.WordLevel(vocab, unk_token="?"))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("<(user|system|assistant|/|s)>|."), behavior="isolated")

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.packing import balance, chunk, level, longer_than, pack
+from verl.data.packing import balance, chunk, longer_than, pack, pack_into
 
 pytestmark = pytest.mark.unit
 law = settings(max_examples=60, deadline=None)
@@ -50,7 +50,7 @@ def test_packing_leaves_no_two_pieces_that_would_fit_into_one(lengths: list[int]
 @given(lengths_lists, st.integers(1, 80), st.integers(0, 5))
 def test_levelling_gives_the_count_asked_for_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
     count = max(len(pack(lengths, budget)) + more, 1)
-    pieces = level(lengths, budget, count)
+    pieces = pack_into(lengths, budget, count)
     assert len(pieces) == count
     assert_every_index_once(pieces, lengths)
     assert_within(pieces, lengths, budget)

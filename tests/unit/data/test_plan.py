@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.plan import Cuts, Plan, Planner, UpdateSizes
+from verl.data.plan import Plan, Planner, RaggedIndices, UpdateSizes
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -218,11 +218,11 @@ def test_samples_longer_than_the_budget_are_named() -> None:
 
 def test_cuts_are_the_lists_that_they_were_made_of() -> None:
     for parts in ([], [[]], [[2, 0], [], [1]], [[], [3]]):
-        cuts = Cuts.of(parts)
+        cuts = RaggedIndices.of(parts)
         assert [part.tolist() for part in cuts] == parts
         assert len(cuts) == len(parts)
     with pytest.raises(IndexError):
-        Cuts.of([[1]])[1]
+        RaggedIndices.of([[1]])[1]
 
 
 @pytest.mark.parametrize(

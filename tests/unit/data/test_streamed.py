@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.data import dataset as dataset_module
 from verl.data import files
 from verl.data.dataset import PromptDataset
-from verl.data.samplers import ShuffledByBuffer
+from verl.data.samplers import BufferedShuffleSampler
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -117,7 +117,7 @@ def test_the_order_by_buffer_decodes_a_block_about_once(
     decoded: list[int] = []
     original = file._read  # type: ignore[attr-defined]
     monkeypatch.setattr(file, "_read", lambda start, stop: decoded.append(start) or original(start, stop))
-    order = ShuffledByBuffer(ends, 16, seed=5)
+    order = BufferedShuffleSampler(ends, 16, seed=5)
     rows = [dataset[order.row(place)].row for place in range(200)]  # type: ignore[union-attr]
     assert sorted(rows) == list(range(200))
     assert len(decoded) < 1.3 * 50
@@ -129,7 +129,7 @@ def test_a_streamed_data_set_is_the_other_without_a_pass_over_it(
 ) -> None:
     paths = [write(tmp_path / f"{name}{suffix}", [f"{name}{n}" for n in range(5)]) for name in "ab"]
     measured = PromptDataset(paths, tokenizer, max_prompt_length=4)
-    monkeypatch.setattr(dataset_module, "measure", None)
+    monkeypatch.setattr(dataset_module, "measure_lengths", None)
     streamed = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True)
     assert list(streamed) == list(measured)
     assert streamed.kept == range(10)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
 from verl.data.plan import Limit
-from verl.data.validate import inspect_files
+from verl.data.validate import find_file_problems
 from verl.errors import DataError
 from verl.sft.batches import ExampleDataset, RankBatch, split_batch
 from verl.sft.examples import Example, ExampleReader
@@ -89,12 +89,12 @@ def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path) -> Non
 @pytest.mark.parametrize("others", [{}, {"prompt": "p", "prompt_id": 3}])
 def test_a_file_of_conversations_is_answered_with_the_setting_for_them(tmp_path: Path, others: dict[str, Any]) -> None:
     file = write(tmp_path / "a.parquet", [{**others, "messages": [{"role": "user", "content": "a"}]}])
-    [said] = inspect_files(file, READER.keys)
+    [said] = find_file_problems(file, READER.keys)
     assert said.endswith("messages looks like whole conversations: set data.messages_key=messages")
     with pytest.raises(DataError, match=r"set data\.messages_key=messages$"):
         ExampleDataset(file, READER, max_length=10)
     both = write(tmp_path / "b.parquet", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}])
-    assert [said.partition(". ")[2] for said in inspect_files(both, READER.keys)] == [
+    assert [said.partition(". ")[2] for said in find_file_problems(both, READER.keys)] == [
         "Set data.prompt_key=messages",
         "Set data.response_key=answer",
     ]

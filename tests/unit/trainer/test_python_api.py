@@ -17,7 +17,7 @@ import verl
 from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import LoadedConfig
 from verl.data import prompts as module
-from verl.data.prompts import rows_of, write_rows
+from verl.data.prompts import iter_rows, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError
 from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
 from verl.trainer.train_loop import LoopSchedule
@@ -158,7 +158,7 @@ CHAT = [{"role": "user", "content": "Hi"}]
 
 
 def test_texts_chats_and_rows_become_rows() -> None:
-    assert list(rows_of(["a", CHAT, {"prompt": CHAT, "answer": "b"}])) == [
+    assert list(iter_rows(["a", CHAT, {"prompt": CHAT, "answer": "b"}])) == [
         {"prompt": "a"},
         {"prompt": CHAT},
         {"prompt": CHAT, "answer": "b"},
@@ -170,12 +170,12 @@ ROWS = [{"prompt": "a", "answer": 1}, {"prompt": "b", "answer": 2}]
 
 def test_tables_and_dicts_of_columns_give_their_rows_and_never_the_names_of_their_columns() -> None:
     columns = {"prompt": ["a", "b"], "answer": [1, 2]}
-    assert list(rows_of(columns)) == list(rows_of(pa.table(columns))) == list(rows_of(Frame(columns))) == ROWS
+    assert list(iter_rows(columns)) == list(iter_rows(pa.table(columns))) == list(iter_rows(Frame(columns))) == ROWS
     for splits in ({"train": ROWS, "test": ROWS}, {"train": pa.table(columns), "test": pa.table(columns)}):
         with pytest.raises(DataError, match=r"is a dict with train, test, and no .prompt.*prompts\['train'\]"):
-            list(rows_of(splits))
+            list(iter_rows(splits))
     with pytest.raises(DataError, match=r"prompts\[0\]: is a dict with question; .*rows with a \"prompt\""):
-        list(rows_of(pa.table({"question": ["a"]})))
+        list(iter_rows(pa.table({"question": ["a"]})))
 
 
 class Frame:
@@ -193,9 +193,9 @@ class Frame:
 
 
 def test_one_prompt_is_one_prompt_however_it_is_given() -> None:
-    assert list(rows_of("Hello")) == [{"prompt": "Hello"}]
-    assert list(rows_of(CHAT)) == [{"prompt": CHAT}]
-    assert list(rows_of({"prompt": "Hello", "answer": "b"})) == [{"prompt": "Hello", "answer": "b"}]
+    assert list(iter_rows("Hello")) == [{"prompt": "Hello"}]
+    assert list(iter_rows(CHAT)) == [{"prompt": CHAT}]
+    assert list(iter_rows({"prompt": "Hello", "answer": "b"})) == [{"prompt": "Hello", "answer": "b"}]
 
 
 @pytest.mark.parametrize(
@@ -209,24 +209,24 @@ def test_one_prompt_is_one_prompt_however_it_is_given() -> None:
 )
 def test_a_batch_of_what_are_no_prompts_is_refused(prompts: Any, said: str) -> None:
     with pytest.raises(DataError, match=said):
-        list(rows_of(prompts))
+        list(iter_rows(prompts))
 
 
 def test_batches_of_a_loader_become_rows() -> None:
     rows = [{"prompt": f"{n}", "reward_model": {"ground_truth": str(n)}, "level": n} for n in range(5)]
-    found = list(rows_of(DataLoader(rows, batch_size=2)))
+    found = list(iter_rows(DataLoader(rows, batch_size=2)))
     assert [{**row, "level": int(row["level"])} for row in found] == rows
-    assert list(rows_of(DataLoader(["a", "b", "c"], batch_size=2))) == [{"prompt": one} for one in "abc"]
-    assert list(rows_of(DataLoader(rows, batch_size=2, collate_fn=list))) == rows
+    assert list(iter_rows(DataLoader(["a", "b", "c"], batch_size=2))) == [{"prompt": one} for one in "abc"]
+    assert list(iter_rows(DataLoader(rows, batch_size=2, collate_fn=list))) == rows
 
 
 def test_conversations_that_a_loader_has_put_together_are_taken_apart_and_other_lists_refused() -> None:
     rows = [{"prompt": [*CHAT, {"role": "assistant", "content": f"{n}"}], "ground_truth": f"{n}"} for n in range(3)]
-    assert list(rows_of(DataLoader(rows, batch_size=2))) == rows
+    assert list(iter_rows(DataLoader(rows, batch_size=2))) == rows
     listed = [{"prompt": f"{n}", "tests": ["a", "b"]} for n in range(2)]
     with pytest.raises(DataError, match=r"tests holds lists.*collate_fn=list"):
-        list(rows_of(DataLoader(listed, batch_size=2)))
-    assert list(rows_of(DataLoader(listed, batch_size=2, collate_fn=list))) == listed
+        list(iter_rows(DataLoader(listed, batch_size=2)))
+    assert list(iter_rows(DataLoader(listed, batch_size=2, collate_fn=list))) == listed
 
 
 def test_the_model_of_a_former_run_in_the_folder_is_not_taken_for_this_ones(tmp_path: Path) -> None:
@@ -281,9 +281,9 @@ def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: P
     path = write_rows([{"prompt": "a", "level": torch.tensor(3)}], tmp_path / "rows.jsonl")
     assert Path(path).read_text() == '{"prompt": "a", "level": 3}\n'
     with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
-        list(rows_of(["a", 3]))
+        list(iter_rows(["a", 3]))
     with pytest.raises(DataError, match=r"is a dict with question; .*rows with a \"prompt\""):
-        list(rows_of([{"question": "a"}]))
+        list(iter_rows([{"question": "a"}]))
     with pytest.raises(DataError, match="make text of it"):
         write_rows([{"prompt": "a", "what": object()}], tmp_path / "rows.jsonl")
 

@@ -1,4 +1,4 @@
-"""`verl data`: what is shown is what a run would see, and every problem comes with its mend."""
+"""`verl data`: what is shown is what a run would see, and every problem comes with its fix."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tiny import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from verl.data.dataset import PromptDataset
-from verl.data.inspection import DataFiles, Survey
-from verl.data.inspection_render import bars, bins, show_rows, show_survey
+from verl.data.inspection import DataFiles, InspectionReport
+from verl.data.inspection_render import bars, bins, show_report, show_rows
 from verl.errors import DataError
 from verl.rewards.reward_function import describe_scorer, explain_no_scorer
 
@@ -60,15 +60,17 @@ def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: A
     )
 
 
-def survey(data: DataFiles, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any) -> Survey:
-    return data.survey(max_prompt_length=max_prompt_length, long_ones_stop=long_ones_stop, **options)
+def report(
+    data: DataFiles, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any
+) -> InspectionReport:
+    return data.inspect(max_prompt_length=max_prompt_length, long_ones_stop=long_ones_stop, **options)
 
 
-def shown(data: DataFiles, found: Survey, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
+def shown(data: DataFiles, found: InspectionReport, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
     out = rich.console.Console(file=io.StringIO(), width=80, highlight=False)
     settings = {"max_prompt_length": 100, "fate": "they are left out"} | options
     show_rows(data, out, rows, whole=whole)
-    show_survey(data, found, out, **settings)
+    show_report(data, found, out, **settings)
     return out.file.getvalue()
 
 
@@ -92,7 +94,7 @@ def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix
 def test_without_a_tokenizer_messages_are_shown_as_written_and_lengths_are_characters(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.parquet", [good("12+34")]))
     assert (data.row(0).text, data.row(0).token_ids, data.unit) == ("user: 12+34", None, "characters")
-    found = survey(data, max_prompt_length=3)
+    found = report(data, max_prompt_length=3)
     assert (found.lengths.tolist(), found.problems) == ([11], [])
     assert "for tokens, name the model: actor_rollout_ref.model.path=..." in shown(data, found)
 
@@ -112,7 +114,7 @@ def test_every_column_has_its_use(tmp_path: Path) -> None:
 
 def test_good_data_has_no_problems(tmp_path: Path, tokenizer: Any) -> None:
     data = look(write(tmp_path / "a.parquet", [good("1"), good("2")]), tokenizer)
-    found = survey(data)
+    found = report(data)
     assert (found.rows, found.problems, dict(found.sources)) == (2, [], {"gsm8k": 2})
     assert found.lengths.tolist() == [len(data.row(0).token_ids or [])] * 2
 
@@ -136,23 +138,23 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, bool]] = [
 ]
 
 
-@pytest.mark.parametrize(("row", "what", "mend", "fatal"), PROBLEMS)
-def test_a_problem_is_named_with_its_place_and_its_mend(
-    tmp_path: Path, tokenizer: Any, row: dict[str, Any], what: str, mend: str, fatal: bool
+@pytest.mark.parametrize(("row", "what", "fix", "fatal"), PROBLEMS)
+def test_a_problem_is_named_with_its_place_and_its_fix(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], what: str, fix: str, fatal: bool
 ) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("the first"), row]), tokenizer)
-    [problem] = survey(data).problems
+    [problem] = report(data).problems
     assert what in problem.what
-    assert problem.mend.startswith(mend)
+    assert problem.fix.startswith(fix)
     assert problem.fatal is fatal
-    text = shown(data, survey(data))
-    assert (problem.what in text, problem.mend in text, "✓ none found" in text) == (True, True, False)
+    text = shown(data, report(data))
+    assert (problem.what in text, problem.fix in text, "✓ none found" in text) == (True, True, False)
 
 
 def test_a_line_that_is_no_json_does_not_hide_the_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [good("1")])
     path.write_text(path.read_text() + "oops\n" + json.dumps(good("2")) + "\n")
-    found = survey(look(path))
+    found = report(look(path))
     assert [problem.what for problem in found.problems if "line 2: not valid JSON" in problem.what]
     assert (len(found.problems), found.rows, len(found.lengths)) == (1, 3, 2)
 
@@ -161,7 +163,7 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
     data = look(
         write(tmp_path / "a.parquet", [{"question": str(n), "data_source": "gsm8k", "answer": "4"} for n in "12"])
     )
-    found = survey(data)
+    found = report(data)
     [problem] = found.problems
     assert "column 'prompt' not found" in problem.what
     assert problem.what.endswith("Set data.prompt_key=question")
@@ -172,13 +174,13 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
 
 def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
     rows = [good(str(n)) if n % 3 else good(prompt=None) for n in range(3000)]
-    [problem] = survey(look(write(tmp_path / "a.parquet", rows))).problems
+    [problem] = report(look(write(tmp_path / "a.parquet", rows))).problems
     assert problem.what.startswith(f"1,000 rows, the first {tmp_path / 'a.parquet'}, row 0: the prompt is missing")
 
 
 def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
     train, test = write(tmp_path / "train.parquet", [good("1"), good("2")]), write(tmp_path / "test.jsonl", [good("2")])
-    [problem] = survey(look([train, test])).problems
+    [problem] = report(look([train, test])).problems
     assert problem.what == f"{test}, line 1: the prompt is there already, {train}, row 1"
 
 
@@ -186,38 +188,38 @@ def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path)
     first = write(tmp_path / "a.jsonl", [good("1")])
     empty = write(tmp_path / "empty.jsonl", [])
     other = write(tmp_path / "b.jsonl", [good("2", hint="x")])
-    said = [(problem.what, problem.fatal) for problem in survey(look([first, empty, other])).problems]
+    said = [(problem.what, problem.fatal) for problem in report(look([first, empty, other])).problems]
     assert said[0] == (f"{empty} has no rows", False)
     assert said[1] == (f"{other} has hint besides, unlike a.jsonl: rewards see what a row has", False)
     nothing = look(empty)
-    [problem] = survey(nothing).problems
+    [problem] = report(nothing).problems
     assert problem.fatal
-    assert "has no rows" in shown(nothing, survey(nothing), rows=())
+    assert "has no rows" in shown(nothing, report(nothing), rows=())
 
 
 def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
-    [problem] = survey(data).problems
-    assert (problem.fatal, "the scorer is told None" in problem.mend) == (False, True)
-    assert "my_reward.py:compute_score" in shown(data, survey(data))
+    [problem] = report(data).problems
+    assert (problem.fatal, "the scorer is told None" in problem.fix) == (False, True)
+    assert "my_reward.py:compute_score" in shown(data, report(data))
 
 
 def test_only_the_first_rows_are_looked_at_if_so_asked(tmp_path: Path) -> None:
     files = [write(tmp_path / name, [good(f"{name}{n}") for n in range(5)]) for name in ("a.jsonl", "b.parquet")]
     for limit, rows in ((3, 3), (7, 7), (100, 10)):
-        assert survey(look(files), limit=limit).rows == rows
+        assert report(look(files), limit=limit).rows == rows
 
 
 def test_special_tokens_blanks_and_ids_are_visible(tmp_path: Path, tokenizer: Any) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("a b"), good("x" * 200)]), tokenizer)
-    lines = shown(data, survey(data, 1000)).splitlines()
+    lines = shown(data, report(data, 1000)).splitlines()
     assert "│ <|start|>user" in lines
     assert "│ a b<|end|><|start|>assistant" in lines
     pieces = next(place for place, line in enumerate(lines) if line.startswith("  <|start|>  u"))
     assert lines[pieces].split()[:9] == ["<|start|>", "u", "s", "e", "r", "⏎", "a", "·", "b"]
     assert lines[pieces + 1].split()[:9] == ["0", "117", "115", "101", "114", "10", "97", "32", "98"]
-    assert "... 166 more ..." in shown(data, survey(data, 1000), rows=[1])
-    assert "more ..." not in shown(data, survey(data, 1000), rows=[1], whole=True)
+    assert "... 166 more ..." in shown(data, report(data, 1000), rows=[1])
+    assert "more ..." not in shown(data, report(data, 1000), rows=[1], whole=True)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +229,7 @@ def test_the_limit_is_marked_and_what_is_beyond_it_is_counted(
     tmp_path: Path, tokenizer: Any, limit: int, said: str
 ) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("1"), good("1" * 40)]), tokenizer)
-    text = shown(data, survey(data, limit, long_ones_stop=False), max_prompt_length=limit)
+    text = shown(data, report(data, limit, long_ones_stop=False), max_prompt_length=limit)
     assert text.count(f"◂ max_prompt_length={limit}") == 1
     assert said in text
 
@@ -262,7 +264,7 @@ def test_on_a_terminal_only_what_should_stand_out_does(tmp_path: Path, tokenizer
         file=io.StringIO(), width=80, highlight=False, force_terminal=True, color_system="standard"
     )
     show_rows(data, out, [0], whole=False)
-    show_survey(data, survey(data), out, max_prompt_length=100, fate="")
+    show_report(data, report(data), out, max_prompt_length=100, fate="")
     text = out.file.getvalue()
     assert "\x1b[2m│ \x1b[0ma b\x1b[1;35m<|end|>" in text
     assert '\x1b[1mground_truth  \x1b[0m"4"' in text

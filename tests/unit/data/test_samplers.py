@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.data.samplers import (
+    BufferedShuffleSampler,
     CurriculumSampler,
     CustomSampler,
     Sampler,
     SequentialSampler,
-    ShuffledByBuffer,
     ShuffledSampler,
     WeightedSampler,
 )
@@ -40,9 +40,9 @@ def sampled(sampler: Any, rows: int = 10, seed: int = 0, column: Any = None) -> 
 ORDERS: dict[str, Callable[[int, int], Sampler]] = {
     "in order": lambda length, seed: SequentialSampler(length),
     "shuffled": ShuffledSampler,
-    "by buffer": lambda length, seed: ShuffledByBuffer(blocks(length, 4), 7, seed),
-    "by a buffer of one": lambda length, seed: ShuffledByBuffer(blocks(length, 3), 1, seed),
-    "by a buffer of all": lambda length, seed: ShuffledByBuffer(blocks(length, 5), 1000, seed),
+    "by buffer": lambda length, seed: BufferedShuffleSampler(blocks(length, 4), 7, seed),
+    "by a buffer of one": lambda length, seed: BufferedShuffleSampler(blocks(length, 3), 1, seed),
+    "by a buffer of all": lambda length, seed: BufferedShuffleSampler(blocks(length, 5), 1000, seed),
     "ranked": lambda length, seed: CurriculumSampler(np.arange(length) % 3.0, "level", seed),
     "ranked without a seed": lambda length, seed: CurriculumSampler(np.arange(length) % 3.0, "level", None),
     "sampled": lambda length, seed: sampled(backwards, length, seed),
@@ -91,7 +91,7 @@ def test_the_orders_are_the_same_on_every_machine() -> None:
         return [order.row(place) for place in range(8)]
 
     assert head(ShuffledSampler(8, 42)) == [4, 3, 7, 6, 0, 1, 5, 2]
-    assert head(ShuffledByBuffer(blocks(100, 4), 8, 42)) == [1, 2, 0, 20, 23, 21, 3, 22]
+    assert head(BufferedShuffleSampler(blocks(100, 4), 8, 42)) == [1, 2, 0, 20, 23, 21, 3, 22]
     assert head(WeightedSampler([SequentialSampler(8), SequentialSampler(8)], [3, 1], 42)) == [0, 8, 1, 2, 3, 4, 5, 9]
 
 
@@ -100,7 +100,7 @@ def test_the_orders_are_the_same_on_every_machine() -> None:
 def test_a_buffer_reads_each_block_for_few_windows_and_few_blocks_at_once(
     length: int, block: int, buffer: int, seed: int
 ) -> None:
-    order = ShuffledByBuffer(blocks(length, block), buffer, seed)
+    order = BufferedShuffleSampler(blocks(length, block), buffer, seed)
     read = [order.row(place) // block for place in range(length)]
     windows = [set(read[start : start + buffer]) for start in range(0, length, buffer)]
     small = 1 if length % block else 0  # one block may be smaller
@@ -109,7 +109,7 @@ def test_a_buffer_reads_each_block_for_few_windows_and_few_blocks_at_once(
 
 
 def test_a_buffer_mixes_rows_from_all_over_the_files() -> None:
-    order = ShuffledByBuffer(blocks(100_000, 100), 1000, seed=3)
+    order = BufferedShuffleSampler(blocks(100_000, 100), 1000, seed=3)
     first = [order.row(place) for place in range(200)]
     assert max(first) - min(first) > 50_000
     assert len({row // 100 for row in first}) > 8, "a batch is not a stretch of the file"
@@ -183,8 +183,8 @@ def test_epochs_of_a_sampler_are_of_one_length() -> None:
         (ShuffledSampler(9, 7), r"length 9 \(now 10\)"),
         (ShuffledSampler(10, 8), r"seed 8 \(now 7\)"),
         (SequentialSampler(10), r"shuffle False \(now True\), seed None \(now 7\)"),
-        (ShuffledByBuffer(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
-        (ShuffledByBuffer(blocks(10, 3), 4, 7), r"blocks \d+ \(now None\)"),
+        (BufferedShuffleSampler(blocks(10, 2), 4, 7), r"shuffle_buffer_size 4 \(now None\)"),
+        (BufferedShuffleSampler(blocks(10, 3), 4, 7), r"blocks \d+ \(now None\)"),
         (CurriculumSampler(np.zeros(10), "level", 7), r"curriculum_key level \(now None\)"),
         (
             WeightedSampler([ShuffledSampler(4, 7), ShuffledSampler(6, 8)], [1, 2], 7),
@@ -208,14 +208,14 @@ def test_the_same_settings_over_other_blocks_or_numbers_are_another_order() -> N
         with pytest.raises(DataError, match=rf"{said} \d+ \(now \d+\)\. Use the same data files"):
             PromptStream(now).load(PromptStream(saved).state())
 
-    refused(ShuffledByBuffer(blocks(10, 2), 4, 7), ShuffledByBuffer(blocks(10, 3), 4, 7), "blocks")
+    refused(BufferedShuffleSampler(blocks(10, 2), 4, 7), BufferedShuffleSampler(blocks(10, 3), 4, 7), "blocks")
     refused(CurriculumSampler(np.zeros(10), "level", 7), CurriculumSampler(np.arange(10.0), "level", 7), "numbers")
     refused(
         WeightedSampler([SequentialSampler(3)], [1], seed=1),
         WeightedSampler([SequentialSampler(3)], [1], seed=2),
         "seed",
     )
-    parts = [ShuffledByBuffer(blocks(10, size), 4, 7) for size in (2, 3)]
+    parts = [BufferedShuffleSampler(blocks(10, size), 4, 7) for size in (2, 3)]
     refused(
         WeightedSampler([SequentialSampler(3), parts[0]], [1, 1], 1),
         WeightedSampler([SequentialSampler(3), parts[1]], [1, 1], 1),

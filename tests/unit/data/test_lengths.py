@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from verl.data import lengths as measure_module
 from verl.data.dataset import PromptDataset
 from verl.data.files import open_rows
-from verl.data.lengths import TokenCounter, measure
+from verl.data.lengths import TokenCounter, measure_lengths
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -60,10 +60,10 @@ def lengths(tmp_path: Path) -> Callable[..., tuple[list[int], bool]]:
     def of(
         *paths: Path, rows: int = 99, column: str = "prompt", split: str = ".", template: str = TEMPLATE, **kwargs: Any
     ) -> tuple[list[int], bool]:
-        ruler = TokenCounter(make_tokenizer(split, template), kwargs)
+        counter = TokenCounter(make_tokenizer(split, template), kwargs)
         opened = [open_rows(path) for path in paths]
         rows = min(rows, sum(map(len, opened)))
-        found, known = measure(opened, rows, column, ruler, folder=tmp_path / "cache")
+        found, known = measure_lengths(opened, rows, column, counter, folder=tmp_path / "cache")
         return found.tolist(), known
 
     return of
@@ -172,9 +172,9 @@ def test_a_tokenizer_in_python_is_not_trusted_to_be_the_same(tmp_path: Path) -> 
     path = write(tmp_path / "a.parquet", [3], column="x")
     pq.write_table(pa.table({"prompt": ["1"]}), path)
     age(path, 100)
-    ruler = TokenCounter(Slow(), {})  # type: ignore[arg-type]
+    counter = TokenCounter(Slow(), {})  # type: ignore[arg-type]
     for _ in range(2):
-        assert measure([open_rows(path)], 1, "prompt", ruler, folder=tmp_path / "cache")[1] is False
+        assert measure_lengths([open_rows(path)], 1, "prompt", counter, folder=tmp_path / "cache")[1] is False
     assert not (tmp_path / "cache").exists()
 
 
@@ -217,5 +217,5 @@ def test_processes_start_only_where_they_pay(
 
 def test_lengths_are_small_numbers(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", [3])
-    found, _ = measure([open_rows(path)], 1, "prompt", TokenCounter(make_tokenizer(), {}))
+    found, _ = measure_lengths([open_rows(path)], 1, "prompt", TokenCounter(make_tokenizer(), {}))
     assert found.dtype == np.int32
