@@ -130,9 +130,9 @@ def main():
     arguments = parser.parse_args()
     kind = arguments.kind or sandbox.best_isolation()
     os.environ["CANARY_SECRET"] = TOKEN
-    isolation.ENVIRONMENT["SHOW"] = TOKEN.removeprefix("canary-") if (user := isolation.user()) else TOKEN
+    isolation.ENVIRONMENT["SHOW"] = TOKEN.removeprefix("canary-") if (user := isolation.choose_user()) else TOKEN
     if user:
-        isolation.user = lambda: user  # one for all, so that whatever is left can be found
+        isolation.choose_user = lambda: user  # one for all, so that whatever is left can be found
     limits = Limits(
         seconds=0.7 if arguments.short else 2.0,
         memory_bytes=256 << 20,

@@ -87,8 +87,8 @@ def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
 
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_without_namespaces_daemons_are_ended_too(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    user = isolation.user()
-    monkeypatch.setattr(isolation, "user", lambda: user)
+    user = isolation.choose_user()
+    monkeypatch.setattr(isolation, "choose_user", lambda: user)
     source = f"""
 import os, time
 for name in range(3):
@@ -107,7 +107,7 @@ time.sleep({60 if seconds < 30 else 0})
 
 
 def test_processes_of_one_program_are_limited_together() -> None:
-    if not isolation.counts_processes(best_isolation()):
+    if not isolation.can_limit_processes(best_isolation()):
         pytest.skip("this machine's kernel counts them with those of others")
     source = """
 import os, time
@@ -175,10 +175,10 @@ def test_threads_run_programs_at_once_and_leave_no_descriptor() -> None:
 
 
 def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "build", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
+    monkeypatch.setattr(isolation, "build_command", lambda *_: ["sh", "-c", "echo no space >&2; exit 7"])
     with pytest.raises(RewardError, match="bubblewrap did not start: no space"):
         run("print(1)", kind="bubblewrap")
-    monkeypatch.setattr(isolation, "build", lambda *_: None)
+    monkeypatch.setattr(isolation, "build_command", lambda *_: None)
     with pytest.raises(RewardError, match="not installed; install the package `bubblewrap`"):
         run("print(1)", kind="bubblewrap")
 
@@ -187,8 +187,10 @@ def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: py
 def test_missing_walls_are_a_warning_in_words(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    build = isolation.build
-    monkeypatch.setattr(isolation, "build", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest))
+    build = isolation.build_command
+    monkeypatch.setattr(
+        isolation, "build_command", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest)
+    )
     if not works("namespaces"):
         pytest.skip("namespaces do not work on this machine")
     with caplog.at_level(logging.WARNING):
@@ -199,7 +201,7 @@ def test_missing_walls_are_a_warning_in_words(
 
 @pytest.mark.usefixtures("fresh")
 def test_no_walls_at_all_are_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation, "build", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
+    monkeypatch.setattr(isolation, "build_command", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
     with pytest.raises(RewardError, match="no program can be run safely") as caught:
         best_isolation()
     assert all(f"{kind} is broken" in str(caught.value) for kind in isolation.KINDS)
@@ -230,7 +232,7 @@ def test_the_filter_refuses_what_it_should(
 ) -> None:
     monkeypatch.setattr(isolation.platform, "machine", lambda: machine)
     allow, refused, unknown = 0x7FFF0000, 0x50001, 0x50026
-    rules = isolation.system_calls(signals=True)
+    rules = isolation.build_seccomp_filter(allow_signals=True)
     assert interpret(rules, arch, read) == interpret(rules, arch, kill) == allow
     assert interpret(rules, arch, socket) == refused
     assert interpret(rules, arch, clone, first=17) == allow
@@ -238,16 +240,16 @@ def test_the_filter_refuses_what_it_should(
     assert interpret(rules, arch, 435) == unknown
     assert interpret(rules, arch, 1 << 30) == refused
     assert interpret(rules, arch ^ 1, read) == 0x80000000
-    assert interpret(isolation.system_calls(signals=False), arch, kill) == refused
+    assert interpret(isolation.build_seccomp_filter(allow_signals=False), arch, kill) == refused
 
 
 def test_an_unknown_processor_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
-    assert isolation.system_calls(signals=True) == b""
+    assert isolation.build_seccomp_filter(allow_signals=True) == b""
 
 
 def test_root_gives_each_run_a_user_of_its_own() -> None:
-    users = {isolation.user() for _ in range(8)}
+    users = {isolation.choose_user() for _ in range(8)}
     assert users == {None} if os.geteuid() else len(users) == 8 and 0 not in users
 
 

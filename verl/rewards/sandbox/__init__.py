@@ -1,1 +1,1 @@
-"""Isolation for programs that a model wrote. Imported by the code scorer."""
+"""Sandbox for programs that a model wrote; used by the code scorer."""

@@ -1,7 +1,6 @@
-"""A sandbox on other machines, by URL: one request to SandboxFusion's `/run_code` for each program.
+"""Remote sandbox: sends each program to the `/run_code` endpoint of a SandboxFusion service.
 
-What the service does about isolation is its own affair; what it cannot do (no answer, its own error) is a RewardError,
-and says nothing about the program.
+Errors of the service are a RewardError; they are not the program's fault.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 
 __all__ = ["run"]
 
-_COMPILE_SECONDS, _QUEUE_SECONDS, _TRIES = 10.0, 60.0, 3
-_BUSY = (429, 500, 502, 503, 504)
+_COMPILE_SECONDS, _QUEUE_SECONDS, _ATTEMPTS = 10.0, 60.0, 3
+_RETRYABLE = (429, 500, 502, 503, 504)
 
 
 def run(
@@ -31,9 +30,9 @@ def run(
     files: Mapping[str, str | bytes] | None = None,
     limits: Limits | None = None,
 ) -> ProgramResult:
-    """The outcome of `source` as a Python program at the service; like `sandbox.run`."""
+    """Run `source` as a Python program at the service; like `sandbox.run`."""
     limits = limits or Limits()
-    asked = {
+    payload = {
         "code": source,
         "language": "python",
         "stdin": stdin,
@@ -42,14 +41,14 @@ def run(
         "memory_limit_MB": limits.memory_bytes >> 20,
         "files": {name: _base64(content) for name, content in (files or {}).items()},
     }
-    told = _post(f"{url.removesuffix('/').removesuffix('/run_code')}/run_code", asked, limits.seconds)
-    result = told.get("run_result") or told.get("compile_result")
-    if told.get("status") == "SandboxError" or not result or result.get("status") == "Error":
-        raise RewardError(f"sandbox at {url}: could not run a program: {str(told.get('message') or told)[:300]}")
+    reply = _post(f"{url.removesuffix('/').removesuffix('/run_code')}/run_code", payload, limits.seconds)
+    result = reply.get("run_result") or reply.get("compile_result")
+    if reply.get("status") == "SandboxError" or not result or result.get("status") == "Error":
+        raise RewardError(f"sandbox at {url}: could not run a program: {str(reply.get('message') or reply)[:300]}")
     stdout, stderr = ((result.get(name) or "")[: limits.output_bytes] for name in ("stdout", "stderr"))
-    late = result["status"] == "TimeLimitExceeded"
-    code = None if late else result.get("return_code")
-    status = "timeout" if late else "ok" if code == 0 else "killed" if code is None or code < 0 else "error"
+    timed_out = result["status"] == "TimeLimitExceeded"
+    code = None if timed_out else result.get("return_code")
+    status = "timeout" if timed_out else "ok" if code == 0 else "killed" if code is None or code < 0 else "error"
     return ProgramResult(status, code, stdout, stderr, float(result.get("execution_time") or 0.0))
 
 
@@ -57,23 +56,23 @@ def _base64(content: str | bytes) -> str:
     return base64.b64encode(content.encode() if isinstance(content, str) else content).decode()
 
 
-def _post(url: str, asked: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """The service's answer. One that is busy or away is asked again, twice."""
-    body = json.dumps(asked).encode()
-    call = urllib.request.Request(url, data=body, headers={"Content-Type": "application/json"})
-    for attempt in range(1, _TRIES + 1):
+def _post(url: str, payload: dict[str, Any], seconds: float) -> dict[str, Any]:
+    """Return the reply of the service; retry if it is busy or unreachable."""
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(url, data=json.dumps(payload).encode(), headers=headers)
+    for attempt in range(1, _ATTEMPTS + 1):
         try:
-            with urllib.request.urlopen(call, timeout=seconds + _COMPILE_SECONDS + _QUEUE_SECONDS) as answer:
-                told = json.load(answer)
-            if isinstance(told, dict):
-                return told
-            why = f"answered {str(told)[:100]!r}, which is no JSON object"
+            with urllib.request.urlopen(request, timeout=seconds + _COMPILE_SECONDS + _QUEUE_SECONDS) as response:
+                reply = json.load(response)
+            if isinstance(reply, dict):
+                return reply
+            problem = f"replied {str(reply)[:100]!r}, which is not a JSON object"
         except urllib.error.HTTPError as error:
-            why = f"answered HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
-            if error.code not in _BUSY:
+            problem = f"returned HTTP {error.code}: {error.read()[:200].decode(errors='replace')}"
+            if error.code not in _RETRYABLE:
                 break
         except (OSError, ValueError) as error:
-            why = f"gave no answer: {error}"
-        if attempt < _TRIES:
+            problem = f"did not reply: {error}"
+        if attempt < _ATTEMPTS:
             time.sleep(attempt)
-    raise RewardError(f"sandbox at {url}: {why}; check reward.sandbox.url, and that the service runs")
+    raise RewardError(f"sandbox at {url}: {problem}; check reward.sandbox.url, and that the service runs")

@@ -116,7 +116,7 @@ def test_a_busy_service_is_asked_again(service: Service) -> None:
         ([finished(status="Error")], "could not run"),
         ([(422, {"detail": "bad"})], "HTTP 422.*bad"),
         ([(503, {})] * 3, "HTTP 503"),
-        ([(200, [])] * 3, "no JSON object"),
+        ([(200, [])] * 3, "not a JSON object"),
     ],
 )
 def test_what_the_service_cannot_do_is_no_outcome(service: Service, answers: list[tuple[int, Any]], words: str) -> None:
