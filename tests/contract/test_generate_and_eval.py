@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from verl.cli import main
 from verl.commands import generate as generate_command
+from verl.commands.response_files import PartFiles
 from verl.config.load import load_dict
 from verl.demo.assets import make_assets
 from verl.demo.folder import Assets
@@ -43,7 +44,7 @@ def generate(assets: Assets, output: Path, *more: str, files: Sequence[str] | No
     )
 
 
-def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
+def test_an_interrupted_run_resumes_and_gives_the_same_responses(
     assets: Assets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, broken = tmp_path / "whole.parquet", tmp_path / "broken.parquet"
@@ -53,16 +54,16 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert all(len(row["responses"]) == len(row["finish_reasons"]) == 2 for row in table)
     assert all(1 <= length <= 4 for row in table for length in row["response_lengths"])
 
-    write, written = generate_command._Parts.write, []
+    write, written = PartFiles.write, []
 
-    def dies_in_the_third(self: generate_command._Parts, start: int, rows: pa.Table) -> None:
+    def dies_in_the_third(self: PartFiles, start: int, rows: pa.Table) -> None:
         if len(written) == 2:
             raise KeyboardInterrupt
         written.append(start)
         write(self, start, rows)
 
     with monkeypatch.context() as patched:
-        patched.setattr(generate_command._Parts, "write", dies_in_the_third)
+        patched.setattr(PartFiles, "write", dies_in_the_third)
         assert generate(assets, broken) == 130
     assert not broken.exists()
     assert generate(assets, broken, "rollout.temperature=0.5") == 2
@@ -70,11 +71,11 @@ def test_a_run_that_was_ended_goes_on_and_gives_the_same_answers(
     assert generate(assets, broken, "--part", "3") == 2  # its parts would overlap with those that are there
     assert "parts of a run with other settings or files" in capsys.readouterr().err
     assert generate(assets, broken) == 0
-    assert "2 parts of 2 prompts were there already" in capsys.readouterr().out
+    assert "2 parts of 2 prompts are finished" in capsys.readouterr().out
     assert pq.read_table(broken).to_pylist() == table
     assert not broken.with_name("broken.parquet.parts").exists()
     assert generate(assets, broken) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
 
 
 def test_rows_keep_all_columns_that_any_of_them_has(
@@ -101,31 +102,29 @@ def test_rows_keep_all_columns_that_any_of_them_has(
         none | {"number": 2.5, "nested": {"inner": None, "more": "x"}},
     ]
     said = capsys.readouterr().out
-    assert "column 'mixed' holds values of several kinds, and is written as JSON text" in said
-    assert "column 'responses' of the files is left out" in said
+    assert "column 'mixed' has values of different types and is written as JSON text" in said
+    assert "column 'responses' of the files is dropped" in said
 
 
-def test_parts_made_of_other_files_do_not_belong_together(
-    assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_parts_of_other_files_are_not_mixed(assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, tokenizer = tmp_path / "data.jsonl", tmp_path / "tokenizer"
     data.write_text('{"prompt": "1+1="}\n')
     AutoTokenizer.from_pretrained(assets.model).save_pretrained(tokenizer)
     told = {"data": {"train_files": str(data)}, "actor_rollout_ref": {"model": {"path": str(assets.model)}}}
     told["actor_rollout_ref"]["model"]["tokenizer_path"] = str(tokenizer)
     config = load_dict(told).config
-    made = generate_command._made_with(config)
-    assert generate_command._made_with(config) == made
+    made = generate_command._describe_inputs(config)
+    assert generate_command._describe_inputs(config) == made
     data.write_text('{"prompt": "1+22="}\n')
-    changed = generate_command._made_with(config)
+    changed = generate_command._describe_inputs(config)
     assert changed != made
     os.utime(tokenizer / "tokenizer.json", ns=(1, 1))
-    assert generate_command._made_with(config) != changed
+    assert generate_command._describe_inputs(config) != changed
     assert generate(assets, tmp_path / "answers.jsonl") == 2
-    assert "must end in .parquet or .pq, which is what is written" in capsys.readouterr().err
+    assert "must end in .parquet or .pq; try --output" in capsys.readouterr().err
 
 
-def test_greedy_answers_may_be_asked_for_and_hints_are_said(
+def test_greedy_responses_are_allowed_and_hints_are_printed(
     assets: Assets, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     greedy = ["rollout.temperature=0", "algorithm.adv_estimator=grpo_passk"]
@@ -152,12 +151,12 @@ def answers(path: Path) -> Path:
     return path
 
 
-def test_answers_are_scored_by_shipped_scorers_and_counted_by_data_source(
+def test_responses_are_scored_by_built_in_scorers_and_counted_by_data_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path, output = answers(tmp_path / "answers.parquet"), tmp_path / "figures.json"
     assert main(["eval", str(path), "--output", str(output), "--k", "1,2,9"]) == 0
-    assert "--k 9: no prompt has 9 scored answers" in capsys.readouterr().out
+    assert "--k 9: no prompt has 9 scored responses" in capsys.readouterr().out
     assert main(["eval", str(path), "--output", str(output), "--k", "1,2"]) == 0
     found = json.loads(output.read_text())
     assert found["failures"] == 0
@@ -167,20 +166,18 @@ def test_answers_are_scored_by_shipped_scorers_and_counted_by_data_source(
     assert "pass@2" in capsys.readouterr().out
 
 
-def test_a_reward_of_ones_own_scores_and_its_failures_are_not_zeros(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failures_of_a_custom_reward_are_not_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = answers(tmp_path / "answers.parquet")
     reward = tmp_path / "mine.py"
     reward.write_text("def compute_reward(response, **others):\n    return 1 / (0 if '5' in response else 1)\n")
     own = [f"reward.custom_reward_function.path={reward}", "reward.custom_reward_function.name=compute_reward"]
     assert main(["eval", str(path), *own, "reward.max_failure_rate=0.01"]) == 2
-    assert "1 of 12 answers could not be scored" in capsys.readouterr().err
+    assert "1 of 12 responses could not be scored" in capsys.readouterr().err
     assert main(["eval", str(path), *own, "reward.max_failure_rate=0.2"]) == 0
     assert "mean@4     1.0000" in capsys.readouterr().out
 
 
-def test_answers_that_are_missing_or_no_text_are_failures_and_none_at_all_an_error(
+def test_missing_responses_are_failures_and_no_responses_at_all_an_error(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def evaluated(*responses: Any) -> int:
@@ -191,15 +188,15 @@ def test_answers_that_are_missing_or_no_text_are_failures_and_none_at_all_an_err
 
     assert evaluated(["4", None], [], ["4", 7], "4") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "3 of 6 answers could not be scored" in said
-    assert "line 1, column 'responses': there is no answer" in said
+    assert "3 of 6 responses could not be scored" in said
+    assert "line 1, column 'responses': no response" in said
     assert evaluated(["4", None], None) == 2
-    assert "2 of 3 answers could not be scored" in capsys.readouterr().err
+    assert "2 of 3 responses could not be scored" in capsys.readouterr().err
     for nothing in ([[], []], [None], []):
         assert evaluated(*nothing) == 2
-        assert "there is not one answer in column 'responses'" in capsys.readouterr().err
+        assert "no responses in column 'responses'" in capsys.readouterr().err
     assert evaluated(7) == 2
-    assert "line 1, column 'responses': holds a int" in capsys.readouterr().err
+    assert "line 1, column 'responses': responses must be a text or a list of texts, not int" in capsys.readouterr().err
 
 
 def test_settings_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -210,13 +207,13 @@ def test_settings_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFix
     assert "mean@4     0.2500" in capsys.readouterr().out
 
 
-def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval"]) == 2
-    assert "name a file of answers" in capsys.readouterr().err
+    assert "name a file with responses" in capsys.readouterr().err
     assert main(["eval", str(answers(tmp_path / "a.parquet")), "--responses", "answer"]) == 2
-    assert "there is no column 'answer'; there are data_source, ground_truth, responses" in capsys.readouterr().err
+    assert "no column 'answer'; columns: data_source, ground_truth, responses" in capsys.readouterr().err
     judged = ["reward.reward_model.enable=True", "reward.reward_model.model_path=mine"]
     assert main(["eval", str(tmp_path / "a.parquet"), *judged]) == 2
-    assert "verl eval scores by functions alone" in capsys.readouterr().err
+    assert "verl eval only supports reward functions" in capsys.readouterr().err
     assert main(["generate"]) == 2
     assert "2 settings are wrong" in capsys.readouterr().err

@@ -29,7 +29,7 @@ def test_prompts_of_a_file_are_answered_and_the_answers_scored(assets: Assets, t
         *("data.max_prompt_length=8", "data.max_response_length=4", "data.train_max_samples=10"),
         "trainer.n_gpus_per_node=1",
     )
-    assert "8 of 10 prompts are answered" in told
+    assert "8 of 10 prompts are finished" in told
     rows = pq.read_table(answers).to_pylist()
     assert [row["extra_info"]["index"] for row in rows] == list(range(10))
     assert all(len(row["responses"]) == 3 for row in rows)

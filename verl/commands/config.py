@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP
 from verl.config.batch_sizes import derive_sft_sizes, derive_sizes, render_sizes
 from verl.config.load import load, load_sft, split_arguments
 from verl.config.render import describe, render

@@ -1,4 +1,4 @@
-"""`verl data`: files as a run will see them, before there is one. With `--sft`: as a supervised run will."""
+"""`verl data`: show data files as a run will read them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load, load_sft, split_arguments
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
-from verl.errors import ConfigError, VerlError
+from verl.errors import ConfigError
 
 __all__ = ["HELP", "main", "read_arguments"]
 
@@ -35,8 +35,8 @@ example:
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config | SftConfig]:
-    """The files, the command's own options, and the settings. Files may also come from the settings."""
-    parser = argparse.ArgumentParser(prog="verl data", add_help=False, allow_abbrev=False)
+    """Return the files, the options, and the settings. Files may also come from the settings."""
+    parser = ArgumentParser("verl data")
     parser.add_argument("--sft", action="store_true")
     parser.add_argument("--row", type=int, action="append", default=[])
     parser.add_argument("--head", type=int, default=1)
@@ -45,25 +45,24 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     files, settings = split_arguments(rest)
     if options.sft:
         settings += [f"data.train_files={json.dumps(files)}"] if files else []
-        settings += ["data.val_files=null", "trainer.test_freq=-1"] + [f"data.train_max_samples={options.limit}"] * (
-            options.limit is not None
-        )
+        settings += ["data.val_files=null", "trainer.test_freq=-1"]
+        settings += [f"data.train_max_samples={options.limit}"] if options.limit is not None else []
     config: Config | SftConfig = (load_sft if options.sft else load)(settings, complete=False)[0].config
-    for given in () if files else (config.data.train_files, config.data.val_files):
-        if given is not None and given != MISSING:
-            files += [given] if isinstance(given, str) else given
+    for entry in () if files else (config.data.train_files, config.data.val_files):
+        if entry is not None and entry != MISSING:
+            files += [entry] if isinstance(entry, str) else entry
     if not files:
-        raise VerlError("verl data: name a file, such as `verl data train.parquet` (see `verl data --help`)")
+        parser.error("name a file, such as `verl data train.parquet`")
     return files, options, config
 
 
 def main(argv: Sequence[str]) -> int:
-    """Show rows, lengths and problems; the exit code is 1 if something would stop a run or fail its rewards."""
+    """Show rows, lengths and problems; return 1 if a run could not start or its rewards would fail."""
     files, options, config = read_arguments(argv)
-    return _prompts(files, options, config) if isinstance(config, Config) else _examples(options, config)
+    return _show_prompts(files, options, config) if isinstance(config, Config) else _show_examples(options, config)
 
 
-def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
+def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
     import rich.console
 
     from verl.data.inspection import DataFiles
@@ -75,7 +74,7 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
     seen = DataFiles(
         files,
         prompt_key=data.prompt_key,
-        tokenizer=_tokenizer(config),
+        tokenizer=_open_tokenizer(config),
         template_kwargs=data.apply_chat_template_kwargs,
         describe_scorer=partial(resolve_scorer, config),
         explain_no_scorer=explain_no_scorer,
@@ -90,27 +89,26 @@ def _prompts(files: Sequence[str], options: argparse.Namespace, config: Config) 
     return int(any(problem.fatal for problem in report.problems))
 
 
-def _examples(options: argparse.Namespace, config: SftConfig) -> int:
-    """What would stop a run is raised, with its place and the mend."""
+def _show_examples(options: argparse.Namespace, config: SftConfig) -> int:
     import rich.console
 
     from verl.data.inspection_render import show_examples
     from verl.sft.data import check_sft_files, read_sft_data
 
     if config.model.path == MISSING:
-        raise ConfigError(["model.path: must be given: which tokens are trained follows from its chat template"])
+        raise ConfigError(["model.path: must be given; the chat template determines which tokens are trained"])
     check_sft_files(config)
-    found = read_sft_data(config)
+    data = read_sft_data(config)
     out = rich.console.Console(highlight=False)
-    rows = options.row or range(min(options.head, len(found.train)))
-    show_examples(found.train, out, rows, max_length=config.data.max_length, whole=bool(options.row))
-    for note in found.notes:
+    rows = options.row or range(min(options.head, len(data.train)))
+    show_examples(data.train, out, rows, max_length=config.data.max_length, whole=bool(options.row))
+    for note in data.notes:
         out.print(note, style="yellow", soft_wrap=True)
     return 0
 
 
-def _tokenizer(config: Config) -> Any:
-    """The tokenizer of the model that was named; None if none was, and then nothing heavy is imported."""
+def _open_tokenizer(config: Config) -> Any:
+    """Return the tokenizer of the model; None, without importing transformers, if no model is named."""
     model = config.actor_rollout_ref.model
     if (model.tokenizer_path or model.path) == MISSING:
         return None

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import LoadedConfig
 from verl.demo.run import load_settings, run_demo
 from verl.tracking.console import Console
@@ -35,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
 
 def read_arguments(argv: Sequence[str]) -> tuple[Path, LoadedConfig]:
     """Return the demo's folder and the settings of its run. Other arguments are settings, as in `verl train`."""
-    parser = argparse.ArgumentParser(prog="verl demo", add_help=False, allow_abbrev=False)
+    parser = ArgumentParser("verl demo")
     parser.add_argument("--dir", default="demo")
     parser.add_argument("--steps", type=int, default=40)
     options, overrides = parser.parse_known_args(argv)

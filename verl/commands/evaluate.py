@@ -1,6 +1,6 @@
-"""`verl eval` and `python -m verl.trainer.main_eval`: answers in a file are scored by any reward, and counted.
+"""`verl eval`: score the responses in files with any reward function.
 
-Scoring is that of training: in processes with limits, and a failure is never a 0; how many there were is said.
+Scoring runs as in training: in processes with limits. Responses that cannot be scored are reported, never counted as 0.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import asyncio
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load_for_generation, split_arguments
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError, RewardError
@@ -23,7 +23,7 @@ from verl.tracking.console import Console
 if TYPE_CHECKING:
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
-    from verl.trainer.statistics import Estimate
+    from verl.trainer.statistics import Estimate, ScoredResponses
 
 __all__ = ["HELP", "main", "read_arguments"]
 
@@ -46,150 +46,157 @@ example:
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One prompt: what its reward function gets, and its responses, which may be None or of a wrong type."""
+
+    data_source: str
+    ground_truth: Any
+    extra_info: dict[str, Any]
+    responses: list[Any]
+    location: str
+
+
 def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, Config]:
-    """The files, the command's own options, and the settings."""
-    parser = argparse.ArgumentParser(prog="verl eval", add_help=False, allow_abbrev=False)
+    """Return the files, the options, and the settings."""
+    parser = ArgumentParser("verl eval")
     parser.add_argument("--responses", default="responses")
-    parser.add_argument("--k", type=_sizes)
+    parser.add_argument("--k", type=_read_ks)
     parser.add_argument("--threshold", type=float, default=0.5)
     parser.add_argument("--draws", type=int, default=1000)
     parser.add_argument("--output")
     options, rest = parser.parse_known_args(list(argv))
     files, settings = split_arguments(rest)
     if not files:
-        raise DataError("verl eval: name a file of answers, such as `verl eval answers.parquet` (see verl eval --help)")
+        parser.error("name a file with responses, such as `verl eval answers.parquet`")
     return files, options, load_for_generation(settings).config
 
 
-def _sizes(text: str) -> list[int]:
-    sizes = [int(one) for one in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
-    return sizes
+def _read_ks(text: str) -> list[int]:
+    ks = [int(k) for k in text.split(",")]
+    if min(ks) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return ks
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score and count; the exit code."""
-    from verl.trainer.statistics import summary
+    """Score the responses and print the results; return the exit code."""
+    from verl.trainer.statistics import summarize
 
     files, options, config = read_arguments(argv)
     console = Console()
     if config.reward.reward_model.enable:
         raise ConfigError(
             [
-                "reward.reward_model.enable=true: verl eval scores by functions alone; set it to false, and name "
-                "one (reward.custom_reward_function.path), or leave it to the shipped scorers"
+                "reward.reward_model.enable=true: verl eval only supports reward functions; set it to false, and name "
+                "a function (reward.custom_reward_function.path), or use the built-in scorers"
             ]
         )
-    rows = list(_rows(files, options.responses, config.data.prompt_key))
-    if not any(isinstance(text, str) for row in rows for text in row["texts"]):
+    rows = list(_read_rows(files, options.responses, config.data.prompt_key))
+    if not any(isinstance(response, str) for row in rows for response in row.responses):
         raise DataError(
-            f"{', '.join(files)}: there is not one answer in column {options.responses!r} of {len(rows):,} rows; write "
-            "them with verl generate, or name another column: --responses NAME"
+            f"{', '.join(files)}: no responses in column {options.responses!r} of {len(rows):,} rows; generate them "
+            "with verl generate, or name another column: --responses NAME"
         )
-    outcomes = asyncio.run(_scored(config, rows))
-    by_source, failed = _sorted(rows, outcomes)
-    _check(config, failed, sum(len(row["texts"]) for row in rows), console)
-    figures = {
-        source: summary(answers, threshold=options.threshold, ks=options.k, draws=options.draws)
-        for source, answers in sorted(by_source.items())
+    by_source, failures = _group_by_source(rows, asyncio.run(_score_all(config, rows)))
+    _check_failures(config, failures, sum(len(row.responses) for row in rows), console)
+    estimates = {
+        source: summarize(prompts, threshold=options.threshold, ks=options.k, draws=options.draws)
+        for source, prompts in sorted(by_source.items())
     }
     for k in options.k or ():
-        if not any(f"pass@{k}" in own for own in figures.values()):
-            console.advice(f"--k {k}: no prompt has {k} scored answers; generate more (actor_rollout_ref.rollout.n)")
-    console.banner(_table(figures), title=f"{len(rows):,} prompts")
+        if not any(f"pass@{k}" in metrics for metrics in estimates.values()):
+            console.advice(f"--k {k}: no prompt has {k} scored responses; generate more (actor_rollout_ref.rollout.n)")
+    console.banner(_render(estimates), title=f"{len(rows):,} prompts")
     if options.output:
-        found = {source: {name: asdict(one) for name, one in own.items()} for source, own in figures.items()}
-        text = json.dumps({"data_sources": found, "failures": len(failed)}, indent=2)
+        results = {
+            source: {name: asdict(estimate) for name, estimate in metrics.items()}
+            for source, metrics in estimates.items()
+        }
+        text = json.dumps({"data_sources": results, "failures": len(failures)}, indent=2)
         Path(options.output).write_text(text + "\n", encoding="utf-8")
     return 0
 
 
-def _rows(files: Sequence[str], column: str, prompt: str) -> Iterator[dict[str, Any]]:
-    """What a reward is told of each row, and its answers as `texts`."""
+def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_Row]:
     from verl.data.columns import extract_reward_fields
     from verl.data.files import find_files, open_rows
 
     for path in find_files(files):
         file = open_rows(path)
-        for number in range(len(file)):
-            fields = file.row(number)
+        for index in range(len(file)):
+            fields = file.row(index)
             if column not in fields:
-                there = ", ".join(fields)
                 raise DataError(
-                    f"{file.place(number)}: there is no column {column!r}; there are {there}: --responses NAME"
+                    f"{file.place(index)}: no column {column!r}; columns: {', '.join(fields)}. Name another: "
+                    "--responses NAME"
                 )
-            texts = fields.pop(column)
-            fields["raw_prompt"] = fields.pop(prompt, None)
-            listed = [texts] if isinstance(texts, str) else texts
-            if listed is not None and not isinstance(listed, list):
+            value = fields.pop(column)
+            responses = [value] if isinstance(value, str) else value
+            if responses is not None and not isinstance(responses, list):
                 raise DataError(
-                    f"{file.place(number)}, column {column!r}: holds a {type(listed).__name__}; answers are a text, or "
-                    "a list of texts: --responses NAME"
+                    f"{file.place(index)}, column {column!r}: responses must be a text or a list of texts, not "
+                    f"{type(responses).__name__}. Name another column: --responses NAME"
                 )
-            yield extract_reward_fields(fields) | {
-                "texts": listed or [None],
-                "place": f"{file.place(number)}, column {column!r}",
-            }
+            fields["raw_prompt"] = fields.pop(prompt_key, None)
+            location = f"{file.place(index)}, column {column!r}"
+            yield _Row(**extract_reward_fields(fields), responses=responses or [None], location=location)
 
 
-async def _scored(config: Config, rows: Sequence[dict[str, Any]]) -> list[list[RewardResult]]:
+async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardResult]]:
     from verl.rewards.pool.pool import open_rewards
     from verl.rewards.resolve import resolve_scorer
     from verl.rewards.reward_function import explain_no_scorer
     from verl.trainer.worker_settings import reward_settings
 
-    for source in sorted({row["data_source"] for row in rows}):
+    for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:
             raise RewardError(explain_no_scorer(source))
     with open_rewards(**reward_settings(config, 1, prompts=True)) as pool:
         await pool.start()
         return await asyncio.gather(
-            *(asyncio.gather(*(_score(pool, row, text) for text in row["texts"])) for row in rows)
+            *(asyncio.gather(*(_score(pool, row, response) for response in row.responses)) for row in rows)
         )
 
 
-async def _score(pool: RewardClient, row: dict[str, Any], text: Any) -> RewardResult:
-    """What is no text is an answer that could not be scored, like one that a reward fails on."""
+async def _score(pool: RewardClient, row: _Row, response: Any) -> RewardResult:
     from verl.types import Failed
 
-    if not isinstance(text, str):
-        held = "there is no answer" if text is None else f"an answer is a {type(text).__name__}, and no text"
-        return Failed("invalid", f"{row['place']}: {held}")
-    return await pool.score(row["data_source"], text, row["ground_truth"], row["extra_info"])
+    if not isinstance(response, str):
+        problem = "no response" if response is None else f"a response is {type(response).__name__}, not text"
+        return Failed("invalid", f"{row.location}: {problem}")
+    return await pool.score(row.data_source, response, row.ground_truth, row.extra_info)
 
 
-def _sorted(
-    rows: Sequence[dict[str, Any]], outcomes: Sequence[Sequence[RewardResult]]
-) -> tuple[dict[str, Any], list[str]]:
-    """The scored answers by data source, and what was said of those that could not be scored."""
-    from verl.trainer.statistics import Answers
+def _group_by_source(
+    rows: Sequence[_Row], results: Sequence[Sequence[RewardResult]]
+) -> tuple[dict[str, list[ScoredResponses]], list[str]]:
+    """Return the scored responses of each data source, and the messages of those that could not be scored."""
+    from verl.trainer.statistics import ScoredResponses
     from verl.types import Scored
 
-    by_source, failed = defaultdict(list), []
-    for row, own in zip(rows, outcomes, strict=True):
-        good = [(text, one.score) for text, one in zip(row["texts"], own, strict=True) if isinstance(one, Scored)]
-        failed += [one.message for one in own if not isinstance(one, Scored)]
-        by_source[row["data_source"]].append(Answers([text for text, _ in good], [score for _, score in good]))
-    return by_source, failed
+    by_source, failures = defaultdict(list), []
+    for row, of_row in zip(rows, results, strict=True):
+        scored = [(text, r.score) for text, r in zip(row.responses, of_row, strict=True) if isinstance(r, Scored)]
+        failures += [result.message for result in of_row if not isinstance(result, Scored)]
+        by_source[row.data_source].append(ScoredResponses([text for text, _ in scored], [score for _, score in scored]))
+    return by_source, failures
 
 
-def _check(config: Config, failed: Sequence[str], answers: int, console: Console) -> None:
-    if not failed:
+def _check_failures(config: Config, failures: Sequence[str], responses: int, console: Console) -> None:
+    if not failures:
         return
-    share = len(failed) / answers
-    what = f"{len(failed):,} of {answers:,} answers could not be scored, and are not counted. The first:\n{failed[0]}"
-    if share > config.reward.max_failure_rate:
-        raise RewardError(f"{what}\nmore than reward.max_failure_rate={config.reward.max_failure_rate:g} is too many")
-    console.advice(what)
+    limit = config.reward.max_failure_rate
+    problem = f"{len(failures):,} of {responses:,} responses could not be scored and are not counted. The first:"
+    if len(failures) / responses > limit:
+        raise RewardError(f"{problem}\n{failures[0]}\nThis is more than reward.max_failure_rate={limit:g} allows.")
+    console.advice(f"{problem}\n{failures[0]}")
 
 
-def _table(figures: dict[str, dict[str, Estimate]]) -> str:
+def _render(estimates: dict[str, dict[str, Estimate]]) -> str:
     lines = []
-    for source, own in figures.items():
+    for source, metrics in estimates.items():
         lines.append(source or "(no data source)")
-        for name, one in own.items():
-            lines.append(
-                f"  {name:<10}{one.value:7.4f}   95 % in {one.low:.4f} to {one.high:.4f}   {one.prompts:,} prompts"
-            )
+        for name, e in metrics.items():
+            lines.append(f"  {name:<10}{e.value:7.4f}   95 % CI {e.low:.4f} to {e.high:.4f}   {e.prompts:,} prompts")
     return "\n".join(lines)

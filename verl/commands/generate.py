@@ -1,8 +1,8 @@
-"""`verl generate` and `python -m verl.trainer.main_generation`: answers to the prompts of files, in a Parquet file.
+"""`verl generate`: generate responses to the prompts of files, into a Parquet file.
 
-The settings are those of `verl train`; the engines read the model themselves. What is done is kept in parts beside the
-output, so that the command, given again, goes on where it was ended: every answer has a seed of its own, and those of a
-run that was interrupted are the same.
+The settings are those of `verl train`; the engines load the model from disk. Finished parts are stored next to the
+output, so that rerunning the command resumes. Every response has its own seed, so that an interrupted run produces the
+same responses.
 """
 
 from __future__ import annotations
@@ -10,27 +10,23 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import LoadedConfig, load_for_generation, split_arguments
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
-from verl.errors import ConfigError, DataError
-from verl.redaction import redact
+from verl.errors import ConfigError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    import pyarrow as pa
-
     from verl.data.dataset import PromptDataset
     from verl.rollout.replica_pool import EnginePool
+    from verl.rollout.supervisor import EngineSupervisor
     from verl.types import Completion, SamplingParams
 
 __all__ = ["HELP", "main", "read_arguments"]
@@ -51,118 +47,143 @@ example:
   verl generate test.parquet --output answers.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct rollout.n=8
 """
 
-_ANSWERS_DEPEND_ON = {"name", "n", "temperature", "top_p", "top_k", "dtype", "engine_kwargs", "max_model_len"}
+VERSION_FROM_DISK = -1
+"""The weight version of an engine that has loaded the model itself."""
 
-FROM_DISK = -1
-"""The version of weights that an engine has read itself."""
+_RESPONSES_DEPEND_ON = {"name", "n", "temperature", "top_p", "top_k", "dtype", "engine_kwargs", "max_model_len"}
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]]:
-    """The output, the size of a part, and the settings, with the files as data.train_files."""
-    import argparse
-
-    parser = argparse.ArgumentParser(prog="verl generate", add_help=False, allow_abbrev=False)
+    """Return the output file, the prompts per part, and the settings, with the files as data.train_files."""
+    parser = ArgumentParser("verl generate")
     parser.add_argument("--output", default="answers.parquet")
     parser.add_argument("--part", type=int, default=256)
     options, rest = parser.parse_known_args(list(argv))
     files, settings = split_arguments(rest)
     if files:
         settings.append(f"data.train_files={json.dumps(files)}")
-    loaded = load_for_generation(settings)
-    config = loaded.config
-    wrong = []
-    if config.data.train_files == MISSING:
-        wrong.append("files: there is nothing to answer; name one, such as `verl generate test.parquet ...`")
-    if config.actor_rollout_ref.model.path == MISSING:
-        wrong.append("actor_rollout_ref.model.path: must be given")
+    loaded, output = load_for_generation(settings), Path(options.output)
+    problems = []
+    if loaded.config.data.train_files == MISSING:
+        problems.append("files: no prompts are given; name a file, such as `verl generate test.parquet ...`")
+    if loaded.config.actor_rollout_ref.model.path == MISSING:
+        problems.append("actor_rollout_ref.model.path: must be given")
     if options.part < 1:
-        wrong.append(f"--part: {options.part} must be 1 or more")
-    if Path(options.output).suffix not in (".parquet", ".pq"):
-        mend = Path(options.output).with_suffix(".parquet")
-        wrong.append(
-            f"--output: {options.output} must end in .parquet or .pq, which is what is written: --output {mend}"
+        problems.append(f"--part: {options.part} must be at least 1")
+    if output.suffix not in (".parquet", ".pq"):
+        problems.append(
+            f"--output: {output} must end in .parquet or .pq; try --output {output.with_suffix('.parquet')}"
         )
-    if wrong:
-        raise ConfigError(wrong)
-    return Path(options.output), options.part, loaded
+    if problems:
+        raise ConfigError(problems)
+    return output, options.part, loaded
 
 
 def main(argv: Sequence[str]) -> int:
-    """Generate what is not there yet; the exit code."""
+    """Generate the responses that no earlier run has finished; return the exit code."""
     output, part, loaded = read_arguments(argv)
     if output.exists():
-        raise ConfigError([f"--output: {output} is there already; take it away, or name another"])
+        raise ConfigError([f"--output: {output} already exists; remove it, or choose another file"])
     console = Console()
-    for hint in loaded.hints:
-        console.note(f"hint: {hint}")
-    asyncio.run(generate(loaded.config, output, part, console))
+    console.hints(loaded.hints)
+    asyncio.run(_generate(loaded.config, output, part, console))
     return 0
 
 
-async def generate(config: Config, output: Path, part: int, console: Console) -> None:
-    """Answer all prompts, part by part, and put the parts together."""
+async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
+    from verl.commands.response_files import PartFiles, ResponseTable
+    from verl.trainer.run_data import check_files
+    from verl.trainer.setup import resolve_path, with_changes
+
+    check_files(config)
+    prompts = _load_prompts(config)
+    dataset, table = prompts.dataset, ResponseTable(prompts.dataset)
+    for note in (str(dataset.report), *prompts.hints, *table.notes):
+        console.note(note)
+    model = {"path": resolve_path(config.actor_rollout_ref.model.path)}
+    config = with_changes(config, {"actor_rollout_ref": {"model": model}})
+    parts = PartFiles(output, _describe_inputs(config) | {"part": part, "prompts": len(dataset)})
+    starts = range(0, len(dataset), part)
+    pending = [start for start in starts if not parts.has(start)]
+    if finished := len(starts) - len(pending):
+        console.note(f"resuming: {finished} parts of {part} prompts are finished, in {parts.folder}")
+    async with AsyncExitStack() as closing:
+        pool, supervisor = await _start_engines(config, console, closing)
+        for start in pending:
+            rows = range(start, min(start + part, len(dataset)))
+            generation = asyncio.gather(*(prompts.generate(row, config, pool) for row in rows))
+            responses = await supervisor.run_while_available(generation)
+            columns = map(prompts.to_columns, responses)
+            parts.write(start, table.build([dataset.row(row) | new for row, new in zip(rows, columns, strict=True)]))
+            console.note(f"{rows.stop:,} of {len(dataset):,} prompts are finished")
+    parts.finish()
+    console.note(f"wrote {output}: {len(dataset):,} prompts, {config.actor_rollout_ref.rollout.n} responses each")
+
+
+async def _start_engines(
+    config: Config, console: Console, closing: AsyncExitStack
+) -> tuple[EnginePool, EngineSupervisor]:
+    """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs.pending_calls import MARGIN_S
-    from verl.commands.parquet_writer import ParquetWriter
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
     from verl.trainer.build import place_engines
     from verl.trainer.restarts import RestartTracker
-    from verl.trainer.run_data import check_files
-    from verl.trainer.setup import resolve_path, start_runtime, with_changes
+    from verl.trainer.setup import start_runtime
     from verl.trainer.worker_settings import deadlines
 
-    check_files(config)
-    dataset, sampling, text = _prompts(config)
-    sheet = ParquetWriter(dataset)
-    for note in (str(dataset.report), *sheet.notes):
-        console.note(note)
-    model = {"path": resolve_path(config.actor_rollout_ref.model.path)}
-    config = with_changes(config, {"actor_rollout_ref": {"model": model}})
-    parts = _Parts(output, _made_with(config) | {"part": part, "prompts": len(dataset)})
-    todo = [start for start in range(0, len(dataset), part) if not parts.has(start)]
-    if done := -(-len(dataset) // part) - len(todo):
-        console.note(f"{done} parts of {part} prompts were there already, in {parts.folder}")
-    async with AsyncExitStack() as closing:
-        restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
-        site = await closing.enter_async_context(start_runtime(config, console, restarts, Metrics()))
-        engines = place_engines(config, site.pool, site.device, load_format="auto")
-        for engine in engines:
-            closing.push_async_callback(engine.close)
-        await asyncio.gather(*(engine.start() for engine in engines))
-        supervisor = EngineSupervisor(
-            engines,
-            restarts.engine,
-            reply_timeout_s=limits.reply.seconds + MARGIN_S,
-            start_timeout_s=limits.start.seconds + MARGIN_S,
-            max_restarts=restarts.settings.max_engine_restarts,
-        )
+    restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
+    reply_timeout_s = limits.reply.seconds + MARGIN_S
+    runtime = await closing.enter_async_context(start_runtime(config, console, restarts, Metrics()))
+    engines = place_engines(config, runtime.pool, runtime.device, load_format="auto")
+    for engine in engines:
+        closing.push_async_callback(engine.close)
+    await asyncio.gather(*(engine.start() for engine in engines))
+    supervisor = EngineSupervisor(
+        engines,
+        restarts.engine,
+        reply_timeout_s=reply_timeout_s,
+        start_timeout_s=limits.start.seconds + MARGIN_S,
+        max_restarts=restarts.settings.max_engine_restarts,
+    )
 
-        async def sync_one(number: int) -> None:
-            supervisor.mark_synced(number)
-            await supervisor.mark_ready(number, FROM_DISK)
+    async def sync_one(index: int) -> None:
+        supervisor.mark_synced(index)
+        await supervisor.mark_ready(index, VERSION_FROM_DISK)
 
-        for number in range(len(engines)):
-            await supervisor.mark_ready(number, FROM_DISK)
-        supervisor.start(sync_one)
-        closing.push_async_callback(supervisor.close)
-        pool = EnginePool(
-            engines,
-            stall_timeout_s=limits.generation.seconds + MARGIN_S,
-            reply_timeout_s=limits.reply.seconds + MARGIN_S,
-        )
-        for start in todo:
-            rows = range(start, min(start + part, len(dataset)))
-            answering = asyncio.gather(*(_answers(config, dataset, row, pool, sampling) for row in rows))
-            answered = zip(rows, await supervisor.run_while_available(answering), strict=True)
-            parts.write(start, sheet.table([dataset.row(row) | _columns(answers, text) for row, answers in answered]))
-            console.note(f"{rows.stop:,} of {len(dataset):,} prompts are answered")
-    parts.finish()
-    console.note(f"wrote {output}: {len(dataset):,} prompts, {config.actor_rollout_ref.rollout.n} answers each")
+    for index in range(len(engines)):
+        await supervisor.mark_ready(index, VERSION_FROM_DISK)
+    supervisor.start(sync_one)
+    closing.push_async_callback(supervisor.close)
+    stall_timeout_s = limits.generation.seconds + MARGIN_S
+    return EnginePool(engines, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
 
 
-def _prompts(config: Config) -> tuple[PromptDataset, SamplingParams, Callable[[Sequence[int]], str]]:
-    """The prompts, how they are answered, and what makes text of an answer."""
+@dataclass(frozen=True, slots=True)
+class _Prompts:
+    dataset: PromptDataset
+    sampling: SamplingParams
+    decode: Callable[[Sequence[int]], str]
+    hints: list[str]
+
+    async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Completion]:
+        prompt = self.dataset[row]
+        assert prompt is not None, "only streamed data sets drop prompts late"
+        seeds = [_seed(config, prompt.row, index) for index in range(config.actor_rollout_ref.rollout.n)]
+        requests = (pool.generate(prompt.token_ids, replace(self.sampling, seed=seed)) for seed in seeds)
+        return await asyncio.gather(*requests)
+
+    def to_columns(self, responses: Sequence[Completion]) -> dict[str, Any]:
+        return {
+            "responses": [self.decode(response.token_ids) for response in responses],
+            "finish_reasons": [response.finish_reason for response in responses],
+            "response_lengths": [len(response.token_ids) for response in responses],
+        }
+
+
+def _load_prompts(config: Config) -> _Prompts:
+    from verl.data.chat import chat_template_hint
     from verl.data.dataset import PromptDataset
     from verl.trainer.run_data import find_stop_tokens, open_tokenizer
     from verl.types import SamplingParams
@@ -180,44 +201,24 @@ def _prompts(config: Config) -> tuple[PromptDataset, SamplingParams, Callable[[S
         max_samples=data.train_max_samples,
         num_workers=data.num_workers,
     )
-    sampling = SamplingParams(
-        data.max_response_length,
-        rollout.temperature,
-        rollout.top_p,
-        rollout.top_k,
-        find_stop_tokens(model.path, tokenizer),
-    )
-    return dataset, sampling, lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True))
-
-
-async def _answers(
-    config: Config, dataset: PromptDataset, row: int, pool: EnginePool, sampling: SamplingParams
-) -> list[Completion]:
-    prompt = dataset[row]
-    assert prompt is not None, "nothing is streamed here"
-    return await asyncio.gather(
-        *(
-            pool.generate(prompt.token_ids, replace(sampling, seed=_seed(config, prompt.row, number)))
-            for number in range(config.actor_rollout_ref.rollout.n)
-        )
+    stop_ids = find_stop_tokens(model.path, tokenizer)
+    sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
+    hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
+    return _Prompts(
+        dataset,
+        sampling,
+        lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+        [hint] if hint else [],
     )
 
 
-def _columns(answers: Sequence[Completion], text: Callable[[Sequence[int]], str]) -> dict[str, Any]:
-    return {
-        "responses": [text(answer.token_ids) for answer in answers],
-        "finish_reasons": [answer.finish_reason for answer in answers],
-        "response_lengths": [len(answer.token_ids) for answer in answers],
-    }
-
-
-def _seed(config: Config, row: int, number: int) -> int:
-    text = f"{config.trainer.seed}/generate/{row}/{number}"
+def _seed(config: Config, row: int, index: int) -> int:
+    text = f"{config.trainer.seed}/generate/{row}/{index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
-def _made_with(config: Config) -> dict[str, Any]:
-    """What answers depend on, settings and files: parts that were made otherwise do not belong together."""
+def _describe_inputs(config: Config) -> dict[str, Any]:
+    """Return the settings and files that the responses depend on: parts of different inputs are not mixed."""
     from verl.data.files import find_files
 
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
@@ -225,58 +226,19 @@ def _made_with(config: Config) -> dict[str, Any]:
         "data": config.data.model_dump(mode="json", exclude={"num_workers", "cache_dir"}),
         "model": model.path,
         "tokenizer": model.tokenizer_path,
-        "weights": _files_of(model.path),
-        "tokenizer_files": _files_of(model.tokenizer_path or model.path),
-        "data_files": {str(path): _state_of(path) for path in find_files(config.data.train_files)},
-        "rollout": rollout.model_dump(mode="json", include=_ANSWERS_DEPEND_ON),
+        "weights": _describe_folder(model.path),
+        "tokenizer_files": _describe_folder(model.tokenizer_path or model.path),
+        "data_files": {str(path): _describe_file(path) for path in find_files(config.data.train_files)},
+        "rollout": rollout.model_dump(mode="json", include=_RESPONSES_DEPEND_ON),
         "seed": config.trainer.seed,
     }
 
 
-def _files_of(model: str) -> dict[str, list[int]]:
-    """Size and time of each of a local model's files: one that was written anew is another. Nothing of a hub's."""
+def _describe_folder(model: str) -> dict[str, list[int]]:
+    """Return size and time of the files of a local model; nothing for a model on a hub."""
     files = sorted(Path(model).expanduser().glob("*.*"))
-    return {file.name: _state_of(file) for file in files if file.is_file()}
+    return {file.name: _describe_file(file) for file in files if file.is_file()}
 
 
-def _state_of(file: Path) -> list[int]:
+def _describe_file(file: Path) -> list[int]:
     return [file.stat().st_size, file.stat().st_mtime_ns]
-
-
-class _Parts:
-    """Finished parts beside the output: each is whole or not there; at the end they become one file."""
-
-    def __init__(self, output: Path, made_with: dict[str, Any]) -> None:
-        self._output, self.folder = output, output.with_name(f"{output.name}.parts")
-        note = self.folder / "made_with.json"
-        text = redact(json.dumps(made_with, indent=2, sort_keys=True))
-        if note.exists() and note.read_text(encoding="utf-8") != text:
-            raise DataError(
-                f"{self.folder}: holds parts of a run with other settings or files (see {note.name} in it); take the "
-                "folder away, or name another --output"
-            )
-        self.folder.mkdir(parents=True, exist_ok=True)
-        note.write_text(text, encoding="utf-8")
-
-    def has(self, start: int) -> bool:
-        return self._path(start).exists()
-
-    def write(self, start: int, rows: pa.Table) -> None:
-        import pyarrow.parquet as pq
-
-        temporary = self._path(start).with_suffix(".tmp")
-        pq.write_table(rows, temporary)
-        os.replace(temporary, self._path(start))
-
-    def finish(self) -> None:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        tables = [pq.read_table(path) for path in sorted(self.folder.glob("*.parquet"))]
-        temporary = self.folder / "whole.tmp"
-        pq.write_table(pa.concat_tables(tables, promote_options="permissive"), temporary)
-        os.replace(temporary, self._output)
-        shutil.rmtree(self.folder)
-
-    def _path(self, start: int) -> Path:
-        return self.folder / f"{start:012d}.parquet"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP
 from verl.config.batch_sizes import derive_sft_sizes, render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig

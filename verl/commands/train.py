@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.commands import SETTINGS_HELP
+from verl.commands.arguments import SETTINGS_HELP
 from verl.config.load import load
 from verl.trainer.launcher import run_all, train
 

@@ -65,8 +65,7 @@ async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None
     if told := connect(loaded.config.ray_kwargs.ray_init.arguments()):
         console.note(told)
     assets = await making
-    for hint in loaded.hints:
-        console.note(f"hint: {hint}")
+    console.hints(loaded.hints)
     console.banner(render_sizes(derive_sizes(loaded.config)), title="sizes of a step")
     await _reinforce(loaded, assets, console)
     examples = _examples(assets, folder / "trained")

@@ -7,7 +7,7 @@ the columns that fit their width; all metrics are in metrics.jsonl.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import rich.console
@@ -115,6 +115,11 @@ class Console:
     def note(self, text: str) -> None:
         """Print a plain line."""
         self._write(Text(redact(text)))
+
+    def hints(self, texts: Iterable[str]) -> None:
+        """Print hints about the settings, such as values that are probably not intended."""
+        for text in texts:
+            self.note(f"hint: {text}")
 
     def _progress(self, step: int) -> str:
         if self.total_steps is None:

@@ -112,8 +112,7 @@ class _Trainer:
             raise ConfigError(["prompts: there are none; give them to the trainer, or to train(prompts)"])
         self.folder.mkdir(parents=True, exist_ok=True)
         loaded, console = self._loaded(prompts), Console()
-        for hint in loaded.hints:
-            console.note(f"hint: {hint}")
+        console.hints(loaded.hints)
         given = self.reward if callable(self.reward) else None
         if code := _finish(train(loaded.config, console, given)):
             raise EngineError(_stopped(code, loaded.config.trainer.checkpoint_dir))

@@ -79,8 +79,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
     """Every point of a sweep (one without `-m`), one after another; the exit code."""
     for loaded in points:
         console = Console()
-        for hint in loaded.hints:
-            console.note(f"hint: {hint}")
+        console.hints(loaded.hints)
         if loaded.sweep:
             console.note(f"sweep: {' '.join(loaded.sweep)}")
         if code := asyncio.run(train(with_sweep_folder(loaded), console)):

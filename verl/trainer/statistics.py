@@ -1,4 +1,4 @@
-"""What scores of several answers a prompt say of a model: mean@n, pass@k, maj@n, and how sure one can be of them."""
+"""Statistics of several scored responses per prompt: mean@n, pass@k, maj@n, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,12 +13,20 @@ import numpy as np
 from verl.rewards.scorers.gsm8k import final_number
 from verl.rewards.scorers.math import last_boxed
 
-__all__ = ["Answers", "Estimate", "bootstrap", "final_answer", "majority", "pass_at_k", "summary"]
+__all__ = [
+    "Estimate",
+    "ScoredResponses",
+    "bootstrap",
+    "extract_final_answer",
+    "majority_score",
+    "pass_at_k",
+    "summarize",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """The answers to one prompt that could be scored."""
+class ScoredResponses:
+    """The responses to one prompt that could be scored."""
 
     texts: Sequence[str]
     scores: Sequence[float]
@@ -26,7 +34,7 @@ class Answers:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over prompts, and the interval that holds 95 % of the means of prompts drawn again (bootstrap)."""
+    """A mean over prompts with its 95 % confidence interval."""
 
     value: float
     low: float
@@ -34,37 +42,37 @@ class Estimate:
     prompts: int
 
 
-def pass_at_k(answers: int, right: int, k: int) -> float:
-    """The chance that at least one of `k` answers is right, if they are drawn from these without putting back.
+def pass_at_k(responses: int, correct: int, k: int) -> float:
+    """Return the probability that at least one of `k` responses, drawn without replacement, is correct.
 
-    It is unbiased: 1 - C(n-c, k) / C(n, k). (Chen et al. 2021)
+    The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. (2021).
 
     >>> pass_at_k(4, 1, 2)
     0.5
     """
-    if not 0 <= right <= answers or not 1 <= k <= answers:
-        raise ValueError(f"pass@{k} of {right} right answers among {answers}: there must be at least k, and no fewer")
-    return 1.0 - math.comb(answers - right, k) / math.comb(answers, k)
+    if not 0 <= correct <= responses or not 1 <= k <= responses:
+        raise ValueError(f"pass@{k} of {correct} correct among {responses} responses: needs correct, k <= responses")
+    return 1.0 - math.comb(responses - correct, k) / math.comb(responses, k)
 
 
-def majority(answers: Answers) -> float:
-    """The score of the answer that is given most often; where several are, the mean of theirs.
+def majority_score(responses: ScoredResponses) -> float:
+    """Return the mean score of the responses with the most frequent final answer; ties are averaged.
 
-    >>> majority(Answers(["#### 4", "so #### 4", "#### 5"], [1.0, 1.0, 0.0]))
+    >>> majority_score(ScoredResponses(["#### 4", "so #### 4", "#### 5"], [1.0, 1.0, 0.0]))
     1.0
     """
-    votes = [final_answer(text) for text in answers.texts]
+    votes = [extract_final_answer(text) for text in responses.texts]
     counts = Counter(votes)
     winners = {vote for vote, count in counts.items() if count == max(counts.values())}
-    scores = [[s for vote, s in zip(votes, answers.scores, strict=True) if vote == winner] for winner in winners]
-    return float(np.mean([np.mean(own) for own in scores]))
+    scores = [[s for vote, s in zip(votes, responses.scores, strict=True) if vote == winner] for winner in winners]
+    return float(np.mean([np.mean(of_winner) for of_winner in scores]))
 
 
-def final_answer(text: str) -> str:
-    """What an answer comes down to: the number after ####, what is in the last box, or else the text in plain words.
+def extract_final_answer(text: str) -> str:
+    """Return the number after ####, or the content of the last \\boxed, or else the text in normalized form.
 
-    >>> final_answer("2 + 2 = 4\\n#### 4"), final_answer(r"It is \\boxed{ 4 }."), final_answer(" The Answer!")
-    ('4', '4', 'the answer')
+    >>> extract_final_answer("2 + 2 = 4\\n#### 4"), extract_final_answer(" The Answer!")
+    ('4', 'the answer')
     """
     if (number := final_number(text)) is not None:
         return f"{number.normalize():f}"
@@ -74,7 +82,7 @@ def final_answer(text: str) -> str:
 
 
 def bootstrap(values: Sequence[float], *, draws: int = 1000, seed: int = 0) -> Estimate:
-    """The mean, with its interval."""
+    """Return the mean of the values with its bootstrap confidence interval."""
     array = np.asarray(values, np.float64)
     random = np.random.default_rng(seed)
     means = np.array([random.choice(array, len(array)).mean() for _ in range(draws)])
@@ -82,24 +90,33 @@ def bootstrap(values: Sequence[float], *, draws: int = 1000, seed: int = 0) -> E
     return Estimate(float(array.mean()), float(low), float(high), len(array))
 
 
-def summary(
-    prompts: Sequence[Answers], *, threshold: float, ks: Sequence[int] | None = None, draws: int = 1000, seed: int = 0
+def summarize(
+    prompts: Sequence[ScoredResponses],
+    *,
+    threshold: float,
+    ks: Sequence[int] | None = None,
+    draws: int = 1000,
+    seed: int = 0,
 ) -> dict[str, Estimate]:
-    """All figures of the prompts of one data source. An answer is right from a score of `threshold` on.
+    """Return all metrics of the prompts of one data source.
 
-    `ks` of pass@k: powers of two up to the number of answers, unless they are given. A prompt with fewer than k scored
-    answers does not count for pass@k.
+    Args:
+        prompts: The scored responses of each prompt. Prompts without any are skipped.
+        threshold: The lowest score of a correct response.
+        ks: The k of pass@k; powers of two up to the number of responses by default. Prompts with fewer than k scored
+            responses do not count for pass@k.
+        draws: Bootstrap draws.
+        seed: Seed of the bootstrap.
     """
-    prompts = [answers for answers in prompts if answers.scores]
+    prompts = [responses for responses in prompts if responses.scores]
     if not prompts:
         return {}
-    most = max(len(answers.scores) for answers in prompts)
+    most = max(len(responses.scores) for responses in prompts)
     ks = ks or sorted({*(2**power for power in range(most.bit_length())), most})
-    figures: dict[str, list[float]] = {f"mean@{most}": [float(np.mean(answers.scores)) for answers in prompts]}
+    values: dict[str, list[float]] = {f"mean@{most}": [float(np.mean(responses.scores)) for responses in prompts]}
     for k in ks:
-        enough = [answers for answers in prompts if len(answers.scores) >= k]
-        right = [sum(score >= threshold for score in answers.scores) for answers in enough]
-        figures[f"pass@{k}"] = [pass_at_k(len(a.scores), c, k) for a, c in zip(enough, right, strict=True)]
+        enough = [responses.scores for responses in prompts if len(responses.scores) >= k]
+        values[f"pass@{k}"] = [pass_at_k(len(s), sum(score >= threshold for score in s), k) for s in enough]
     if most > 1:
-        figures[f"maj@{most}"] = [majority(answers) for answers in prompts]
-    return {name: bootstrap(values, draws=draws, seed=seed) for name, values in figures.items() if values}
+        values[f"maj@{most}"] = [majority_score(responses) for responses in prompts]
+    return {name: bootstrap(each, draws=draws, seed=seed) for name, each in values.items() if each}

@@ -7,13 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.trainer.statistics import Answers, bootstrap, final_answer, majority, pass_at_k, summary
+from verl.trainer.statistics import (
+    ScoredResponses,
+    bootstrap,
+    extract_final_answer,
+    majority_score,
+    pass_at_k,
+    summarize,
+)
 
 pytestmark = pytest.mark.unit
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
-def test_pass_at_k_is_the_share_of_draws_with_a_right_answer(right: list[bool], data: st.DataObject) -> None:
+def test_pass_at_k_is_the_share_of_draws_with_a_correct_response(right: list[bool], data: st.DataObject) -> None:
     k = data.draw(st.integers(1, len(right)))
     draws = list(combinations(right, k))
     assert pass_at_k(len(right), sum(right), k) == pytest.approx(sum(map(any, draws)) / len(draws))
@@ -28,23 +35,26 @@ def test_pass_at_k_rises_with_k_and_begins_at_the_mean(answers: int, data: st.Da
     assert curve[-1] == (right > 0)
 
 
-def test_more_than_there_are_cannot_be_drawn() -> None:
-    with pytest.raises(ValueError, match="pass@3 of 1 right answers among 2"):
+def test_k_must_not_exceed_the_responses() -> None:
+    with pytest.raises(ValueError, match="pass@3 of 1 correct among 2 responses"):
         pass_at_k(2, 1, 3)
 
 
-def test_the_answer_given_most_often_counts() -> None:
-    assert majority(Answers(["#### 4", r"\boxed{5}", "so it is #### 4.0", "#### 3"], [1.0, 0.0, 1.0, 0.0])) == 1.0
-    assert majority(Answers(["#### 4", "#### 5"], [1.0, 0.0])) == 0.5
-    assert majority(Answers(["Paris.", "paris", "Rome"], [1.0, 1.0, 0.0])) == 1.0
+def test_the_most_frequent_answer_counts() -> None:
+    assert (
+        majority_score(ScoredResponses(["#### 4", r"\boxed{5}", "so it is #### 4.0", "#### 3"], [1.0, 0.0, 1.0, 0.0]))
+        == 1.0
+    )
+    assert majority_score(ScoredResponses(["#### 4", "#### 5"], [1.0, 0.0])) == 0.5
+    assert majority_score(ScoredResponses(["Paris.", "paris", "Rome"], [1.0, 1.0, 0.0])) == 1.0
 
 
 @pytest.mark.parametrize(
     ("text", "answer"),
     [("#### 1,250", "1250"), ("####  -3.50", "-3.5"), (r"\boxed{ x + 1 }", "x + 1"), (" It is Paris! ", "it is paris")],
 )
-def test_an_answer_comes_down_to_few_words(text: str, answer: str) -> None:
-    assert final_answer(text) == answer
+def test_final_answers_are_normalized(text: str, answer: str) -> None:
+    assert extract_final_answer(text) == answer
 
 
 def test_an_interval_holds_the_mean_and_narrows_with_the_prompts() -> None:
@@ -63,12 +73,16 @@ def test_intervals_hold_the_truth_about_as_often_as_they_say() -> None:
     assert 0.88 <= held / 200 <= 0.99
 
 
-def test_a_summary_has_every_figure_and_passes_over_what_was_not_scored() -> None:
-    prompts = [Answers(["a"] * 4, [1.0, 0.0, 0.0, 0.0]), Answers(["b"] * 2, [1.0, 1.0]), Answers([], [])]
-    found = summary(prompts, threshold=0.5)
+def test_a_summary_has_every_metric_and_skips_what_was_not_scored() -> None:
+    prompts = [
+        ScoredResponses(["a"] * 4, [1.0, 0.0, 0.0, 0.0]),
+        ScoredResponses(["b"] * 2, [1.0, 1.0]),
+        ScoredResponses([], []),
+    ]
+    found = summarize(prompts, threshold=0.5)
     assert list(found) == ["mean@4", "pass@1", "pass@2", "pass@4", "maj@4"]
     assert found["mean@4"].value == pytest.approx((0.25 + 1.0) / 2)
     assert (found["pass@2"].value, found["pass@2"].prompts) == (pytest.approx((0.5 + 1.0) / 2), 2)
     assert (found["pass@4"].value, found["pass@4"].prompts) == (1.0, 1)
-    assert list(summary(prompts, threshold=0.5, ks=[3])) == ["mean@4", "pass@3", "maj@4"]
-    assert summary([], threshold=0.5) == {}
+    assert list(summarize(prompts, threshold=0.5, ks=[3])) == ["mean@4", "pass@3", "maj@4"]
+    assert summarize([], threshold=0.5) == {}

@@ -1,0 +1,30 @@
+"""What the commands share: the help about settings, and a parser that reports errors as `VerlError`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import NoReturn
+
+from verl.errors import VerlError
+
+__all__ = ["SETTINGS_HELP", "ArgumentParser"]
+
+SETTINGS_HELP = """\
+settings:
+  key=value               set a setting; `verl config` lists all settings, `verl config KEY` explains one
+  +key=value              add an entry to an open dictionary (engine_kwargs, ray_init, ...)
+  ~key                    reset a setting to its default
+  --config-path DIR       directory of your YAML files
+  --config-name NAME      YAML file to load from it; `defaults:` lists and ${...} work as in Hydra
+  -m, --multirun          run once per value of key=a,b
+"""
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser for the options of one command; `--help` is handled by `verl.cli`."""
+
+    def __init__(self, prog: str, *, allow_abbrev: bool = False) -> None:
+        super().__init__(prog=prog, add_help=False, allow_abbrev=allow_abbrev)
+
+    def error(self, message: str) -> NoReturn:
+        raise VerlError(f"{self.prog}: {message} (see `{self.prog} --help`)")
