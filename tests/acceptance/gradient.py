@@ -119,7 +119,7 @@ def micro_batches(engine, mini_batch, pieces, term):
         return batch.split(pieces)
     policy = PolicyTrainer(engine, AlgorithmSettings(loss_mode=term, loss_options=OPTIONS))
     policy._batch = batch
-    policy._episodes = AdvantageInputs(
+    policy._inputs = AdvantageInputs(
         scores=mini_batch.scores,
         groups=mini_batch.groups,
         mask=batch.mask,

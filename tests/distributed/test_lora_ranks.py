@@ -15,7 +15,7 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
-from verl.training.lora import BaseModelReference
+from verl.training.policy.reference import BaseModelReference
 from verl.training.process_group import init_process_group
 from verl.training.settings import LoraSettings
 
@@ -239,11 +239,11 @@ def test_a_critic_trains_its_whole_head_beside_the_adapter(both):
     assert both[2][0]["critic"]["losses"] == pytest.approx(both[1]["critic"]["losses"], rel=1e-3)
 
 
-def test_modules_that_are_not_there_are_said_with_those_that_are(both):
+def test_unknown_modules_are_named_with_the_available_ones(both):
     init_process_group(0, 1, "127.0.0.1", 0)
     try:
         with pytest.raises(
-            EngineError, match=r"target_modules: qkv names no linear module .* there are q_proj, k_proj"
+            EngineError, match=r"target_modules: qkv matches no linear module .* which are q_proj, k_proj"
         ):
             FsdpEngine(FsdpSettings(str(both[0] / "model"), lora=LoraSettings(4, targets=("q_proj", "qkv"))))
     finally:

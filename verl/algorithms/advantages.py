@@ -233,9 +233,7 @@ def return_to_go(rewards: Tensor, mask: Tensor, offsets: Tensor, decay: float) -
         return torch.zeros_like(rewards)
     row = segment_ids(offsets)[indices]
     counts = torch.bincount(row, minlength=len(offsets) - 1)
-    column = (
-        counts.cumsum(0)[row] - 1 - torch.arange(len(indices), device=indices.device)
-    )  # 0: the last generated token
+    column = counts.cumsum(0)[row] - 1 - torch.arange(len(indices), device=indices.device)  # 0: last generated
     table = rewards.new_zeros(len(counts), int(counts.max()))
     table[row, column] = rewards[indices]
     for k in range(1, table.shape[1]):

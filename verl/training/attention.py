@@ -1,7 +1,7 @@
-"""Attention over sequences laid end to end: each attends to itself alone, and nothing is computed for padding.
+"""Attention over packed sequences: each attends only to itself, and there is no padding.
 
-transformers lets an attention function of ours stand in for its own, by name. The model is called on one row of T
-tokens, and `packing(...)` makes the keyword arguments that travel through its layers to `packed_attention`.
+transformers lets a registered function replace a model's attention. The model is called on one row of T tokens, and
+`packing_kwargs` makes the keyword arguments that its layers pass on to `packed_attention`.
 """
 
 from __future__ import annotations
@@ -17,27 +17,23 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.errors import EngineError
 
-__all__ = ["NAME", "packed_attention", "packing", "register"]
+__all__ = ["NAME", "packed_attention", "packing_kwargs", "register"]
 
 NAME = "verl_packed"
-"""What `attn_implementation` is set to."""
+"""The value of `attn_implementation`."""
 
 
 def register() -> None:
-    """Make the packed attention known to transformers under `NAME`; it builds no mask for it."""
+    """Register the packed attention with transformers under `NAME`, without a mask."""
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, _no_mask)
+    AttentionMaskInterface.register(NAME, lambda *args, **kwargs: None)
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None
+def packing_kwargs(lengths: Sequence[int], device: torch.device | str) -> dict[str, Any]:
+    """Return keyword arguments for a model's forward that describe the boundaries of the sequences.
 
-
-def packing(lengths: Sequence[int], device: torch.device | str) -> dict[str, Any]:
-    """Keyword arguments for a model's forward that say where each sequence begins.
-
-    `runs` are (sequences, length) of neighbours of equal length, as plain numbers; the others carry the names that
-    transformers' own variable-length kernels know.
+    `runs` are (count, length) of adjacent sequences of equal length; the others have the names that the
+    variable-length kernels of transformers use.
     """
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     longest = max(lengths, default=0)
@@ -64,20 +60,20 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D].
 
-    `dropout` is what the model would like; none is applied.
+    `dropout` is ignored.
     """
     model = type(module).__name__
     if kwargs.get("runs") is None:
         raise EngineError(
-            f"{model}: attention was called without the boundaries of its sequences; this model does not hand keyword "
+            f"{model}: attention was called without the boundaries of its sequences; this model does not pass keyword "
             "arguments on to its attention, so it cannot be trained on packed sequences"
         )
     for name in ("position_bias", "s_aux"):
         if kwargs.get(name) is not None:
-            raise EngineError(f"{model}: {name} is used in its attention, which the packed attention does not support")
+            raise EngineError(f"{model}: its attention uses {name}, which packed attention does not support")
     if attention_mask is not None or not getattr(module, "is_causal", True):
-        raise EngineError(f"{model}: only causal attention without a further mask can be packed")
-    kernel = _KERNELS.get(query.device.type, _by_runs)
+        raise EngineError(f"{model}: packed attention supports only causal attention without an additional mask")
+    kernel = _KERNELS.get(query.device.type, _attend_by_runs)
     flat = kernel(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
         scaling=scaling,
@@ -88,7 +84,7 @@ def packed_attention(
     return flat.unsqueeze(0), None
 
 
-def _by_runs(
+def _attend_by_runs(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -99,15 +95,15 @@ def _by_runs(
     softcap: float | None,
     **_: Any,
 ) -> Tensor:
-    """[T, heads, D] -> [T, A, D]: one batched call per run of equal lengths, on views of the flat arrays."""
+    """One batched call per run of equal lengths, on views of the flat arrays: [T, heads, D] -> [T, A, D]."""
     sizes = [count * length for count, length in runs]
     parts = []
     for (count, length), *qkv in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
         q, k, v = (states.unflatten(0, (count, length)).transpose(1, 2) for states in qkv)  # [n, heads, L, D]
         if softcap is not None:
-            out = _softcapped(q, k, v, scaling, window, softcap)
+            out = _attend_softcapped(q, k, v, scaling, window, softcap)
         elif window is not None and length > window:
-            mask = _band(length, window, q.device)
+            mask = _window_mask(length, window, q.device)
             out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
@@ -115,24 +111,26 @@ def _by_runs(
     return torch.cat(parts)
 
 
-def _band(length: int, window: int | None, device: torch.device) -> Tensor:
-    """[L, L] bool: token i sees the last `window` tokens up to itself."""
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [L, L] by which a token attends to the last `window` tokens up to itself."""
     ones = torch.ones(length, length, dtype=torch.bool, device=device)
     return ones.tril() if window is None else ones.tril().triu(1 - window)
 
 
-def _softcapped(q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float) -> Tensor:
-    """Attention whose scores are squeezed by softcap * tanh(score / softcap), spelt out: no kernel of torch does it."""
+def _attend_softcapped(
+    q: Tensor, k: Tensor, v: Tensor, scaling: float | None, window: int | None, softcap: float
+) -> Tensor:
+    """Attention with logits capped by softcap * tanh(logit / softcap), written out because no torch kernel does it."""
     groups = q.shape[1] // k.shape[1]
     k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~_band(q.shape[-2], window, q.device), float("-inf"))
-    precise = torch.promote_types(q.dtype, torch.float32)
-    return scores.softmax(-1, dtype=precise).to(q.dtype) @ v
+    logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
+    logits = softcap * torch.tanh(logits / softcap)
+    logits = logits.masked_fill(~_window_mask(q.shape[-2], window, q.device), float("-inf"))
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return logits.softmax(-1, dtype=dtype).to(q.dtype) @ v
 
 
-def _varlen(
+def _attend_varlen(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -144,11 +142,11 @@ def _varlen(
     max_length_q: int,
     **kwargs: Any,
 ) -> Tensor:
-    """The same in one call of torch's variable-length flash kernel. Written for GPUs; no machine here has run it."""
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    if softcap is not None or not half:
-        return _by_runs(query, key, value, scaling=scaling, window=window, softcap=softcap, **kwargs)
-    from torch.nn.attention.varlen import varlen_attn  # present only in torch that was built with flash attention
+    """The same in one call of torch's variable-length flash kernel, for GPUs. Untested: it needs one."""
+    is_half = query.dtype in (torch.float16, torch.bfloat16)
+    if softcap is not None or not is_half:
+        return _attend_by_runs(query, key, value, scaling=scaling, window=window, softcap=softcap, **kwargs)
+    from torch.nn.attention.varlen import varlen_attn  # only in builds of torch with flash attention
 
     back = -1 if window is None else window - 1
     out = varlen_attn(
@@ -167,5 +165,5 @@ def _varlen(
     return out
 
 
-_KERNELS = {"cuda": _varlen}
-"""Kernels better than SDPA run by run, by type of device."""
+_KERNELS = {"cuda": _attend_varlen}
+"""Device type -> kernel, where there is one faster than SDPA by runs."""

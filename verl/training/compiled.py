@@ -1,4 +1,4 @@
-"""torch.compile for pure functions, without its power to stop a run."""
+"""torch.compile for pure functions, falling back to the plain function if compilation fails."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ T = TypeVar("T")
 
 
 class Compiled(Generic[P, T]):
-    """A function that is compiled when it is first called, for all shapes at once. It must not change its arguments.
+    """A function compiled at its first call, for all shapes. It must not change its arguments.
 
-    Where compiling fails, for want of a C++ compiler, of CUDA's headers or of a Triton that fits, the function runs as
-    it is written from then on, and `trouble` says why.
+    If compilation fails, for lack of a C++ compiler, CUDA headers or a matching Triton, the plain function runs from
+    then on, and `error` says why.
     """
 
     def __init__(self, function: Callable[P, T]) -> None:
         self._plain = function
         self._compiled: Callable[P, T] = torch.compile(function, dynamic=True)
-        self.trouble: str | None = None
+        self.error: str | None = None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        if self.trouble is None:
+        if self.error is None:
             try:
                 return self._compiled(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001 - compilers fail in many ways; the function's own errors come again
-                self.trouble = f"{type(error).__name__}: {_first_line(error)}"
+            except Exception as error:  # noqa: BLE001 - compilers fail in many ways; errors of the function recur below
+                self.error = f"{type(error).__name__}: {_first_line(error)}"
         return self._plain(*args, **kwargs)
 
 
 def _first_line(error: BaseException) -> str:
-    """The cause in a line: what torch says of a compiler's failure goes on for pages."""
+    """Return the first line of an error: torch's messages about compilers go on for pages."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no reason was given"
+    return lines[0][:300] if lines else "no reason given"

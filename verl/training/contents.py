@@ -1,4 +1,4 @@
-"""Which parts of an engine's state a checkpoint holds, as the settings name them."""
+"""Which parts of an engine's state a checkpoint holds, as named in the settings."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import Any
 __all__ = ["CONTENTS", "select_contents"]
 
 CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
-"""What a checkpoint may hold of an engine, and the parts of its state that this is."""
+"""Setting -> parts of an engine's state."""
 
 
 def select_contents(
     states: Mapping[str, dict[str, Any]], contents: Mapping[str, Collection[str]] | None
 ) -> dict[str, dict[str, Any]]:
-    """Of the states of each folder what is wanted of it, or all where nothing is said; empty ones left out.
+    """Return the wanted parts of each folder's state, all of them by default; folders without any are left out.
 
-    >>> chosen({"actor": {"model": 1, "rng": 2}, "critic": {"model": 3}}, {"actor": ["extra"], "critic": []})
+    >>> select_contents({"actor": {"model": 1, "rng": 2}, "critic": {"model": 3}}, {"actor": ["extra"], "critic": []})
     {'actor': {'rng': 2}}
     """
-    found = {}
+    selected = {}
     for folder, state in states.items():
         wanted = {part for content in (contents or {}).get(folder, CONTENTS) for part in CONTENTS.get(content, ())}
-        found[folder] = {part: value for part, value in state.items() if part in wanted}
-    return {folder: state for folder, state in found.items() if state}
+        selected[folder] = {part: value for part, value in state.items() if part in wanted}
+    return {folder: state for folder, state in selected.items() if state}

@@ -1,7 +1,7 @@
-"""Which models can be trained, as far as their configuration tells before anything is loaded. Imports no torch.
+"""Model families: which models can be trained, judged by their configuration before loading. Imports no torch.
 
-What a configuration does not tell is found out when a model is loaded: packed sequences are compared with the model's
-own forward pass (`verl.training.model`), and every engine with the trainer (`verl.weights.probe`).
+The rest is checked later: packed sequences are compared with the model's own forward pass when it is loaded
+(`verl.training.model_loader`), and every rollout engine with the trainer (`verl.weights.probe`).
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYER_TYPES", "PROVEN", "family_note", "family_problems", "packing_length_problem"]
+__all__ = ["LAYER_TYPES", "VERIFIED", "family_note", "family_problems", "packing_length_problem"]
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-PROVEN = {
+VERIFIED = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "llama": "Llama",
@@ -24,7 +24,7 @@ PROVEN = {
     "phi3": "Phi 3",
     "qwen3_moe": "Qwen3-MoE",
 }
-"""Trained, published to vLLM, saved, resumed and merged by `make show-families`, by what config.json calls them."""
+"""`model_type` -> name of the families that `make show-families` trains, syncs to vLLM, saves, resumes and merges."""
 
 STATEFUL = {
     "bamba",
@@ -38,45 +38,45 @@ STATEFUL = {
     "xlstm",
     "zamba",
 }
-BESIDE_TEXT = ("vision_config", "audio_config")
+MODALITIES = ("vision_config", "audio_config")
 
 
 def family_problems(path: str) -> Iterator[str]:
-    """Why the model in the folder `path` cannot be trained, in words. Nothing is said of a name that is no folder."""
-    config = _read(Path(path).expanduser() / "config.json")
+    """Yield the reasons why the model in the folder `path` cannot be trained; none if it is not a folder."""
+    config = _read_json(Path(path).expanduser() / "config.json")
     kind, text = config.get("model_type", "no model_type"), {**config, **(config.get("text_config") or {})}
-    odd = {str(each) for each in text.get("layer_types") or ()} - LAYER_TYPES
+    unsupported = {str(layer_type) for layer_type in text.get("layer_types") or ()} - LAYER_TYPES
     if config.get("is_encoder_decoder"):
-        yield f"{path} ({kind}): has an encoder, and only decoders are trained; take a causal language model"
-    if text.get("model_type") in STATEFUL or odd:
-        what = ", ".join(sorted(odd)) or "a state that runs through a sequence"
+        yield f"{path} ({kind}): encoder-decoder models are not supported; use a causal language model"
+    if text.get("model_type") in STATEFUL or unsupported:
+        layers = ", ".join(sorted(unsupported)) or "recurrent state"
         yield (
-            f"{path} ({kind}): layers with {what} cannot be trained on packed sequences; supported are "
+            f"{path} ({kind}): layers with {layers} cannot be trained on packed sequences; supported are "
             f"{', '.join(sorted(LAYER_TYPES))}"
         )
-    for part in BESIDE_TEXT:
+    for part in MODALITIES:
         if config.get(part):
-            yield f"{path} ({kind}): has a part that is not text ({part}), which is not supported; take a text model"
+            yield f"{path} ({kind}): multimodal models ({part}) are not supported; use a text model"
     if method := (config.get("quantization_config") or {}).get("quant_method"):
-        yield f"{path} ({kind}): its weights are quantised ({method}) and cannot be trained; take the original"
+        yield f"{path} ({kind}): quantized weights ({method}) cannot be trained; use the original model"
 
 
 def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:
-    """What to say of a family that nobody has proven; nothing of the others."""
-    if model_type in PROVEN:
+    """Return a note for a family that is not verified, None for the others."""
+    if model_type in VERIFIED:
         return None
-    probed = ", and the engine's with the trainer's after every publish; either" if published else ", which"
+    probe = " and the rollout engines' with the trainer's after every weight sync" if published else ""
     return (
-        f"{path}: {model_type} is none of the families that were proven ({', '.join(PROVEN.values())}); it is tried: "
-        f"its packed log-probs are compared with its own when it is loaded{probed} stops the run"
+        f"{path}: {model_type} is not one of the verified families ({', '.join(VERIFIED.values())}). Its log-probs on "
+        f"packed sequences are compared with those on single ones at load{probe}; the run stops if they differ"
     )
 
 
 def packing_length_problem(path: str, config: Mapping[str, Any], longest: int, settings: str) -> str | None:
-    """Why sequences of `longest` tokens, as the `settings` allow, cannot be packed; None: they can.
+    """Return why sequences of `longest` tokens, which the `settings` allow, cannot be packed; None if they can.
 
-    Some rotary positions change for a whole row as soon as one sequence in it is longer than the model was made for:
-    what a sequence is computed to would depend on its neighbours.
+    Some rotary embeddings change for a whole row as soon as one sequence in it exceeds the original length of the
+    model: the result of a sequence would depend on its neighbors.
     """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
@@ -87,15 +87,15 @@ def packing_length_problem(path: str, config: Mapping[str, Any], longest: int, s
     if longest <= limit:
         return None
     return (
-        f"{settings}: sequences may have {longest} tokens, and beyond {limit} the {kind} positions of {path} change "
-        f"for all sequences that are packed together; set {settings} to {limit} at most"
+        f"{settings}: sequences may have {longest} tokens, but beyond {limit} the {kind} positions of {path} change "
+        f"for all sequences packed together; set {settings} to at most {limit}"
     )
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    """The JSON of a file; nothing if there is none, or if it is none, which is left to who loads the model."""
+def _read_json(path: Path) -> Mapping[str, Any]:
+    """Return the object in a JSON file, or {} if it cannot be read: loading the model reports that."""
     try:
-        found = json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}

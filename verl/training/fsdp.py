@@ -1,4 +1,4 @@
-"""Training any Hugging Face causal model with FSDP2, policy or critic: sharded parameters, packed sequences."""
+"""Training of Hugging Face causal models with FSDP2, as policy or critic: sharded parameters, packed sequences."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from verl.errors import EngineError
 from verl.training.engine import Loss, ModelOutput, ValueOutput
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, is_trainable
-from verl.training.model import PackedCausalLM, load_model
+from verl.training.model import PackedCausalLM
+from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
@@ -37,14 +38,14 @@ __all__ = ["FsdpEngine", "FsdpSettings"]
 
 
 class FsdpEngine:
-    """A `TrainEngine` on the default process group, one rank per process. See `verl.training.process_group`.
+    """A `TrainEngine` on the default process group, one rank per process; see `verl.training.process_group`.
 
-    By `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`.
+    Depending on `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`.
     """
 
     def __init__(self, settings: FsdpSettings) -> None:
         if not dist.is_initialized():
-            raise EngineError("FsdpEngine: this process has not joined a group; call init_process_group(...) first")
+            raise EngineError("FsdpEngine: this process is in no process group; call init_process_group(...) first")
         self.settings = settings
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(settings.device)
@@ -72,7 +73,7 @@ class FsdpEngine:
                 fused=True,
                 **_adamw(settings),
             )
-        self.notes: list[str] = []  # what whoever started this should know
+        self.notes: list[str] = []  # for the user
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)
@@ -82,7 +83,7 @@ class FsdpEngine:
     def _shard(self) -> None:
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         precision, on_device = _precision(self.settings), self.device.type != "cpu"
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mesh": mesh,
             "reshard_after_forward": self.settings.reshard_after_forward,
             "offload_policy": CPUOffloadPolicy(pin_memory=on_device)
@@ -90,47 +91,45 @@ class FsdpEngine:
             else OffloadPolicy(),
         }
         for layer in self.model.layers():
-            fully_shard(layer, mp_policy=precision, **how)
+            fully_shard(layer, mp_policy=precision, **options)
         for module in self.model.fp32_modules():
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **how)
-        fully_shard(self.model, mp_policy=precision, **how | {"reshard_after_forward": None})  # torch knows the root
+            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+        options["reshard_after_forward"] = None  # torch has a default for the root
+        fully_shard(self.model, mp_policy=precision, **options)
 
     def _compile(self, model: PackedCausalLM) -> None:
-        model.kernels, trouble = compiled_kernels(self.device, _dtype(self.settings.compute_dtype))
-        if trouble is not None:
+        model.kernels, error = compiled_kernels(self.device, _dtype(self.settings.compute_dtype))
+        if error is not None:
             self.notes.append(
-                "torch.compile failed, so the kernels of log-probs run as they are written, with the same results and "
-                f"somewhat slower: {trouble}. To leave it out: actor_rollout_ref.actor.use_torch_compile=False"
+                "torch.compile failed, so the log-prob kernels run uncompiled, with the same results but somewhat "
+                f"slower: {error}. To disable it: actor_rollout_ref.actor.use_torch_compile=False"
             )
 
     def forward(
         self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
     ) -> list[Any]:
-        """What the model says, without gradients, on the CPU; at the settings' temperature unless told another."""
         self.model.eval()
         outputs = []
         with self._weights.on_device(), torch.no_grad():
             for batch in micro_batches:
                 output = self._run(batch, temperature, reference)
                 size = batch.num_tokens
-                outputs.append(type(output)(*(numbers[:size].cpu() for numbers in output if numbers is not None)))
+                outputs.append(type(output)(*(values[:size].cpu() for values in output if values is not None)))
             self.reshard()
         if reference is not None:
             reference.reshard()
         return outputs
 
     def reshard(self) -> None:
-        """After forward passes without a backward: modules would keep their parameters whole, and later changes would
-        not reach them."""
+        """Free gathered parameters after forward passes without a backward; else modules would miss later updates."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
         self._weights.offload()
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
-        """One optimiser step. Returns the sums of the loss's metric shares over all micro-batches and ranks."""
         if self.optimizer is None:
-            raise EngineError(f"{self.settings.model_path}: update of a model that was built with trainable=False")
+            raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
         totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
         self.model.train()
         shares: dict[str, Tensor] = {}
@@ -140,16 +139,16 @@ class FsdpEngine:
                     shares[name] = shares.get(name, 0.0) + value.detach()
             if reference is not None:
                 reference.reshard()
-            norm, stepped = self._step(lr, worth=totals.tokens > 0)
+            norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
         role = self.settings.role
         return self._sum_over_ranks(shares) | {
             f"{role}/grad_norm": norm,
             f"{role}/lr": lr,
-            f"{role}/skipped_steps": 0.0 if stepped else 1.0,
+            f"{role}/skipped_steps": 0.0 if has_stepped else 1.0,
         }
 
     def gather(self, rows: Tensor) -> Tensor:
-        """All-gather of rows [n, k], n different by rank -> [N, k] on the CPU."""
+        """All-gather rows [n, k], n differing by rank -> [N, k] on the CPU."""
         rows = rows.cpu().contiguous()
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
         dist.all_gather(counts, torch.tensor([len(rows)]))
@@ -161,43 +160,45 @@ class FsdpEngine:
         return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The full weights, one at a time, in `dtype` or as they are kept. What an adapter adds is in them."""
-        found = self._whole(lambda name: True, dtype)
+        """Yield the full weights with their Hugging Face names; an adapter is merged into them."""
+        weights = self._gather_weights(lambda name: True, dtype)
         if (lora := self.settings.lora) is not None:
-            adapted = merge_adapter(self.base_weights(), dict(self._whole(is_adapter)), lora.scale)
-            found = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
-        return to_hf(self.model.hf, found) if isinstance(self.model, PackedCausalLM) else found
+            adapted = merge_adapter(self.base_weights(), dict(self._gather_weights(is_adapter)), lora.scale)
+            weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
+        return to_hf(self.model.hf, weights) if isinstance(self.model, PackedCausalLM) else weights
 
     def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The tensors of the adapter alone, under the names that PEFT gives them."""
-        for name, tensor in self._whole(is_adapter, dtype):
+        """Yield only the tensors of the adapter, with their PEFT names."""
+        for name, tensor in self._gather_weights(is_adapter, dtype):
             yield peft_name(name), tensor
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """The full weights without what an adapter adds."""
-        for name, tensor in self._whole(lambda name: not is_adapter(name)):
+        """Yield the full weights without the adapter."""
+        for name, tensor in self._gather_weights(lambda name: not is_adapter(name)):
             yield original_name(name), tensor
 
-    def _whole(self, wanted: Callable[[str], bool], dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    def _gather_weights(
+        self, is_wanted: Callable[[str], bool], dtype: torch.dtype | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         with self._weights.on_device():
             for name, parameter in self.model.hf.named_parameters():
-                if wanted(name):
+                if is_wanted(name):
                     local = parameter.detach().to(self.device, dtype)
-                    whole = local.full_tensor() if isinstance(local, DTensor) else local
-                    yield name, whole.clone() if self._weights.active else whole  # on one rank it may be the shard
+                    full = local.full_tensor() if isinstance(local, DTensor) else local
+                    yield name, full.clone() if self._weights.active else full  # on one rank it may be the shard
 
     def copy_weights_from(self, other: Any) -> None:
-        """Copy the shards of another engine of the same model, each rank its own."""
-        theirs = dict(other.model.named_parameters())
+        """Copy the shards of another engine with the same model."""
+        source = dict(other.model.named_parameters())
         with torch.no_grad(), self._weights.on_device(), other._weights.on_device():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(theirs[name])
+                parameter.copy_(source[name])
 
     def state(self) -> dict[str, Any]:
-        """Sharded model and optimiser, the schedule's step, and this rank's random states under its own key.
+        """Return sharded model and optimizer, the schedule's step, and the random states under the key of this rank.
 
-        What is offloaded comes as a copy, since it goes away again. With an adapter the model is what is trained of
-        it, and `base` says what it belongs to.
+        Offloaded tensors are copied, because they are emptied again. With an adapter, `model` has only the trainable
+        parameters, and `base` identifies the weights that they belong to.
         """
         state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
         with self._weights.on_device(), self._moments.on_device():
@@ -207,22 +208,24 @@ class FsdpEngine:
                 state["base"] = dict(self._base)
             if self.optimizer is not None:
                 if not self.optimizer.state:
-                    self._make_moments(self.optimizer)
+                    self._initialize_moments(self.optimizer)
                 state["optimizer"] = get_optimizer_state_dict(self.model.hf, self.optimizer, options=_FLAT)
             offloads = self._weights.active or self._moments.active
             return cast(dict[str, Any], copy_to_host(state)) if offloads else state
 
-    def _make_moments(self, optimizer: torch.optim.Optimizer) -> None:
-        """The state of an optimiser that has not stepped yet. torch makes it by a step at a learning rate of 0, and
-        counts that step: the first real one would then be a quarter too short."""
+    def _initialize_moments(self, optimizer: torch.optim.Optimizer) -> None:
+        """Create the state of an optimizer that has not stepped yet.
+
+        torch does so by a step with learning rate 0, and counts it: the first real step would be a quarter too small.
+        """
         get_optimizer_state_dict(self.model.hf, optimizer, options=_FLAT)
         for moments in optimizer.state.values():
             moments["step"].zero_()
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; what is not in it stays as it is, so also the random state of a rank without one.
+        """Restore a `state`. Parts that it lacks are left unchanged, also the random state of a rank without one.
 
-        What the optimiser is told (betas, eps, weight decay) comes from the settings, not from the checkpoint.
+        The optimizer's options (betas, eps, weight decay) come from the settings, not from the checkpoint.
         """
         if self._base is not None and "base" in state:
             check_base(self._base, state["base"])
@@ -235,11 +238,11 @@ class FsdpEngine:
                     group.update(_adamw(self.settings))
         if "schedule" in state:
             self.step = int(state["schedule"]["step"])
-        if mine := state.get("rng", {}).get(str(self.rank)):
-            _set_random_state(mine, self.device)
+        if random_state := state.get("rng", {}).get(str(self.rank)):
+            _set_random_state(random_state, self.device)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
-        """What another model's distributions are compared with. Its weight is whole until `reshard`."""
+        """Return the last layer, for the KL of another model to this one. Its weight stays gathered until `reshard`."""
         self.model.eval()
         self._weights.load()
         with torch.no_grad():
@@ -249,44 +252,44 @@ class FsdpEngine:
         self, batch: FlatBatch, temperature: float | None = None, reference: FsdpEngine | None = None
     ) -> ModelOutput | ValueOutput:
         temperature = self.settings.temperature if temperature is None else temperature
-        compare = {} if reference is None else {"reference": reference.last_layer(batch)}
-        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **compare))
+        options = {} if reference is None else {"reference": reference.last_layer(batch)}
+        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
 
-    def _call(self, batch: FlatBatch, temperature: float, **more: Any) -> ModelOutput | ValueOutput | LastLayer:
-        """One pass through the model. An empty batch runs a dummy token, so that every rank takes part in it."""
+    def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
+        """Call the model. An empty batch runs a dummy token, so that every rank takes part in the collectives."""
         _check_mask(batch)
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         batch = batch.to(self.device)
-        return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **more)
+        return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **options)
 
     def _backward(
         self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: FsdpEngine | None
     ) -> dict[str, Tensor]:
         output = self._run(batch, reference=reference)
         if batch.num_tokens == 0:
-            # Of nothing: zero gradients, same collectives.
-            torch.cat([numbers for numbers in output if numbers is not None]).sum().backward()
+            # Zero gradients, but the same collectives as on other ranks.
+            torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
-        (share * self.world_size).backward()  # FSDP averages over ranks; shares are to be summed
+        (share * self.world_size).backward()  # FSDP averages over ranks, but shares must be summed
         return metrics
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
-        mine = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
-        counts = torch.tensor([sum(t.tokens for t in mine), sum(t.sequences for t in mine)], dtype=torch.float64)
+        parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
+        counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
         dist.all_reduce(counts)
         return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
-    def _step(self, lr: float, *, worth: bool) -> tuple[float, bool]:
-        """Clip and step, unless nothing was trained on or the gradient is not finite: (its norm, weights moved?)."""
+    def _step(self, lr: float, *, has_tokens: bool) -> tuple[float, bool]:
+        """Clip and step, unless there are no tokens or the gradient is not finite: (gradient norm, has stepped)."""
         assert self.optimizer is not None
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         total = torch.nn.utils.get_total_norm(grads)
         norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
-        moves = worth and math.isfinite(norm)
-        if moves:
+        should_step = has_tokens and math.isfinite(norm)
+        if should_step:
             clip = self.settings.grad_clip
             if clip is not None and norm > clip:
                 torch._foreach_mul_(grads, clip / (norm + 1e-6))
@@ -296,14 +299,14 @@ class FsdpEngine:
                 self.optimizer.step()
             self.step += 1
         self.optimizer.zero_grad(set_to_none=True)
-        return norm, moves
+        return norm, should_step
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
-        mine = {name: float(value) for name, value in shares.items()}
-        everyone: list[dict[str, float]] = [{} for _ in range(self.world_size)]
-        dist.all_gather_object(everyone, mine)  # objects, since a rank without samples knows no names
-        names = dict.fromkeys(name for one in everyone for name in one)
-        return {name: sum(one.get(name, 0.0) for one in everyone) for name in names}
+        gathered: list[dict[str, float]] = [{} for _ in range(self.world_size)]
+        # Objects, because a rank without samples does not know the names.
+        dist.all_gather_object(gathered, {name: float(value) for name, value in shares.items()})
+        names = dict.fromkeys(name for metrics in gathered for name in metrics)
+        return {name: sum(metrics.get(name, 0.0) for metrics in gathered) for name in names}
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -312,14 +315,14 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 def _dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineError(f"dtype: {name!r} is not a floating-point type of torch; use float32 or bfloat16")
+        raise EngineError(f"dtype: {name!r} is not a floating-point dtype; use float32 or bfloat16")
     return dtype
 
 
 def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
-    """Gradients are summed in float32, always; parameters are cast for computing where the two types differ."""
-    same = settings.compute_dtype == settings.param_dtype
-    return MixedPrecisionPolicy(None if same else _dtype(settings.compute_dtype), reduce_dtype=torch.float32)
+    """Reduce gradients in float32; cast parameters to the compute dtype where it differs from theirs."""
+    is_same = settings.compute_dtype == settings.param_dtype
+    return MixedPrecisionPolicy(None if is_same else _dtype(settings.compute_dtype), reduce_dtype=torch.float32)
 
 
 def _adamw(settings: FsdpSettings) -> dict[str, Any]:
@@ -334,10 +337,10 @@ def _adamw(settings: FsdpSettings) -> dict[str, Any]:
 def _check_mask(batch: FlatBatch) -> None:
     firsts = batch.offsets[:-1][batch.lengths > 0]
     if bool(batch.mask[firsts].any()):
-        which = int(batch.mask[firsts].nonzero()[0])
+        index = int(batch.mask[firsts].nonzero()[0])
         raise EngineError(
-            f"sequence {which} of a micro-batch: its first token is masked as generated, but nothing before it could "
-            "predict it; every sequence needs a prompt of at least one token"
+            f"sequence {index} of a micro-batch: its first token is marked as generated, but has no preceding token to "
+            "predict it from; every sequence needs a prompt of at least one token"
         )
 
 

@@ -1,8 +1,8 @@
-"""Log-probs, entropies and exact KLs from hidden states, a chunk of positions at a time.
+"""Log-probs, entropies and exact KLs from hidden states, computed in chunks of positions.
 
-With a vocabulary of 152k the logits of 4,096 tokens are 2.5 GB in float32, and a plain log-softmax with entropy keeps
-several copies of them for the backward pass. Here a chunk of logits lives only while it is used: the forward pass keeps
-one number per position (the log of the normaliser) and the backward pass computes each chunk again.
+With a vocabulary of 152k the logits of 4,096 tokens take 2.5 GB in float32, and a plain log-softmax with entropy keeps
+several copies of them for the backward pass. Here only one chunk of logits exists at a time: the forward pass keeps
+one number per position (the log of the normalizer), and the backward pass recomputes each chunk.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from verl.training.compiled import Compiled
 __all__ = ["PLAIN", "Kernels", "LastLayer", "compiled_kernels", "token_logprobs", "vocabulary_kl"]
 
 CHUNK_ELEMENTS = 1 << 24
-"""Logits held at once when the caller does not say how many positions: 64 MiB in float32."""
+"""Default number of logits per chunk: 64 MiB in float32."""
 
 
 class LastLayer(NamedTuple):
-    """What the logits [N, V] of N positions are made of: hidden [N, H], weight [V, H], bias [V].
+    """The last layer of a language model at N positions: hidden [N, H], weight [V, H], bias [V].
 
-    They are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`.
+    The logits [N, V] are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`.
     """
 
     hidden: Tensor
@@ -34,13 +34,13 @@ class LastLayer(NamedTuple):
     softcap: float | None = None
 
     def logprobs(self, rows: slice, temperature: float) -> Tensor:
-        """Of the whole vocabulary at some of the positions, [C, V]."""
+        """Return the log-probs of the whole vocabulary at C positions, [C, V]."""
         hidden, weight, bias, scale, softcap = self
         return _logits(hidden[rows], weight, bias, scale, softcap, temperature).log_softmax(-1)
 
 
 class Kernels(NamedTuple):
-    """What is done with one chunk of logits, as it is written (`PLAIN`) or compiled."""
+    """The forward and backward computation of one chunk, plain or compiled."""
 
     forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
     backward: Callable[..., Tensor]
@@ -54,7 +54,7 @@ def token_logprobs(
     chunk: int | None = None,
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of `targets [N]` and entropies, both [N] float32. `chunk` positions have their logits at once."""
+    """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions."""
     chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
     hidden, weight, bias, scale, softcap = layer
     form = scale, softcap, temperature
@@ -63,26 +63,26 @@ def token_logprobs(
 
 
 def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str | None]:
-    """The kernels, compiled here and now on a small example for all sizes: (kernels, why they run as written)."""
+    """Compile the kernels on a small example, for all sizes: (kernels, error if they run uncompiled)."""
     forward, backward = Compiled(_forward), Compiled(_backward)
     kernels = Kernels(forward, backward)
     hidden, weight = (torch.ones(size, 8, dtype=dtype, device=device, requires_grad=True) for size in (6, 32))
     layer = LastLayer(hidden, torch.nn.Parameter(weight))
     logprobs, _ = token_logprobs(layer, torch.arange(6, device=device), chunk=3, kernels=kernels)
     logprobs.sum().backward()
-    return kernels, forward.trouble or backward.trouble
+    return kernels, forward.error or backward.error
 
 
-def vocabulary_kl(own: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
-    """KL(own || other) at each of N positions, exact over the vocabulary, [N] float32. Only `own` gets gradients."""
-    chunk = chunk or max(1, CHUNK_ELEMENTS // len(own.weight))
-    return _VocabularyKl.apply(own.hidden, own.weight, own.bias, own, other, temperature, chunk)
+def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients."""
+    chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
+    return _VocabularyKl.apply(layer.hidden, layer.weight, layer.bias, layer, other, temperature, chunk)
 
 
 def _logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
 ) -> Tensor:
-    """One chunk of logits [C, V], at least float32, in memory of its own."""
+    """Return one chunk of logits [C, V], at least float32, as a new tensor."""
     logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if softcap is not None:
@@ -95,12 +95,12 @@ def _logits(
 def _forward(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, softcap: float | None, t: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of C positions: log-probs of their targets, entropies, and the logs of the normalisers, each [C]."""
+    """Return log-probs of the targets, entropies, and logs of the normalizers at C positions, each [C]."""
     logits = _logits(hidden, weight, bias, scale, softcap, t)
-    normaliser = logits.logsumexp(-1)
-    log_p = logits.sub_(normaliser[:, None])
+    normalizer = logits.logsumexp(-1)
+    log_p = logits.sub_(normalizer[:, None])
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), normaliser
+    return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), normalizer
 
 
 def _backward(
@@ -111,15 +111,15 @@ def _backward(
     scale: float,
     softcap: float | None,
     temperature: float,
-    normaliser: Tensor,
+    normalizer: Tensor,
     entropy: Tensor,
     d_logprobs: Tensor | None,
     d_entropy: Tensor | None,
 ) -> Tensor:
-    """The gradient [C, V] of the product of hidden states and weight."""
+    """Return the gradient [C, V] of hidden @ weight.T."""
     logits = _logits(hidden, weight, bias, scale, softcap, temperature)
     slope = (logits * (temperature / softcap)).square_().neg_().add_(1.0) if softcap is not None else None
-    log_p = logits.sub_(normaliser[:, None])
+    log_p = logits.sub_(normalizer[:, None])
     grad = log_p.exp()  # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
     if d_entropy is None:
         assert d_logprobs is not None
@@ -151,29 +151,29 @@ class _TokenLogprobs(torch.autograd.Function):
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, normaliser = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
+        logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            found = kernels.forward(hidden[rows], weight, bias, targets[rows], *form)
-            logprobs[rows], entropy[rows], normaliser[rows] = found
-        ctx.save_for_backward(hidden, weight, bias, targets, normaliser, entropy)
+            outputs = kernels.forward(hidden[rows], weight, bias, targets[rows], *form)
+            logprobs[rows], entropy[rows], normalizer[rows] = outputs
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.settings = form, chunk, kernels
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         form, chunk, kernels = ctx.settings
-        if all(each is None for each in grads):
+        if all(grad is None for grad in grads):
             return (None,) * 7
-        gradients = _Gradients(ctx, hidden, weight, bias, normaliser.dtype)
+        gradients = _Gradients(ctx, hidden, weight, bias, normalizer.dtype)
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            upstream = [None if each is None else each[rows] for each in grads]
-            known = normaliser[rows], entropy[rows]
-            gradients.add(rows, kernels.backward(hidden[rows], weight, bias, targets[rows], *form, *known, *upstream))
-        return *gradients.found(), None, None, None, None
+            upstream = [None if grad is None else grad[rows] for grad in grads]
+            saved = normalizer[rows], entropy[rows]
+            gradients.add(rows, kernels.backward(hidden[rows], weight, bias, targets[rows], *form, *saved, *upstream))
+        return *gradients.result(), None, None, None, None
 
 
 class _VocabularyKl(torch.autograd.Function):
@@ -183,7 +183,7 @@ class _VocabularyKl(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        own: LastLayer,
+        layer: LastLayer,
         other: LastLayer,
         temperature: float,
         chunk: int,
@@ -191,10 +191,10 @@ class _VocabularyKl(torch.autograd.Function):
         kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            log_p = own.logprobs(rows, temperature)
+            log_p = layer.logprobs(rows, temperature)
             kl[rows] = (log_p.exp() * log_p.sub_(other.logprobs(rows, temperature))).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, other.hidden, other.weight, other.bias, kl)
-        ctx.settings = own.scale, own.softcap, other.scale, other.softcap, temperature, chunk
+        ctx.settings = layer.scale, layer.softcap, other.scale, other.softcap, temperature, chunk
         return kl
 
     @staticmethod
@@ -212,13 +212,13 @@ class _VocabularyKl(torch.autograd.Function):
             if softcap is not None:
                 grad.mul_(logits.mul_(temperature / softcap).square_().neg_().add_(1.0))
             gradients.add(rows, grad)
-        return *gradients.found(), None, None, None, None
+        return *gradients.result(), None, None, None, None
 
 
 class _Gradients:
-    """Of hidden states, weight and bias, where they are asked for, summed up from the gradients of chunks of logits.
+    """Gradients of hidden states, weight and bias, where needed, accumulated over chunks of logits.
 
-    The sum over chunks is kept in float32 whatever the weights are: thousands of small terms.
+    Accumulated in float32 whatever the dtype of the weights: there are thousands of small terms.
     """
 
     def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -229,7 +229,7 @@ class _Gradients:
         self._d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
 
     def add(self, rows: slice, grad: Tensor) -> None:
-        """The gradient [C, V] of the product of hidden states and weight at `rows`."""
+        """Add the gradient [C, V] of hidden @ weight.T at `rows`."""
         if self._d_bias is not None:
             self._d_bias += grad.sum(0)
         grad = grad.to(self._hidden.dtype)
@@ -238,7 +238,7 @@ class _Gradients:
         if self._d_weight is not None:
             _accumulate(self._d_weight, grad, self._hidden[rows])
 
-    def found(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         return self._d_hidden, self._d_weight, self._d_bias
 
 

@@ -1,4 +1,4 @@
-"""The small files of a Hugging Face model: what, beside weights, `from_pretrained` needs."""
+"""Exporting to Hugging Face format: the files that `from_pretrained` needs, and the weights in checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from verl.checkpoint.adapter import SavedAdapter
 from verl.checkpoint.export import BaseWeights, iter_checkpoint_weights
 from verl.errors import CheckpointError
 from verl.training.lora import HEAD, fingerprint
-from verl.training.model import ScoredBackbone, select_model_class
+from verl.training.model import ScoredBackbone
+from verl.training.model_loader import select_model_class
 from verl.training.settings import Head
 from verl.weights.hf_names import to_hf
 
@@ -33,12 +34,12 @@ __all__ = ["base_weights_reader", "read_model_files", "read_saved_weights", "wei
 def read_model_files(
     model_path: str, tokenizer_path: str | None = None, *, trust_remote_code: bool = False
 ) -> dict[str, bytes]:
-    """Configuration, generation configuration and tokenizer, by the names of their files."""
+    """Return the contents of configuration, generation configuration and tokenizer files, by file name."""
     config = AutoConfig.from_pretrained(model_path, trust_remote_code=trust_remote_code)
     files = {"config.json": config.to_json_string().encode()}
     try:
         generation = GenerationConfig.from_pretrained(model_path)
-    except OSError:  # not every model has one
+    except OSError:  # the model has none
         generation = GenerationConfig.from_model_config(config)
     files["generation_config.json"] = generation.to_json_string().encode()
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path or model_path, trust_remote_code=trust_remote_code)
@@ -55,16 +56,15 @@ def read_saved_weights(
     head: Head = "tokens",
     trust_remote_code: bool = False,
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights in a folder of shards, in the type and under the names that `from_pretrained` finds."""
-    kind = AutoModelForCausalLM if head == "tokens" else AutoModelForTokenClassification
+    """Read the weights in a folder of shards, with the dtype and names that `from_pretrained` expects."""
+    model_class = AutoModelForCausalLM if head == "tokens" else AutoModelForTokenClassification
     with torch.device("meta"):
-        model = kind.from_config(config, trust_remote_code=trust_remote_code)
+        model = model_class.from_config(config, trust_remote_code=trust_remote_code)
     return to_hf(model, iter_checkpoint_weights(shards, base=base, **weight_format(config)))
 
 
 def weight_format(config: PreTrainedConfig) -> dict[str, Any]:
-    """`dtype`: that of the model that the run started from, though training may keep its weights in a wider one.
-    `tied`: whether the head is the embedding."""
+    """Return `dtype`, that of the initial model even if training uses a wider one, and whether the head is `tied`."""
     dtype = getattr(torch, config.dtype) if isinstance(config.dtype, str) else config.dtype
     tied = getattr(config.get_text_config(), "tie_word_embeddings", False) or config.tie_word_embeddings
     return {"dtype": dtype, "tied": bool(tied)}
@@ -73,15 +73,15 @@ def weight_format(config: PreTrainedConfig) -> dict[str, Any]:
 def base_weights_reader(
     *, path: str | None = None, head: Head = "tokens", trust_remote_code: bool = False
 ) -> Callable[[SavedAdapter], Iterator[tuple[str, Tensor]]]:
-    """Reads the weights below an adapter: of `path`, or of the model that it was trained on. Others are refused."""
+    """Return a function that reads the base weights of an adapter, from `path` or the model that it was trained on."""
 
     def read(adapter: SavedAdapter) -> Iterator[tuple[str, Tensor]]:
         base = path or adapter.base
         check_fingerprint(adapter, base)
-        disable_progress_bar()  # the console is ours
+        disable_progress_bar()
         config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
-        kind = select_model_class(config, head)
-        hf = kind.from_pretrained(base, config=config, dtype="auto", trust_remote_code=trust_remote_code)
+        model_class = select_model_class(config, head)
+        hf = model_class.from_pretrained(base, config=config, dtype="auto", trust_remote_code=trust_remote_code)
         model = hf if head == "tokens" else ScoredBackbone(hf)
         for name, parameter in model.named_parameters():
             if not name.startswith(HEAD):
@@ -91,9 +91,9 @@ def base_weights_reader(
 
 
 def check_fingerprint(adapter: SavedAdapter, base: str) -> None:
-    """An adapter goes on the weights that it was trained on, wherever they lie now, and on no others."""
+    """Raise a `CheckpointError` unless `base` has the weights that the adapter was trained on."""
     if fingerprint(base) != adapter.fingerprint:
         raise CheckpointError(
-            f"{base} does not have the weights that the adapter was trained on (those of {adapter.base} then); name "
-            "the folder that has them by --hf_model_path"
+            f"{base} does not have the weights that the adapter was trained on ({adapter.base} at that time); set "
+            "--hf_model_path to the folder that has them"
         )

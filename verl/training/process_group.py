@@ -1,4 +1,4 @@
-"""Joining the ranks of one engine: the only place that chooses a collective backend."""
+"""The process group of the ranks of an engine. The only module that chooses a collective backend."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl.errors import EngineError
 __all__ = ["close_process_group", "init_process_group"]
 
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
-"""By type of device. Numbers that live on the host (totals, metrics) always travel by gloo."""
+"""Device type -> backend. Numbers in host memory (totals, metrics) always use gloo."""
 
 
 def init_process_group(
@@ -26,32 +26,34 @@ def init_process_group(
     timeout_seconds: float = 600.0,
     listener: socket.socket | None = None,
 ) -> None:
-    """Join `world_size` processes that all name the same address and port; returns when every one is there.
+    """Join `world_size` processes that use the same address and port; return when all have joined.
 
-    Rank 0 listens there, by `listener` if it has one already, and on no other address of its machine; with 127.0.0.1
-    no rank listens on any other. A rank that is alone may name port 0, which is any.
+    Rank 0 listens on that address only, on `listener` if given. With 127.0.0.1 no rank listens on any other address.
+    A single rank may use port 0, which is any.
     """
     kind = torch.device(device).type
     if kind not in BACKENDS:
-        raise EngineError(f"device {device!r}: no collective backend is known for it; use one of {', '.join(BACKENDS)}")
-    if address == "127.0.0.1":  # gloo and NCCL would listen on the address of the host's name
+        raise EngineError(f"device {device!r}: has no collective backend; use one of {', '.join(BACKENDS)}")
+    if address == "127.0.0.1":  # else gloo and NCCL listen on the address of the host name
         loopback = next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", loopback)
     timeout = timedelta(seconds=timeout_seconds)
     try:
-        # Without a socket of its own the store would listen on all addresses.
-        door = (listener or socket.create_server((address, port), backlog=world_size)).detach() if rank == 0 else None
-        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=door)
+        server = listener
+        if rank == 0 and server is None:  # without a socket the store would listen on all addresses
+            server = socket.create_server((address, port), backlog=world_size)
+        descriptor = server.detach() if rank == 0 and server is not None else None
+        store = dist.TCPStore(address, port, world_size, rank == 0, timeout, master_listen_fd=descriptor)
         dist.init_process_group(BACKENDS[kind], store=store, rank=rank, world_size=world_size, timeout=timeout)
     except (dist.DistError, OSError) as error:
         raise EngineError(
             f"rank {rank} of {world_size} could not join {address}:{port} within {timeout_seconds:g} s: {error}; "
-            "see that every rank started and can reach that address"
+            "check that every rank has started and can reach that address"
         ) from error
 
 
 def close_process_group() -> None:
-    """Leave the group again, if this process has joined one, so that it may join another."""
+    """Leave the process group, if this process has joined one, so that it may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""How the learning rate moves with the optimiser's steps: a pure function, so that a checkpoint holds one number."""
+"""The learning-rate schedule: a pure function of the step, so that a checkpoint holds one number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["Schedule"]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """`lr` after a linear warm-up of `warmup_steps`, then constant, or down to `min_ratio * lr` at `total_steps`.
+    """`lr` after a linear warmup of `warmup_steps`, then constant or decaying to `min_ratio * lr` at `total_steps`.
 
     >>> Schedule(lr=1.0, warmup_steps=4).at(0), Schedule(lr=1.0, kind="linear", total_steps=10).at(5)
     (0.25, 0.5)
@@ -28,11 +28,11 @@ class Schedule:
         if self.kind != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise ValueError(
                 f"schedule={self.kind}: total_steps {self.total_steps} must be more than warmup_steps "
-                f"{self.warmup_steps}; set the total number of optimiser steps, or use schedule=constant"
+                f"{self.warmup_steps}; set the total number of optimizer steps, or use schedule=constant"
             )
 
     def at(self, step: int) -> float:
-        """The learning rate of optimiser step `step`, counted from 0."""
+        """Return the learning rate of optimizer step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == "constant":

@@ -1,4 +1,4 @@
-"""What a training engine is told. Imports no torch: the controller makes these records, and holds no tensors."""
+"""Settings of a training engine. Imports no torch, because the controller creates them."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from typing import Literal
 __all__ = ["FsdpSettings", "Head", "LoraSettings"]
 
 Head = Literal["tokens", "value"]
-"""What a model says of a state: which token comes next (a policy), or what it is worth (a critic)."""
+"""What a model predicts: the next token (a policy), or the value of a state (a critic)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
-    """An adapter. `targets`: "all-linear", a pattern that names match whole, or endings of the names of modules."""
+    """A LoRA adapter. `targets`: "all-linear", a regular expression for full module names, or suffixes of them."""
 
     rank: int
     alpha: int = 16
     targets: str | tuple[str, ...] = "all-linear"
-    seed: int = 0  # of its first numbers, the same on every rank
+    seed: int = 0  # of its initial values, the same on every rank
 
     @property
     def scale(self) -> float:
-        """By what the product of its two factors is multiplied."""
+        """The factor of the product of its two matrices."""
         return self.alpha / self.rank
 
 
 @dataclass(frozen=True, slots=True)
 class FsdpSettings:
-    """All that an `FsdpEngine` is told. A model that is not `trainable` has no optimiser: a reference."""
+    """Settings of an `FsdpEngine`. A model that is not `trainable` (a reference) has no optimizer."""
 
     model_path: str
     head: Head = "tokens"
-    role: str = "actor"  # before the engine's own metrics: actor/grad_norm, critic/lr
+    role: str = "actor"  # prefix of the metrics: actor/grad_norm, critic/lr
     trainable: bool = True
     lora: LoraSettings | None = None  # train this adapter, and a critic's head, instead of all weights
     lr: float = 1e-6
@@ -44,15 +44,15 @@ class FsdpSettings:
     warmup_steps: int = 0
     total_steps: int | None = None
     min_lr_ratio: float = 0.0
-    param_dtype: str = "float32"  # in which parameters and optimiser states are kept
-    compute_dtype: str = "float32"  # in which layers compute; gradients are summed over ranks in float32
+    param_dtype: str = "float32"  # of stored parameters and optimizer state
+    compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False
-    reshard_after_forward: bool = True  # gathered layers are let go of before the backward pass
-    param_offload: bool = False  # weights lie in host memory while the engine is not used
-    optimizer_offload: bool = False  # moments lie there but for the optimiser's step
-    offload_policy: bool = False  # FSDP2's own: shards, gradients and moments always lie there
-    compile: bool = False  # the kernels of log-probs and entropies
-    temperature: float = 1.0  # of the distribution whose log-probs are trained
-    logprob_chunk: int | None = None  # positions whose logits exist at once
+    reshard_after_forward: bool = True  # free gathered layers before the backward pass
+    param_offload: bool = False  # keep weights in host memory while the engine is idle
+    optimizer_offload: bool = False  # keep optimizer state there except in optimizer steps
+    offload_policy: bool = False  # FSDP2's offload: shards, gradients and optimizer state always in host memory
+    compile: bool = False  # compile the kernels of log-probs and entropies
+    temperature: float = 1.0  # of the trained distribution
+    logprob_chunk: int | None = None  # positions per chunk of logits
     device: str = "cpu"
     trust_remote_code: bool = False

@@ -46,8 +46,8 @@ class TrainWorker(BaseTrainWorker):
         import torch
 
         from verl.training.fsdp import FsdpEngine
-        from verl.training.lora import BaseModelReference
         from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
+        from verl.training.policy.reference import BaseModelReference
 
         def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
             return None if wanted is None else FsdpEngine(wanted)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl.errors import EngineError
-from verl.training.attention import packed_attention, packing
+from verl.training.attention import packed_attention, packing_kwargs
 
 pytestmark = pytest.mark.unit
 
@@ -35,7 +35,13 @@ def states(total):
 def test_packed_equals_one_by_one_forward_and_backward(lengths, window, softcap):
     qkv = states(sum(lengths))
     ours, _ = packed_attention(
-        torch.nn.Module(), *qkv, None, scaling=0.3, sliding_window=window, softcap=softcap, **packing(lengths, "cpu")
+        torch.nn.Module(),
+        *qkv,
+        None,
+        scaling=0.3,
+        sliding_window=window,
+        softcap=softcap,
+        **packing_kwargs(lengths, "cpu"),
     )
     theirs = one_by_one(*qkv, lengths, 0.3, window, softcap)
     torch.testing.assert_close(ours, theirs)
@@ -45,8 +51,8 @@ def test_packed_equals_one_by_one_forward_and_backward(lengths, window, softcap)
     )
 
 
-def test_neighbours_of_equal_length_are_one_run():
-    packed = packing([4, 4, 2, 4], "cpu")
+def test_neighbors_of_equal_length_are_one_run():
+    packed = packing_kwargs([4, 4, 2, 4], "cpu")
     assert packed["runs"] == ((2, 4), (1, 2), (1, 4))
     assert packed["cu_seq_lens_q"].tolist() == [0, 4, 8, 10, 14]
     assert packed["max_length_q"] == 4
@@ -62,7 +68,7 @@ def test_a_run_is_a_view_of_the_flat_array(monkeypatch):
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     query, key, value = states(12)
-    packed_attention(torch.nn.Module(), query, key, value, None, **packing([4, 4, 4], "cpu"))
+    packed_attention(torch.nn.Module(), query, key, value, None, **packing_kwargs([4, 4, 4], "cpu"))
     assert seen == [((3, HEADS, 4, DIM), query.untyped_storage().data_ptr())]
 
 
@@ -70,7 +76,7 @@ def test_a_run_is_a_view_of_the_flat_array(monkeypatch):
     ("arguments", "message"),
     [
         ({}, "without the boundaries"),
-        ({"s_aux": torch.zeros(1), **packing([4], "cpu")}, "s_aux is used"),
+        ({"s_aux": torch.zeros(1), **packing_kwargs([4], "cpu")}, "attention uses s_aux"),
     ],
 )
 def test_what_cannot_be_packed_is_refused(arguments, message):
@@ -80,4 +86,4 @@ def test_what_cannot_be_packed_is_refused(arguments, message):
 
 def test_a_further_mask_is_refused():
     with pytest.raises(EngineError, match="only causal attention"):
-        packed_attention(torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), **packing([4], "cpu"))
+        packed_attention(torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), **packing_kwargs([4], "cpu"))

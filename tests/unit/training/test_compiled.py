@@ -36,15 +36,15 @@ def test_a_compiler_that_fails_is_asked_once_and_the_function_runs_as_written(mo
     double = Compiled(lambda x: 2 * x)
     assert [double(3), double(4)] == [6, 8]
     assert len(tries) == 1
-    assert double.trouble is not None
-    assert double.trouble.startswith(type(error).__name__)
+    assert double.error is not None
+    assert double.error.startswith(type(error).__name__)
 
 
 def test_the_trouble_is_one_line_of_what_went_wrong(monkeypatch):
     failing(monkeypatch, RuntimeError("\n  backend='inductor' raised:\nCalledProcessError: gcc ...\n" + "x" * 9999))
     double = Compiled(lambda x: 2 * x)
     double(1)
-    assert double.trouble == "RuntimeError: backend='inductor' raised:"
+    assert double.error == "RuntimeError: backend='inductor' raised:"
 
 
 def test_an_error_of_the_function_itself_is_raised():

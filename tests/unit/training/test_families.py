@@ -1,91 +1,105 @@
-"""The law of the packed path, family by family: sequences laid end to end get the log-probs and gradients that each has
-alone in the plain model of transformers, also where they are longer than its window."""
+"""What a family cannot do is said from its configuration alone, with all that is wrong besides."""
+
+import json
 
 import pytest
-import torch
-import transformers
-from tiny import FAMILIES, WINDOW, save_family
+from tiny import FAMILIES, tiny_family
 
-from verl.training.model import load_model
-from verl.weights.hf_names import check_names, to_hf
+from verl.config.load import load_dict
+from verl.errors import ConfigError
+from verl.trainer.run_data import check_files
+from verl.training.families import VERIFIED, family_note, family_problems, packing_length_problem
 
 pytestmark = pytest.mark.unit
 
-LENGTHS = [3, 2 * WINDOW + 5, 1, WINDOW + 1, 7]
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_families_of_the_table_are_verified_and_have_no_problems(tmp_path, name):
+    config = tiny_family(name)
+    config.save_pretrained(tmp_path)
+    assert [*family_problems(str(tmp_path))] == []
+    assert config.model_type in VERIFIED
+    assert family_note("model", config.model_type) is None
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(request, tmp_path_factory):
-    """The packed model and the plain one, of the same weights."""
-    path = save_family(request.param, tmp_path_factory.mktemp("family"))
-    plain = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
-    return load_model(path, dtype=torch.float32), plain
+ODD = {
+    "an encoder": ({"model_type": "t5", "is_encoder_decoder": True}, "encoder-decoder"),
+    "a state": ({"model_type": "mamba2"}, "layers with recurrent state cannot be trained on packed"),
+    "linear attention": (
+        {"model_type": "qwen3_next", "layer_types": ["linear_attention", "full_attention"]},
+        "layers with linear_attention cannot be trained on packed sequences; supported are full_attention, sliding",
+    ),
+    "inside of another": (
+        {"model_type": "qwen3_5", "text_config": {"layer_types": ["linear_attention"]}},
+        "layers with linear_attention",
+    ),
+    "images": ({"model_type": "gemma3", "vision_config": {"hidden_size": 8}}, "multimodal models (vision_config)"),
+    "quantized": (
+        {"model_type": "qwen2", "quantization_config": {"quant_method": "awq"}},
+        "quantized weights (awq) cannot be trained; use the original model",
+    ),
+}
 
 
-def sequences():
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(64, (length,), generator=generator) for length in LENGTHS]
+@pytest.mark.parametrize("name", ODD)
+def test_what_cannot_be_trained_is_named_with_the_fix(tmp_path, name):
+    config, says = ODD[name]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    [problem] = family_problems(str(tmp_path))
+    assert says in problem
+    assert config["model_type"] in problem
 
 
-def alone(plain):
-    for tokens in sequences():
-        log_p = plain(tokens[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        yield log_p.gather(-1, tokens[1:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+@pytest.mark.parametrize("text", ["", "[]", "{", "null"])
+def test_an_unreadable_configuration_is_left_to_the_loader(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    assert [*family_problems(str(tmp_path))] == []
+    assert [*family_problems("Qwen/Qwen2.5-0.5B")] == []
 
 
-def packed(model):
-    tokens, positions = torch.cat(sequences()), torch.cat([torch.arange(length) for length in LENGTHS])
-    output = model(tokens, positions, positions > 0, LENGTHS, 1.0)
-    return output.logprobs[positions > 0], output.entropy[positions > 0]
+def test_a_run_reports_all_problems_together_before_anything_starts(tmp_path):
+    for name in ("an encoder", "images"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(ODD[name][0]))
+    given = {
+        "actor_rollout_ref.model.path": str(tmp_path / "an encoder"),
+        "critic.model.path": str(tmp_path / "images"),
+        "algorithm.adv_estimator": "gae",
+        "data.train_files": str(tmp_path / "none.parquet"),
+    }
+    tree = {}
+    for key, value in given.items():
+        *above, last = key.split(".")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = value
+    with pytest.raises(ConfigError) as raised:
+        check_files(load_dict(tree).config)
+    text = str(raised.value)
+    assert "actor_rollout_ref.model.path" in text
+    assert "critic.model.path" in text
+    assert "encoder-decoder" in text
+    assert "vision_config" in text
 
 
-def test_packed_sequences_have_the_log_probs_and_entropies_that_each_has_alone(pair):
-    model, plain = pair
-    with torch.no_grad():
-        expected = [torch.cat(parts) for parts in zip(*alone(plain), strict=True)]
-        found = packed(model)
-    for numbers, right in zip(found, expected, strict=True):
-        torch.testing.assert_close(numbers, right, atol=1e-5, rtol=1e-5)
+def test_an_unverified_family_is_tried_with_a_note():
+    note = family_note("my/model", "cohere")
+    assert note is not None
+    assert "cohere is not one of the verified families" in note
+    assert "the run stops if they differ" in note
 
 
-def test_packed_sequences_have_the_gradients_that_each_has_alone(pair):
-    model, plain = pair
-    torch.manual_seed(1)
-    weights = torch.randn(sum(LENGTHS) - len(LENGTHS))
-    (weights * torch.cat([logprobs for logprobs, _ in alone(plain)])).sum().backward()
-    (weights * packed(model.train())[0]).sum().backward()
-    expected = {name: parameter.grad for name, parameter in plain.named_parameters()}
-    for name, parameter in model.eval().hf.named_parameters():
-        scale = float(expected[name].abs().max())
-        assert scale > 0, name
-        torch.testing.assert_close(parameter.grad / scale, expected[name] / scale, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("rope_type", ["longrope", "dynamic"])
+def test_sequences_whose_positions_would_depend_on_their_neighbors_are_refused(rope_type):
+    rope = {"rope_type": rope_type, "original_max_position_embeddings": 4096}
+    for config in ({"rope_parameters": rope}, {"rope_scaling": {"type": rope_type}, "max_position_embeddings": 4096}):
+        assert packing_length_problem("phi", config, 4096, "data.max_length") is None
+        problem = packing_length_problem("phi", config, 4097, "data.max_length")
+        assert problem is not None
+        assert "set data.max_length to at most 4096" in problem
 
 
-@pytest.mark.parametrize("name", ["Mistral", "Gemma 2", "Gemma 3", "Phi 3"])
-def test_a_window_hides_what_is_further_back(name, tmp_path):
-    """Else the tests above would prove nothing of it."""
-    model = load_model(save_family(name, tmp_path, **_only_windows(name)), dtype=torch.float32)
-    length = 3 * WINDOW
-    tokens, positions = torch.arange(length) % 64, torch.arange(length)
-    with torch.no_grad():
-        before = model(tokens, positions, positions > 0, [length], 1.0).logprobs
-        tokens[0] = 50
-        after = model(tokens, positions, positions > 0, [length], 1.0).logprobs
-    reach = 2 * (WINDOW - 1) + 1  # of two layers, to the state that the next token is drawn from
-    assert torch.equal(before[reach + 1 :], after[reach + 1 :])
-    assert not torch.equal(before[reach : reach + 1], after[reach : reach + 1])
-
-
-def _only_windows(name):
-    return {"layer_types": ["sliding_attention"] * 2} if name.startswith("Gemma") else {}
-
-
-def test_weights_have_the_names_and_numbers_of_the_checkpoint(pair):
-    from safetensors.torch import load_file
-
-    model, plain = pair
-    named = [(name, parameter.detach()) for name, parameter in model.hf.named_parameters()]
-    found, expected = dict(to_hf(model.hf, named)), load_file(f"{plain.name_or_path}/model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
-    check_names(model.hf, "here")
+@pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "original_max_position_embeddings": 16}])
+def test_other_positions_do_not_depend_on_neighbors(rope):
+    assert packing_length_problem("m", {"rope_parameters": rope, "max_position_embeddings": 64}, 10**6, "x") is None

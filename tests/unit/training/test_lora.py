@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.errors import CheckpointError, EngineError
 from verl.training.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
-from verl.training.model import PackedModel, load_model
+from verl.training.model import PackedModel
+from verl.training.model_loader import load_model
 from verl.training.settings import Head, LoraSettings
 
 pytestmark = pytest.mark.unit
@@ -62,7 +63,7 @@ def test_all_linear_modules_of_the_layers_get_an_adapter_and_the_head_none(path:
     ("targets", "count"),
     [(("q_proj", "v_proj"), 4), (("layers.1.self_attn.q_proj",), 1), (r"layers\.0\..*_proj", 7)],
 )
-def test_modules_are_named_by_endings_or_by_a_pattern(path: Path, targets: str | tuple[str, ...], count: int) -> None:
+def test_modules_are_named_by_suffixes_or_by_a_pattern(path: Path, targets: str | tuple[str, ...], count: int) -> None:
     assert len(adapted(loaded(path, LoraSettings(2, targets=targets)))) == count
 
 
@@ -73,8 +74,10 @@ def test_modules_are_named_by_endings_or_by_a_pattern(path: Path, targets: str |
 def test_names_without_a_linear_module_are_refused_with_those_that_have_one(
     path: Path, targets: str | tuple[str, ...], said: str
 ) -> None:
-    there = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
-    with pytest.raises(EngineError, match=f"target_modules: {said} names no linear module in .* are {there}; set"):
+    available = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
+    with pytest.raises(
+        EngineError, match=f"target_modules: {said} matches no linear module in .* are {available}; set"
+    ):
         loaded(path, LoraSettings(2, targets=targets))
 
 
@@ -167,7 +170,7 @@ def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Pa
         fingerprint(str(tmp_path / "empty"))
 
 
-def test_an_adapter_of_other_weights_or_of_another_size_scale_or_place_is_refused(path: Path) -> None:
+def test_an_adapter_of_other_weights_or_of_another_size_scale_or_targets_is_refused(path: Path) -> None:
     settings = LoraSettings(2)
     mine = describe_adapter(loaded(path, settings), settings, str(path))
     check_base(mine, mine)
@@ -182,7 +185,7 @@ def test_an_adapter_of_other_weights_or_of_another_size_scale_or_place_is_refuse
         check_base(describe_adapter(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), mine)
 
 
-def test_without_peft_the_mend_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_peft_the_error_states_the_fix(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(EngineError, match=re.escape('pip install "verl[lora]"')):
         loaded(path, LoraSettings(2))

@@ -1,0 +1,272 @@
+"""One rank's part of a training step: everything computed from samples before the update, and the update itself.
+
+Between `prepare` and `update` all arrays stay on the rank; other ranks receive only a few numbers per sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
+from verl.algorithms.aggregate import segment_sum
+from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
+from verl.algorithms.kl import EXACT, kl_penalty
+from verl.algorithms.losses import LOSSES, LossFunction
+from verl.algorithms.objective import PolicyObjective, ValueObjective, make_loss_inputs
+from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
+from verl.algorithms.settings import AlgorithmSettings
+from verl.custom_functions import load_function
+from verl.data.flat_batch import FlatBatch
+from verl.data.plan import RaggedIndices, RankPlan
+from verl.errors import ConfigError
+from verl.training.contents import select_contents
+from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
+from verl.training.policy.micro_batches import batch_logprobs, restore_order
+from verl.training.policy.prime import PrimeRewardModel
+from verl.types import Sample
+
+__all__ = ["PolicyTrainer", "load_functions"]
+
+
+class PolicyTrainer:
+    """Trains a policy with an algorithm, and with the other models that it needs.
+
+    Collective: all ranks call a method together.
+    """
+
+    def __init__(
+        self,
+        actor: TrainEngine[ModelOutput],
+        algorithm: AlgorithmSettings | None = None,
+        *,
+        reference: TrainEngine[ModelOutput] | None = None,
+        critic: TrainEngine[ValueOutput] | None = None,
+        prime: PrimeRewardModel | None = None,
+    ) -> None:
+        self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
+        self.algorithm = algorithm = algorithm or AlgorithmSettings()
+        self._estimator, _ = load_functions(algorithm)
+        self._objective = PolicyObjective(
+            loss_mode=algorithm.loss_mode,
+            options=algorithm.loss_options,
+            agg_mode=algorithm.agg_mode,
+            scale=algorithm.scale,
+            entropy_coeff=algorithm.entropy_coeff,
+            kl_coef=algorithm.loss_kl_coef,
+            kl_type=algorithm.loss_kl_type,
+        )
+        self._value_objective = ValueObjective(algorithm.value_clip, algorithm.value_agg_mode, algorithm.scale)
+        self._reward_kl = algorithm.reward_kl
+        self._steps = 0
+        self._batch = FlatBatch.empty()
+
+    def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
+        """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
+        batch, kl = self._run_models(FlatBatch.from_samples(samples), plan.forward)
+        self._inputs, metrics = self._compute_rewards(batch, plan, kl)
+        if self.prime is not None:
+            process = self.prime.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
+            self._inputs = replace(self._inputs, process=process)
+        batch, advantage_metrics = self._estimate_advantages(batch)
+        self._batch, mismatch = self._correct_mismatch(batch)
+        return metrics | advantage_metrics | mismatch
+
+    def update(self, plan: RankPlan) -> dict[str, float]:
+        """Run the planned optimizer steps and return means of their metrics; skipped steps are summed."""
+        metrics: dict[str, float] = {}
+        if self.critic is not None and plan.critic is not None:
+            batch = self._batch.with_(mask=self._inputs.mask)  # tokens rejected for the policy still train the critic
+            steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
+            metrics |= _average_steps(steps, "critic")
+        if self.prime is not None:
+            metrics |= _average_steps(list(self.prime.update(plan.policy)), "process")
+        if self._steps >= self.algorithm.critic_warmup:
+            metrics |= _average_steps(list(self._update_actor(plan)), "actor")
+        self._steps += 1
+        every = self.algorithm.ref_update_freq
+        if self.reference is not None and every > 0 and self._steps % every == 0:
+            self.reference.copy_weights_from(self.actor)
+        self._batch = FlatBatch.empty()
+        return metrics
+
+    def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """Return the log-probs at temperature 1 of every token but the first of each sequence."""
+        batch = FlatBatch(
+            tokens=torch.tensor([token for sequence in sequences for token in sequence]),
+            offsets=torch.tensor([0, *np.cumsum([len(sequence) for sequence in sequences])]),
+            mask=torch.tensor([index > 0 for sequence in sequences for index in range(len(sequence))]),
+        )
+        logprobs = self.actor.forward([batch], temperature=1.0)[0].logprobs
+        return [part[1:].tolist() for part in logprobs.split(batch.lengths.tolist())]
+
+    def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint must hold, by folder; a reference only if it is ever updated.
+
+        `contents` names what to save per folder (model, optimizer, extra); everything for folders that it lacks.
+        """
+        frozen = {"reference"} if self.algorithm.ref_update_freq <= 0 else set()
+        states = {folder: engine.state() for folder, engine in self._engines().items() if folder not in frozen}
+        beta = 0.0 if self._reward_kl is None else self._reward_kl.beta
+        states["actor"] = {**states["actor"], "policy": {"steps": self._steps, "kl_beta": beta}}
+        return select_contents(states, contents)
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None:
+        """Restore `states`. What they lack is left unchanged."""
+        if (policy := states.get("actor", {}).get("policy")) is not None:
+            self._steps = int(policy["steps"])
+            if self._reward_kl is not None and self._reward_kl.adaptive and policy["kl_beta"]:
+                self._reward_kl = replace(self._reward_kl, beta=float(policy["kl_beta"]))
+        for folder, engine in self._engines().items():
+            engine.load_state(states.get(folder, {}))
+
+    def _engines(self) -> dict[str, TrainEngine[Any]]:
+        """Return the engines by their folder in a checkpoint."""
+        prime = None if self.prime is None else self.prime.model
+        engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": self.reference}
+        return {folder: engine for folder, engine in engines.items() if engine is not None}
+
+    def _run_models(self, batch: FlatBatch, cuts: RaggedIndices) -> tuple[FlatBatch, Tensor | None]:
+        """Add log-probs and values to a batch; also return the exact KL [T], if the reward needs it."""
+        exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT else None
+        outputs = self.actor.forward(batch.split(cuts), reference=exact)
+        batch = batch.with_(old_logprobs=restore_order(batch, cuts, [output.logprobs for output in outputs]))
+        if self.reference is not None:
+            batch = batch.with_(ref_logprobs=batch_logprobs(self.reference, batch, cuts))
+        if self.critic is not None:
+            values = [output.values for output in self.critic.forward(batch.split(cuts))]
+            batch = batch.with_(values=restore_order(batch, cuts, values))
+        if exact is None:
+            return batch, None
+        return batch, restore_order(batch, cuts, [output.kl for output in outputs if output.kl is not None])
+
+    def _compute_rewards(
+        self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None
+    ) -> tuple[AdvantageInputs, dict[str, float]]:
+        """Put each score on the last generated token, and subtract the KL penalty from all generated tokens."""
+        scores, rewards = torch.from_numpy(plan.scores), torch.zeros(batch.num_tokens, dtype=torch.float64)
+        indices, sequences = _last_generated(batch)
+        rewards[indices] = scores[sequences]
+        penalty = torch.zeros_like(rewards)
+        if self._reward_kl is not None:
+            kl = _estimate_kl(batch, self.algorithm.reward_kl_type) if kl is None else kl.double() * batch.mask
+            penalty = self._reward_kl.beta * kl
+        inputs = AdvantageInputs(
+            scores=scores - segment_sum(penalty, batch.offsets),
+            groups=torch.from_numpy(plan.groups),
+            mask=batch.mask,
+            offsets=batch.offsets,
+            rewards=rewards - penalty,
+            values=None if batch.values is None else batch.values.double(),
+            baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
+            options=self.algorithm.estimator_options,
+            rank=self.actor.rank,
+            gather=self.actor.gather,
+        )
+        metrics = {}
+        if batch.ref_logprobs is not None:
+            total, tokens = inputs.total(_estimate_kl(batch, "k3"), batch.mask)
+            metrics["actor/kl"] = total / max(tokens, 1.0)
+        if self._reward_kl is not None and kl is not None:
+            total, tokens, samples = inputs.total(kl, batch.mask, torch.ones_like(scores))
+            metrics |= {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
+            self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
+        return inputs, metrics
+
+    def _estimate_advantages(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
+        estimate = self._estimator(self._inputs)
+        advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)
+        if self.critic is not None and returns is None:
+            problem = f"algorithm.adv_estimator={self.algorithm.estimator} returned advantages but no returns"
+            raise ConfigError([f"critic.enable: {problem} to train it on; return both, or set critic.enable=false"])
+        batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
+        if returns is None or self._inputs.values is None:
+            return batch, {}
+        return batch, {"critic/explained_variance": explained_variance(self._inputs, returns)}
+
+    def _correct_mismatch(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
+        """Measure the mismatch with the rollout engine, and correct it if the algorithm says so."""
+        assert batch.old_logprobs is not None
+        assert batch.rollout_logprobs is not None
+        pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.algorithm.correction
+        moments = mismatch_moments(*pair, batch.mask)
+        metrics = mismatch_metrics(self.actor.gather(moments[None]))
+        mask, weights = batch.mask, None
+        if correction.weigh is not None:
+            weights = importance_weights(*pair, mask, batch.offsets, correction, self.actor.gather)
+            tokens, total, squares = self._inputs.total(mask, weights, weights.square())
+            metrics["training/rollout_is_ess"] = total * total / (tokens * squares) if squares else 0.0
+        if correction.reject is not None:
+            mask = rejection_mask(*pair, batch.mask, batch.offsets, correction)
+            before, after = self._inputs.total(batch.mask, mask)
+            metrics["training/rollout_rejected"] = 1.0 - after / max(before, 1.0)
+        return batch.with_(mask=mask, weights=weights), metrics
+
+    def _update_actor(self, plan: RankPlan) -> Iterator[dict[str, float]]:
+        prepass = PREPASSES.get(self.algorithm.loss_mode)
+        is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT
+        update = partial(self.actor.update, loss=self._objective, reference=self.reference if is_exact else None)
+        for step, parts in enumerate(plan.policy):
+            if prepass is None:
+                yield update(self._batch.split(parts))
+            else:
+                micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=step > 0)
+                yield update(micro_batches) | metrics
+
+    def _run_prepass(
+        self, prepass: Prepass, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool
+    ) -> tuple[list[FlatBatch], dict[str, float]]:
+        """Return the micro-batches of a mini-batch with the fields that the prepass sets, and its metrics."""
+        indices = torch.from_numpy(np.concatenate(parts)).long()
+        batch = self._batch.select(indices)
+        cuts = np.split(np.arange(len(indices)), np.cumsum([*map(len, parts)]))[:-1]
+        logprobs = batch.old_logprobs  # still current before the first update
+        if updated:
+            logprobs = torch.cat([output.logprobs for output in self.actor.forward(batch.split(cuts))])
+        assert logprobs is not None
+        samples = self._inputs.select(indices, batch.mask, batch.offsets)
+        numbers = torch.from_numpy(plan.numbers)[indices]
+        noise = token_noise(samples.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
+        result = prepass(make_loss_inputs(logprobs, batch), samples, noise, self.algorithm.loss_options)
+        return batch.with_(**result.fields).split(cuts), result.metrics
+
+
+def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunction]:
+    """Return the estimator and the loss of an algorithm, loading custom ones; a `ConfigError` if there is none."""
+    try:
+        return (
+            load_function(algorithm.estimator, ESTIMATORS, "algorithm.adv_estimator"),
+            load_function(algorithm.loss_mode, LOSSES, "actor_rollout_ref.actor.policy_loss.loss_mode"),
+        )
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def _estimate_kl(batch: FlatBatch, kind: str) -> Tensor:
+    """Return an estimate of the KL to the reference at each generated token, 0 elsewhere: [T] float64."""
+    assert batch.old_logprobs is not None
+    assert batch.ref_logprobs is not None
+    return kl_penalty(batch.old_logprobs, batch.ref_logprobs, kind).double() * batch.mask
+
+
+def _last_generated(batch: FlatBatch) -> tuple[Tensor, Tensor]:
+    """Return the index of the last generated token of each sequence that has one, and the index of that sequence."""
+    indices = batch.mask.nonzero().squeeze(-1)
+    sequences = batch.segment_ids[indices]
+    is_last = torch.ones_like(sequences, dtype=torch.bool)
+    is_last[:-1] = sequences[1:] != sequences[:-1]
+    return indices[is_last], sequences[is_last]
+
+
+def _average_steps(steps: Sequence[dict[str, float]], role: str) -> dict[str, float]:
+    """Return the means over the optimizer steps of a model, its last learning rate, and the sum of skipped steps."""
+    metrics = {name: float(np.mean([step[name] for step in steps if name in step])) for name in steps[0]}
+    metrics[f"{role}/skipped_steps"] = sum(step[f"{role}/skipped_steps"] for step in steps)
+    metrics[f"{role}/lr"] = steps[-1][f"{role}/lr"]
+    return metrics
