@@ -176,19 +176,19 @@ def kills_its_group():
 
 
 @_reward
-def kills_its_keeper():
+def kills_its_supervisor():
     os.kill(os.getppid(), signal.SIGKILL)
     time.sleep(3600)
 
 
 @_reward
-def stops_its_keeper():
+def stops_its_supervisor():
     os.kill(os.getppid(), signal.SIGSTOP)
     time.sleep(3600)
 
 
 @_reward
-def reads_address_nought():
+def reads_address_zero():
     ctypes.string_at(0)
 
 

@@ -23,6 +23,7 @@ from _pathological_maths import CASES
 
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 FUNCTION = """
 import time
@@ -48,7 +49,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-grading-") as folder:
         file = Path(folder) / "graded.py"
         file.write_text(FUNCTION)
-        pool = RewardPool({"path": str(file)}, workers=WORKERS, deadline_s=deadline_s, memory_mb=1024)
+        function = RewardFunctionSettings(str(file))
+        pool = RewardPool(RewardPoolSettings(function, WORKERS, deadline_s=deadline_s, memory_mb=1024))
         asyncio.run(pool.start())
         hangs, before, after = grade(pool, grades, deadline_s)
         honest = in_threads(pool, [RewardInput("burst", str(number), str(number)) for number in range(burst)])
@@ -153,9 +155,8 @@ def grade_maths(count: int) -> dict[str, float]:
             taken.append(time.monotonic() - start)
 
     watch = Stopwatch()
-    with RewardPool(
-        {"path": "verl.rewards.scorers.math"}, workers=2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048
-    ) as pool:
+    function = RewardFunctionSettings("verl.rewards.scorers.math")
+    with RewardPool(RewardPoolSettings(function, 2, deadline_s=MATHS_DEADLINE_S, memory_mb=2048)) as pool:
         asyncio.run(pool.start())
         other = threading.Thread(target=lambda: asyncio.run(one_by_one(chosen[1::2])))
         other.start()
@@ -171,17 +172,17 @@ def grade_maths(count: int) -> dict[str, float]:
 
 
 def inventory() -> dict[str, float]:
-    """What must not grow: memory of this process and of the keepers (workers come and go), open files."""
+    """What must not grow: memory of this process and of the supervisors (workers come and go), open files."""
     gc.collect()
     own = psutil.Process()
-    while len(keepers := own.children()) < WORKERS or not all(keeper.children() for keeper in keepers):
+    while len(supervisors := own.children()) < WORKERS or not all(one.children() for one in supervisors):
         time.sleep(0.1)  # the worker of a grade that hung is being replaced
     files = []
     for _ in range(5):  # a leak is there at every look, a file of /proc that is being read is not
-        files.append(own.num_fds() + sum(keeper.num_fds() for keeper in keepers))
+        files.append(own.num_fds() + sum(one.num_fds() for one in supervisors))
         time.sleep(0.1)
     return {
-        "memory": own.memory_info().rss + sum(keeper.memory_info().rss for keeper in keepers),
+        "memory": own.memory_info().rss + sum(one.memory_info().rss for one in supervisors),
         "files": min(files),
     }
 

@@ -26,9 +26,10 @@ from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 from verl.demo.assets import make_assets
 from verl.errors import RewardError
 from verl.rewards.failures import FailureTracker
-from verl.rewards.pool import worker_handle as seat
+from verl.rewards.pool import worker_handle
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, Scored
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 FILE = Path(__file__).with_name("_hostile_rewards.py")
 STEPS, ANSWERS, LIMIT = 3, 12, 0.1
@@ -59,9 +60,9 @@ EXPECTED = {  # function -> (how a bad answer ends, what the message says)
     "exits_at_once": ("died", "exit code 0"),
     "kills_itself": ("died", "SIGKILL"),
     "kills_its_group": ("died", "SIGKILL"),
-    "kills_its_keeper": ("died", "watches over it"),
-    "stops_its_keeper": ("timeout", "no score within its deadline"),
-    "reads_address_nought": ("died", "in reads_address_nought"),
+    "kills_its_supervisor": ("died", "supervises it"),
+    "stops_its_supervisor": ("timeout", "no score within its deadline"),
+    "reads_address_zero": ("died", "in reads_address_zero"),
     "aborts": ("died", "SIGABRT"),
     "becomes_another_program": ("died", "exit code 7"),
     "closes_all_files": ("died", "file descriptors"),
@@ -153,7 +154,8 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
     kind, part = EXPECTED[name]
     problems = []
     deadline_s = deadline_s if kind == "timeout" else 60.0
-    pool = RewardPool({"path": str(FILE), "name": name}, workers=2, deadline_s=deadline_s, memory_mb=512)
+    function = RewardFunctionSettings(str(FILE), name)
+    pool = RewardPool(RewardPoolSettings(function, workers=2, deadline_s=deadline_s, memory_mb=512))
     try:
         await pool.start()
         problems += await misbehaves_sometimes(pool, kind)
@@ -209,13 +211,13 @@ async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) 
 
 
 async def try_to_load(body: str, part: str) -> list[str]:
-    seat.LOAD_DEADLINE_S = 5.0 if part.startswith("took more") else 300.0
+    worker_handle.LOAD_DEADLINE_S = 5.0 if part.startswith("took more") else 300.0
     with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
         file = Path(folder) / "my_reward.py"
         file.write_text(
             f"{body}\ndef compute_score(data_source, solution_str, ground_truth, extra_info=None): return 1.0\n"
         )
-        with RewardPool({"path": str(file)}) as pool:
+        with RewardPool(RewardPoolSettings(RewardFunctionSettings(str(file)))) as pool:
             try:
                 await pool.start()
             except RewardError as error:

@@ -312,11 +312,11 @@ def _any(name: str) -> Callable[[int, Any, random.Random], int | None]:
 
 
 def _reward_worker(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
-    """A process that scores: below its keeper, below the episode worker."""
+    """A process that scores: below its supervisor, below the episode worker."""
     found = []
-    for keeper in _below(controller, "verl.rewards.pool.supervisor"):
+    for supervisor in _below(controller, "verl.rewards.pool.supervisor"):
         with contextlib.suppress(psutil.NoSuchProcess):
-            found += [child.pid for child in keeper.children()]
+            found += [child.pid for child in supervisor.children()]
     return chance.choice(sorted(found)) if found else None
 
 

@@ -21,6 +21,7 @@ from _common import finish, metrics_of, sized_for_addition, train
 from verl.demo.assets import make_assets
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Scored
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 BOUND = 1.25
 SEATS = 8
@@ -98,7 +99,8 @@ def of_the_pool(folder: Path, answers: int) -> None:
     ratios = {}
     for kind, (function, workers, batch_size) in KINDS.items():
         file = written(folder, kind, function)
-        with RewardPool({"path": str(file)}, workers=workers, batch_size=batch_size, deadline_s=60) as pool:
+        settings = RewardPoolSettings(RewardFunctionSettings(str(file), batch_size=batch_size), workers, deadline_s=60)
+        with RewardPool(settings) as pool:
             alone, step, after = asyncio.run(measure(pool, answers))
         ratios[kind] = round(step / alone, 3)
         print(f"{kind}: generation {alone:.2f} s, step {step:.2f} s, one after the other {after:.2f} s")

@@ -22,6 +22,7 @@ from processes import children
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardPool
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(120)]
 
@@ -48,10 +49,11 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
     before = open_files()
     made = []
 
-    def make(body: str, head: str = HEAD, reward: dict[str, Any] | None = None, **settings: Any) -> RewardPool:
+    def make(body: str, head: str = HEAD, batch_size: int | None = None, **settings: Any) -> RewardPool:
         file = tmp_path / "my_reward.py"
         file.write_text(head + textwrap.indent(textwrap.dedent(body), "    "))
-        made.append(RewardPool({"path": str(file)} | (reward or {}), **{"deadline_s": FAIR, **settings}))
+        function = RewardFunctionSettings(str(file), batch_size=batch_size)
+        made.append(RewardPool(RewardPoolSettings(function, **{"deadline_s": FAIR, **settings})))
         return made[-1]
 
     yield make
@@ -59,7 +61,7 @@ def pool(tmp_path: Path) -> Iterator[Pool]:
         one.close()
     assert children() == []
     assert open_files() <= before
-    assert not any(thread.name == "score-pool" for thread in threading.enumerate())
+    assert not any(thread.name == "reward-pool" for thread in threading.enumerate())
 
 
 def open_files() -> int:
@@ -113,7 +115,7 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
         ("return float('nan')", "invalid", "returned nan as the score"),
         ("os._exit(3)", "died", "exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "died", "SIGKILL"),
-        ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "watches over it"),
+        ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "supervises it"),
         ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
         ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),
         ("import ctypes\nctypes.string_at(0)", "died", "line 5 in compute_score"),
@@ -243,7 +245,7 @@ async def test_daemons_end_with_their_worker(pool: Pool) -> None:
     """
     ready = await started(pool(body))
     assert await one(ready) == Scored(1.0)
-    assert len(children()) == 3  # keeper, worker, daemon
+    assert len(children()) == 3  # supervisor, worker, daemon
     assert isinstance(await one(ready, "bad"), Failed)
     assert len(children()) <= 2
 
@@ -305,7 +307,7 @@ async def test_a_batched_function_gets_what_is_waiting(pool: Pool) -> None:
 async def test_a_batch_that_fails_fails_for_each_of_its_answers(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, body: str, part: str
 ) -> None:
-    monkeypatch.setattr("verl.rewards.pool.pool._MOMENT_S", 60.0)  # the batch is sent when it is full
+    monkeypatch.setattr("verl.rewards.pool.pool._BATCH_WAIT_S", 60.0)  # the batch is sent when it is full
     ready = await started(pool(body, BATCH, batch_size=3))
     found = await asyncio.gather(*(one(ready) for _ in range(3)))
     assert all(isinstance(outcome, Failed) and part in outcome.message for outcome in found)
@@ -398,8 +400,9 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
     )
     (tmp_path / "owner.py").write_text(
         "import asyncio, sys\nfrom verl.rewards.pool.pool import RewardPool\n"
+        "from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings\n"
         "async def main():\n"
-        "    pool = RewardPool({'path': sys.argv[1]})\n"
+        "    pool = RewardPool(RewardPoolSettings(RewardFunctionSettings(sys.argv[1])))\n"
         "    await pool.start()\n"
         "    print('started', flush=True)\n"
         "    await pool.score('', '', '')\n"
@@ -410,7 +413,7 @@ def test_when_the_owner_dies_everything_dies(tmp_path: Path, end: signal.Signals
         assert owner.stdout is not None
         assert owner.stdout.readline() == "started\n"
         until = time.monotonic() + 30
-        while len(found := psutil.Process(owner.pid).children(recursive=True)) < 3:  # keeper, worker, its child
+        while len(found := psutil.Process(owner.pid).children(recursive=True)) < 3:  # supervisor, worker, its child
             assert time.monotonic() < until
             time.sleep(0.05)
         owner.send_signal(end)

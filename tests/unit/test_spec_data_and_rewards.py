@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +16,21 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import chat_tokenizer
 
+from verl.agents.episode import Transcript
+from verl.agents.scoring import score_by_function
 from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset
 from verl.errors import ConfigError, DataError, RewardError
+from verl.rewards.pool.pool import open_rewards
 from verl.rewards.resolve import resolve_scorer
 from verl.rewards.result import Failed, RewardInput
-from verl.rewards.reward_function import load_reward
+from verl.rewards.reward_function import RewardFunction, load_reward
+from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.run_data import check_files, read_data
-from verl.trainer.worker_settings import reward_settings
-from verl.types import SampleHandle
+from verl.trainer.worker_settings import reward_pool_settings
+from verl.types import SampleHandle, Scored
 
 pytestmark = pytest.mark.unit
 
@@ -133,7 +138,7 @@ def test_a_prompt_alone_is_enough_for_a_function(tmp_path: Path, model: Path) ->
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("", None, {})
     assert resolve_scorer(settings(f"{FUNCTION}.path=my_reward.py").config, "") == "my_reward.py:compute_score"
     with pytest.raises(
-        RewardError, match=rf"rows without one have no shipped scorer. Add the column.*{FUNCTION}.path="
+        RewardError, match=rf"rows without one have no built-in scorer. Add the column.*{FUNCTION}.path="
     ):
         read_data(settings(f"data.train_files={path}", f"actor_rollout_ref.model.path={model}").config)
 
@@ -190,7 +195,7 @@ def test_an_unknown_data_source_is_said_at_the_start(tmp_path: Path, model: Path
     overrides = (f"data.train_files={path}", f"actor_rollout_ref.model.path={model}")
     with pytest.raises(RewardError) as caught:
         read_data(settings(*overrides).config)
-    assert "train.parquet: data_source 'openai/gms8k': no shipped scorer knows it" in str(caught.value)
+    assert "train.parquet: data_source 'openai/gms8k': no built-in scorer knows it" in str(caught.value)
     assert "did you mean 'openai/gsm8k'?" in str(caught.value)
     assert f"{FUNCTION}.path=my_reward.py" in str(caught.value)
 
@@ -231,7 +236,7 @@ def test_a_misspelt_key_of_the_function_is_refused_with_the_nearest(misspelt: st
 
 
 def test_a_wrong_path_or_name_names_the_right_one(tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=rf"{FUNCTION}.path=verl/utils/my_reward.py: no such file \(looked in /"):
+    with pytest.raises(RewardError, match=rf"{FUNCTION}.path=verl/utils/my_reward.py: no such file in /"):
         load_reward("verl/utils/my_reward.py")
     with pytest.raises(
         RewardError, match=rf"no 'compute_score'.*it has: compute_reward.*{FUNCTION}.name=compute_reward"
@@ -253,19 +258,20 @@ async def test_a_function_of_prompt_and_response_is_called_so(tmp_path: Path, si
     assert await reward.score("", "4", "4", {"raw_prompt": "2+2?"}) == (1.0, {"told": signature.count(",") + 1})
 
 
-async def test_a_prompt_that_was_not_kept_is_named_with_the_setting(tmp_path: Path) -> None:
+async def test_a_function_that_takes_prompts_gets_them_without_any_setting(tmp_path: Path) -> None:
+    data = write(tmp_path / "train.parquet", {"prompt": chat("2+2?"), "answer": "4"})
+    path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return prompt == '2+2?'\n")
+    config = settings(f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward").config
+    [prompt] = PromptDataset(data, chat_tokenizer(), max_prompt_length=50)
+    with open_rewards(replace(reward_pool_settings(config), workers=0)) as rewards:
+        await rewards.start()
+        assert await score_by_function(rewards.score)(prompt, Transcript([1]), "4") == Scored(1.0)
+
+
+async def test_a_row_without_a_prompt_is_named_to_a_function_that_takes_it(tmp_path: Path) -> None:
     path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
-    with pytest.raises(RewardError, match=r"this row has none: .*set data\.return_raw_input_ids=true"):
+    with pytest.raises(RewardError, match=r"takes `prompt`, but the row has no prompt"):
         await load_reward(str(path), "compute_reward").score("", "4", "4")
-
-
-def test_a_function_that_asks_for_prompts_is_refused_at_start_where_they_are_not_kept(tmp_path: Path) -> None:
-    path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return 1.0\n")
-    chosen = (f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward")
-    with pytest.raises(RewardError, match=r"compute_reward: asks for `prompt`: .*data\.return_raw_input_ids=true"):
-        load_reward(**reward_settings(settings(*chosen).config, 1)["reward"])
-    load_reward(**reward_settings(settings(*chosen, "data.return_raw_input_ids=true").config, 1)["reward"])
-    load_reward(**reward_settings(settings(*chosen).config, 1, prompts=True)["reward"])
 
 
 @pytest.mark.parametrize("signature", ["question: str, response: str", "text, truth"])
@@ -353,18 +359,16 @@ async def test_a_spike_is_said_and_can_be_clipped(tmp_path: Path) -> None:
         tmp_path, "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1000.0\n"
     )
     loaded = settings(f"reward.functions=[{{path: {path}, clip: [-1, 1]}}]")
-    reward = load_reward(None, functions=loaded.config.reward.functions)
+    reward = RewardFunction.load(RewardFunctionSettings(functions=loaded.config.reward.functions))
     assert (await reward.score("mine", "x", "y"))[0] == 1.0
 
 
 @pytest.mark.parametrize("value", ["float('inf')", "float('nan')", "None", "'1.0'"])
 def test_an_infinite_reward_is_a_failure_and_never_trained_on(tmp_path: Path, value: str) -> None:
     head = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-    reward, answer = (
-        load_reward(str(reward_file(tmp_path, f"{head}    return {value}\n"))),
-        RewardInput("mine", "x", "y"),
-    )
-    outcome = reward.to_result(reward.call(answer), answer)
+    reward = load_reward(str(reward_file(tmp_path, f"{head}    return {value}\n")))
+    requests = [RewardInput("mine", "x", "y")]
+    [outcome] = reward.to_results(reward.call(requests), requests)
     assert isinstance(outcome, Failed)
     assert "a reward must be a finite number" in outcome.message
 
@@ -386,7 +390,7 @@ async def test_several_rewards_are_added_up_and_each_is_seen(tmp_path: Path) -> 
         "    return -max(0, len(solution_str) - 4) / 10\n",
     )
     parts = [{"path": str(path), "name": "compute_reward"}, {"path": str(path), "name": "brief", "weight": 0.5}]
-    score, numbers = await load_reward(None, functions=parts).score("gsm8k", "#### 4", "4")
+    score, numbers = await RewardFunction.load(RewardFunctionSettings(functions=parts)).score("gsm8k", "#### 4", "4")
     assert (score, numbers) == (0.9, {"compute_reward": 1.0, "brief": -0.2})
 
 

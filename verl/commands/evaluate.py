@@ -147,12 +147,12 @@ async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardRe
     from verl.rewards.pool.pool import open_rewards
     from verl.rewards.resolve import resolve_scorer
     from verl.rewards.reward_function import explain_no_scorer
-    from verl.trainer.worker_settings import reward_settings
+    from verl.trainer.worker_settings import reward_pool_settings
 
     for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:
             raise RewardError(explain_no_scorer(source))
-    with open_rewards(**reward_settings(config, 1, prompts=True)) as pool:
+    with open_rewards(reward_pool_settings(config)) as pool:
         await pool.start()
         return await asyncio.gather(
             *(asyncio.gather(*(_score(pool, row, response) for response in row.responses)) for row in rows)

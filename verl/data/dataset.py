@@ -74,8 +74,7 @@ class PromptDataset:
     None streams from a million rows or a GiB on; `report.streamed` says what became of it.
 
     What a reward function is told comes from the columns `data_source`, `extra_info`, and `reward_model`
-    (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`. With
-    `keep_raw` a prompt also holds what stands in its own column.
+    (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`.
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class PromptDataset:
         truncation: str = "error",
         chat_template_kwargs: Mapping[str, Any] | None = None,
         max_samples: int = -1,
-        keep_raw: bool = False,
         streaming: bool | None = False,
         num_workers: int | None = 0,
         cache_dir: Path | None = None,
@@ -99,7 +97,7 @@ class PromptDataset:
             raise DataError(f"data.truncation is {truncation!r}, it must be one of {', '.join(TRUNCATIONS)}")
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
-        self._keep_raw, self._filter = keep_raw, filter_overlong
+        self._filter = filter_overlong
         entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
         paths = [path for entry in entries for path in entry]
         cache = BlockCache()
@@ -232,7 +230,7 @@ class PromptDataset:
             told = extract_reward_fields(fields)
         except DataError as error:
             raise DataError(f"{file.place(local)}: {error}") from None
-        return Prompt(row, token_ids, **told, raw=raw if self._keep_raw else None)
+        return Prompt(row, token_ids, **told, raw=raw)
 
     def row(self, index: int) -> dict[str, Any]:
         """All columns of the row of a prompt, as they are in its file."""

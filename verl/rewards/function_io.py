@@ -1,4 +1,4 @@
-"""Reward functions that are given as functions, not as files: how they travel, and what they may be called with."""
+"""Reward functions given as Python objects: sending them to other processes, and calling them by parameter name."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ __all__ = ["adapt_by_name", "pack_function", "unpack_function"]
 
 Scorer = Callable[..., Any]
 
-OFFERED = ("prompt", "response", "ground_truth", "data_source", "extra_info")
-"""What a function may ask for by these names of its parameters."""
+PARAMETERS = ("prompt", "response", "ground_truth", "data_source", "extra_info")
+"""The names of parameters that a function may take, in any order."""
 
-_KEPT = "prompts are kept only if asked for; set data.return_raw_input_ids=true"
-_ANY = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def pack_function(function: Scorer) -> bytes:
-    """The function by value, with what it refers to: it need not be importable where it goes."""
+    """Pickle a function by value, with all it refers to: it need not be importable where it is loaded."""
     import cloudpickle
 
     module = sys.modules.get(getattr(function, "__module__", None) or "")
@@ -35,9 +34,10 @@ def pack_function(function: Scorer) -> bytes:
     try:
         return bytes(cloudpickle.dumps(function))
     except Exception as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
         raise RewardError(
-            f"{_name(function)}: cannot be sent to the processes that score: {error}; what it refers to must be "
-            "plain data or importable; open files, models and locks inside of it"
+            f"{name}: cannot be sent to the reward workers: {error}. It may refer only to plain data and importable "
+            "objects; open files, models and locks inside the function"
         ) from error
     finally:
         if by_value:
@@ -45,41 +45,37 @@ def pack_function(function: Scorer) -> bytes:
 
 
 def unpack_function(function: bytes | Scorer) -> Scorer:
-    """The inverse of `pack_function`, in the process that scores; a function that never left is itself."""
+    """Invert `pack_function`; return a function that was not packed as it is."""
     return pickle.loads(function) if isinstance(function, bytes) else function
 
 
-def adapt_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = (), *, prompts: bool = True) -> Scorer | None:
-    """A function of `prompt`, `response` and more (`OFFERED`), as one of the four arguments of `compute_score`.
+def adapt_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = ()) -> Scorer | None:
+    """Wrap a function of `prompt`, `response` and more (`PARAMETERS`) to take the arguments of `compute_score`.
 
-    None: it does not name its parameters so, but for those that are in `kwargs`, and is left to itself. `prompts` says
-    whether they are kept for it.
+    Returns None if it does not take `response`, or requires a parameter that is neither known nor in `kwargs`.
 
-    >>> called_by_name(lambda prompt, response: len(response), "mine")("", "abc", None, {"raw_prompt": "Say abc"})
+    >>> adapt_by_name(lambda prompt, response: len(response), "mine")("", "abc", None, {"raw_prompt": "Say abc"})
     3
     """
     try:
         parameters = inspect.signature(scorer).parameters
-    except (TypeError, ValueError):  # some builtins tell no signature
+    except (TypeError, ValueError):  # some builtins have no signature
         return None
-    asked = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _ANY]
-    unknown = [name for name in asked if name not in (*OFFERED, *kwargs)]
-    if "response" not in parameters or unknown:
+    required = [name for name, one in parameters.items() if one.default is one.empty and one.kind not in _VARIADIC]
+    if "response" not in parameters or any(name not in (*PARAMETERS, *kwargs) for name in required):
         return None
-    wanted = [name for name in OFFERED if name in parameters]
-    if "prompt" in wanted and not prompts:
-        raise RewardError(f"{where}: asks for `prompt`: {_KEPT}")
+    wanted = [name for name in PARAMETERS if name in parameters]
 
     def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **more: Any) -> Any:
-        told = {
+        values = {
             "response": solution_str,
             "ground_truth": ground_truth,
             "data_source": data_source,
             "extra_info": extra_info,
         }
         if "prompt" in wanted:
-            told["prompt"] = _text(extra_info, where)
-        return scorer(**{name: told[name] for name in wanted}, **more)
+            values["prompt"] = _prompt_text(extra_info, where)
+        return scorer(**{name: values[name] for name in wanted}, **more)
 
     async def score_async(*args: Any, **kwargs: Any) -> Any:
         return await score(*args, **kwargs)
@@ -87,11 +83,11 @@ def adapt_by_name(scorer: Scorer, where: str, kwargs: Collection[str] = (), *, p
     return score_async if inspect.iscoroutinefunction(scorer) else score
 
 
-def _text(extra_info: Mapping[str, Any] | None, where: str) -> str:
-    """The prompt as its author wrote it: text, or what the last message says."""
+def _prompt_text(extra_info: Mapping[str, Any] | None, where: str) -> str:
+    """Return the prompt as text; of a conversation, its last message."""
     raw = (extra_info or {}).get("raw_prompt")
     if raw is None:
-        raise RewardError(f"{where}: asks for `prompt`, and this row has none: {_KEPT}")
+        raise RewardError(f"{where}: takes `prompt`, but the row has no prompt (extra_info['raw_prompt'])")
     return raw if isinstance(raw, str) else str(raw[-1]["content"])
 
 
@@ -99,7 +95,3 @@ def _is_installed(module: ModuleType) -> bool:
     file = getattr(module, "__file__", None)
     installed = [Path(path).resolve() for path in set(sysconfig.get_paths().values())]
     return file is None or any(Path(file).resolve().is_relative_to(path) for path in installed)
-
-
-def _name(function: Scorer) -> str:
-    return getattr(function, "__qualname__", type(function).__qualname__)

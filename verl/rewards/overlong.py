@@ -1,4 +1,4 @@
-"""Overlong shaping (DAPO): an answer that comes close to the limit of length loses some of its score."""
+"""Overlong reward shaping (DAPO): a response close to the length limit loses some of its score."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["OverlongPenalty", "compute_overlong_penalty"]
 
 @dataclass(frozen=True, slots=True)
 class OverlongPenalty:
-    """What shapes the scores of training: the last `buffer` of `max_length` tokens cost up to `factor`."""
+    """The penalty for training responses: the last `buffer` of `max_length` tokens cost up to `factor`."""
 
     buffer: int
     factor: float
@@ -20,9 +20,9 @@ class OverlongPenalty:
 
 
 def compute_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """0 up to `max_length - buffer` tokens, then linearly down to `-factor` at `max_length`, and no further.
+    """Return 0 up to `max_length - buffer` tokens, then linearly less, down to `-factor` from `max_length` on.
 
-    >>> [overlong_penalty(length, max_length=100, buffer=20, factor=1.0) for length in (80, 85, 100, 120)]
+    >>> [compute_overlong_penalty(length, max_length=100, buffer=20, factor=1.0) for length in (80, 85, 100, 120)]
     [0.0, -0.25, -1.0, -1.0]
     """
     over = min(length, max_length) - (max_length - buffer)

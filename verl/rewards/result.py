@@ -1,4 +1,4 @@
-"""What became of scoring one answer: a score, or a failure that says why. A failure is never a 0."""
+"""The input and the result of scoring one response: a score, or a failure with its cause. A failure is never a 0."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = [
     "truncate",
 ]
 
-_MOST_METRICS = 256
-_LONGEST_MESSAGE = 6000
+_MAX_METRICS = 256
+_MAX_MESSAGE_CHARS = 6000
 
 
 class RewardInput(NamedTuple):
-    """One finished answer as a reward function is told of it; the names are those of its parameters."""
+    """One response to score; the fields are the parameters of a reward function."""
 
     data_source: str
     solution_str: str
@@ -37,25 +37,25 @@ class RewardInput(NamedTuple):
 
 RewardResult = Scored | Failed
 
-_MENDS: dict[FailureKind, str] = {
-    "error": "mend the function: an answer that cannot be judged is a decision of yours, not a 0 of ours",
-    "invalid": "a reward must be a finite number, or a dict with a 'score' and more numbers; mend the function: "
-    "an answer that cannot be judged is a decision of yours, not a 0 of ours",
-    "timeout": "make the function faster, or give it longer with reward.deadline_s",
-    "died": "mend the function, or what it calls: it must return, also when an answer is strange",
+_FIX_FUNCTION = "Fix the function, or return an explicit score for responses it cannot grade"
+_FIXES: dict[FailureKind, str] = {
+    "error": _FIX_FUNCTION,
+    "invalid": f"a reward must be a finite number, or a dict with a 'score' and more numbers. {_FIX_FUNCTION}",
+    "timeout": "Make the function faster, or increase reward.deadline_s",
+    "died": "Fix the function, or what it calls: it must return for every response",
 }
 
 
-def make_failure(kind: FailureKind, where: str, what: str, answer: RewardInput, mend: str = "") -> Failed:
-    """A failure of the function `where` on one answer, told whole: what happened, to which sample, and the mend."""
-    if len(what) > _LONGEST_MESSAGE:
-        what = f"{what[: _LONGEST_MESSAGE // 4]}\n  ...\n{what[-_LONGEST_MESSAGE * 3 // 4 :]}"
+def make_failure(kind: FailureKind, where: str, cause: str, request: RewardInput, fix: str = "") -> Failed:
+    """Return the failure of the function `where` on one response, with the cause, the sample and a fix."""
+    if len(cause) > _MAX_MESSAGE_CHARS:
+        cause = f"{cause[: _MAX_MESSAGE_CHARS // 4]}\n  ...\n{cause[-_MAX_MESSAGE_CHARS * 3 // 4 :]}"
     message = (
-        f"{where}: {what.rstrip()}\n"
-        f"  data_source:  {answer.data_source!r}\n"
-        f"  answer:       {truncate(answer.solution_str)}\n"
-        f"  ground truth: {truncate(answer.ground_truth)}\n"
-        f"  {mend or _MENDS[kind]}"
+        f"{where}: {cause.rstrip()}\n"
+        f"  data_source:  {request.data_source!r}\n"
+        f"  response:     {truncate(request.solution_str)}\n"
+        f"  ground truth: {truncate(request.ground_truth)}\n"
+        f"  {fix or _FIXES[kind]}"
     )
     return Failed(kind, message)
 
@@ -65,43 +65,42 @@ def format_timeout(deadline_s: float) -> str:
 
 
 def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
-    """What a function returned: (score, the other finite numbers, what else there was and so is not among them).
+    """Return the score, the other finite numbers, and the entries that are no numbers, of what a function returned.
 
-    None and NaN say that this sample lacks the number: they are left out without a word.
+    None and NaN mean that a sample lacks a metric: they are left out silently.
 
-    >>> read({"score": True, "length": 12, "judge": None, "parsed": "x = 3"})
+    >>> parse_result({"score": True, "length": 12, "judge": None, "parsed": "x = 3"})
     (1.0, {'length': 12.0}, {'parsed': "'x = 3'"})
     """
     if not isinstance(result, Mapping):
         return require_number("the score", result), {}, {}
     if "score" not in result:
-        raise ValueError(
-            f"returned a dict without 'score' (its keys: {truncate(', '.join(map(str, islice(result, 20))))})"
-        )
-    if len(result) > _MOST_METRICS:
-        raise ValueError(f"returned a dict of {len(result):,} keys; at most {_MOST_METRICS} become metrics")
+        keys = ", ".join(map(str, islice(result, 20)))
+        raise ValueError(f"returned a dict without 'score' (its keys: {truncate(keys)})")
+    if len(result) > _MAX_METRICS:
+        raise ValueError(f"returned a dict of {len(result):,} keys; at most {_MAX_METRICS} become metrics")
     metrics, skipped = {}, {}
     for key, value in result.items():
         if key == "score" or value is None:
             continue
-        found, name = _scalar(value), str(key)[:200]
-        if found is None or math.isinf(found):
+        number, name = _to_float(value), str(key)[:200]
+        if number is None or math.isinf(number):
             skipped[name] = truncate(value, 40)
-        elif not math.isnan(found):
-            metrics[name] = found
+        elif not math.isnan(number):
+            metrics[name] = number
     return require_number("'score'", result["score"]), metrics, skipped
 
 
 def require_number(what: str, value: Any) -> float:
-    """A finite number, or a ValueError that shows what was returned as `what` instead."""
-    found = _scalar(value)
-    if found is None or not math.isfinite(found):
+    """Return `value` as a finite float, or raise a ValueError that shows what was returned as `what`."""
+    number = _to_float(value)
+    if number is None or not math.isfinite(number):
         raise ValueError(f"returned {truncate(value)} as {what}")
-    return found
+    return number
 
 
-def _scalar(value: Any) -> float | None:
-    """Whatever is one number: also a bool, and a numpy or torch scalar; never text."""
+def _to_float(value: Any) -> float | None:
+    """Convert numbers, bools, and numpy and torch scalars; never text."""
     if value is None or isinstance(value, str | bytes) or getattr(value, "ndim", 0) != 0:
         return None
     try:
@@ -111,10 +110,10 @@ def _scalar(value: Any) -> float | None:
 
 
 def truncate(value: Any, limit: int = 200) -> str:
-    """The first 200 characters, as a Python literal where it is text."""
+    """Return the start of a value for a message; text as a Python literal."""
     try:
         text = value if isinstance(value, str) else repr(value)
     except Exception:  # noqa: BLE001 - the repr of a foreign object
         text = f"<{type(value).__name__} without a repr>"
-    cut = f" ... ({len(text):,} characters)" if len(text) > limit else ""
-    return (repr(text[:limit]) if isinstance(value, str) else text[:limit]) + cut
+    length = f" ... ({len(text):,} characters)" if len(text) > limit else ""
+    return (repr(text[:limit]) if isinstance(value, str) else text[:limit]) + length

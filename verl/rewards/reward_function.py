@@ -1,10 +1,10 @@
-"""A reward function: found, checked once, then called for every finished answer. A failure is never a silent 0.
+"""A reward function: loaded, checked once, then called for every finished response. A failure is never a silent 0.
 
-The user writes `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, plain or async, and gives its
+The user writes `compute_score(data_source, solution_str, ground_truth, extra_info=None)`, sync or async, and sets its
 file (or `package.module`) as `reward.custom_reward_function.path`. It returns a number, or a dict whose "score" is the
-reward and whose other numbers are logged. Without a path, shipped scorers are chosen by the row's data source.
+reward and whose other numbers are logged. Without a path, built-in scorers are chosen by the row's data source.
 
-What is here runs in the process that it is called in; `pool.py` runs it in processes that may hang and die.
+This module runs the function in the current process; `pool/` runs it in processes that may hang and die.
 """
 
 from __future__ import annotations
@@ -21,27 +21,25 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards import compose
 from verl.rewards.function_io import adapt_by_name, unpack_function
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, make_failure, parse_result, truncate
+from verl.rewards.settings import RewardFunctionSettings
 
 __all__ = [
     "BUILTIN_SCORERS",
     "RewardFunction",
     "describe_scorer",
     "explain_no_scorer",
-    "format_function_name",
     "has_builtin_scorer",
     "load_reward",
 ]
 
 Scorer = Callable[..., Any]
-Arguments = Mapping[str, Mapping[str, Any]]
-"""Module of a shipped scorer -> further arguments of its `compute_score`."""
 
 _MODULES = {
     "exact_match": ["addition"],
@@ -58,217 +56,178 @@ _MODULES = {
 BUILTIN_SCORERS: dict[str, str] = {
     source: f"verl.rewards.scorers.{module}" for module, sources in _MODULES.items() for source in sources
 }
-"""Data source -> module of its `compute_score`, for runs without a function of their own."""
+"""Data source -> module of its `compute_score`, for runs without a user function."""
 
 _SETTING = "reward.custom_reward_function"
-_BATCHED = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+_BATCH_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 
 class RewardFunction:
-    """Scores answers in this process. Load it in the process that scores: a function from a file does not travel.
+    """Scores responses in this process. Load it in the process that scores: a function from a file cannot be pickled.
 
     >>> score, metrics = await load_reward("my_reward.py").score("gsm8k", "... #### 72", "72")
     """
 
-    def __init__(
-        self,
-        scorer: Scorer | None,
-        where: str,
-        kwargs: Mapping[str, Any],
-        *,
-        batched: bool = False,
-        shipped: Arguments = MappingProxyType({}),
-    ) -> None:
-        self.where, self.batched = where, batched
-        self.is_async = scorer is not None and compose.is_async(scorer)
-        self.note: Callable[[str], None] = logging.getLogger(__name__).warning
+    def __init__(self, scorer: Scorer, settings: RewardFunctionSettings) -> None:
+        self.label, self.is_batched = settings.label, settings.is_batched
+        self.is_async = compose.is_async(scorer)
+        self.warn: Callable[[str], None] = logging.getLogger(__name__).warning
         self._scorer = scorer
-        self._kwargs, self._shipped = dict(kwargs), shipped
+        self._kwargs = {} if settings.functions else settings.kwargs
         self._skipped: set[str] = set()
 
-    def call(self, answer: RewardInput) -> Any:
-        """What the function returns, as it is; of an async one, the coroutine."""
-        scorer = self._scorer or _shipped(answer.data_source, self._shipped)
-        return scorer(**answer._asdict(), **self._kwargs)
+    @classmethod
+    def load(cls, settings: RewardFunctionSettings) -> RewardFunction:
+        """Load the function and check its signature, and what built-in scorers need on this machine."""
+        paths = {part.get("path") for part in settings.functions} if settings.functions else {settings.path}
+        for module, kwargs in settings.builtin_kwargs.items():
+            if paths & {None, module}:
+                importlib.import_module(module).check_requirements(**kwargs)
+        load = partial(_load_function, settings)
+        if settings.functions:
+            return cls(compose.combine(settings.functions, load), settings)
+        if settings.path is None and (settings.kwargs or settings.is_batched):
+            value = f"reward_kwargs={dict(settings.kwargs)!r}" if settings.kwargs else "path=null"
+            takes = "take no arguments" if settings.kwargs else "do not support reward_manager.name=batch"
+            raise RewardError(
+                f"{_SETTING}.{value}: the built-in scorers {takes}. "
+                f"Remove the setting, or set {_SETTING}.path=my_reward.py to use your function"
+            )
+        if settings.function is not None:
+            return cls(_adapt(unpack_function(settings.function), settings.label, settings.kwargs, settings), settings)
+        return cls(load(settings.path, settings.name, settings.kwargs), settings)
 
-    def call_batch(self, answers: Sequence[RewardInput]) -> Any:
-        """What a batched function returns, as it is."""
-        assert self._scorer is not None
-        columns = dict(zip(_BATCHED, map(list, zip(*answers, strict=True)), strict=True))
-        return self._scorer(**columns, **self._kwargs)
+    def call(self, requests: Sequence[RewardInput]) -> Any:
+        """Return what the function returns, or its coroutine. Only a batched function takes more than one request."""
+        if self.is_batched:
+            columns = dict(zip(_BATCH_PARAMETERS, map(list, zip(*requests, strict=True)), strict=True))
+            return self._scorer(**columns, **self._kwargs)
+        [request] = requests
+        return self._scorer(**request._asdict(), **self._kwargs)
 
-    def to_result(self, result: Any, answer: RewardInput) -> RewardResult:
-        """What was returned, read as a score; foreign objects may do anything when they are looked at."""
+    def to_results(self, returned: Any, requests: Sequence[RewardInput]) -> list[RewardResult]:
+        """Convert what `call` returned; all fail when a batched function did not return one result for each."""
+        if not self.is_batched:
+            return [self._to_result(returned, requests[0])]
+        if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__len__"):
+            cause = f"returned {truncate(returned)} for {len(requests)} responses: a batched function returns a list"
+        elif len(returned) != len(requests):
+            cause = f"returned {len(returned)} results for {len(requests)} responses"
+        else:
+            return [self._to_result(one, request) for one, request in zip(returned, requests, strict=True)]
+        return [make_failure("invalid", self.label, cause, request) for request in requests]
+
+    def _to_result(self, returned: Any, request: RewardInput) -> RewardResult:
         try:
-            score, metrics, skipped = parse_result(result)
+            score, metrics, skipped = parse_result(returned)
         except ValueError as error:
-            return make_failure("invalid", self.where, str(error), answer)
-        except Exception as error:  # noqa: BLE001 - the user's own object: reported like the user's own function
-            return self.make_error(error, answer)
+            return make_failure("invalid", self.label, str(error), request)
+        except Exception as error:  # noqa: BLE001 - methods of the user's object run here
+            return self.to_failures(error, [request])[0]
         for key in sorted(skipped.keys() - self._skipped):
             self._skipped.add(key)
-            self.note(f"{self.where}: {key!r} is {skipped[key]}, no number: it is not logged")
+            self.warn(f"{self.label}: {key!r} is {skipped[key]}, no number: it is not logged")
         return Scored(score, metrics)
 
-    def to_results(self, result: Any, answers: Sequence[RewardInput]) -> list[RewardResult]:
-        """One outcome an answer; all of them fail when the function did not return one result for each."""
-        if isinstance(result, str | bytes | Mapping) or not hasattr(result, "__len__"):
-            what = f"returned {truncate(result)} for {len(answers)} answers: a batched function returns a list"
-        elif len(result) != len(answers):
-            what = f"returned {len(result)} results for {len(answers)} answers"
-        else:
-            return [self.to_result(one, answer) for one, answer in zip(result, answers, strict=True)]
-        return [make_failure("invalid", self.where, what, answer) for answer in answers]
-
-    def make_error(self, error: BaseException, answer: RewardInput) -> Failed:
-        """The failure of one answer by an exception, with its traceback from the user's first frame on."""
-        what = f"raised {type(error).__name__}\n{_users_traceback(error)}"
-        mend = "use less memory, or allow more with reward.memory_mb" if isinstance(error, MemoryError) else ""
-        return make_failure("error", self.where, what, answer, mend)
+    def to_failures(self, error: BaseException, requests: Sequence[RewardInput]) -> list[Failed]:
+        """Return the failures of a call that raised, with the traceback from the user's first frame on."""
+        cause = f"raised {type(error).__name__}\n{_format_user_traceback(error)}"
+        fix = "Use less memory, or increase reward.memory_mb" if isinstance(error, MemoryError) else ""
+        return [make_failure("error", self.label, cause, request, fix) for request in requests]
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, float]]:
-        """The reward of one answer and the other numbers that came with it, to try a function out: no deadline.
+        """Score one response, to try a function out, without a deadline.
 
-        A failure is a `RewardError`.
+        Returns:
+            The score, and the other numbers that the function returned.
+
+        Raises:
+            RewardError: The function raised, or did not return a score.
         """
-        answer = RewardInput(data_source, solution_str, ground_truth, extra_info)
-        if self._scorer is None:
-            _shipped(data_source, self._shipped)  # an unknown source is a mistake in the data, not in a function
+        requests = [RewardInput(data_source, solution_str, ground_truth, extra_info)]
         try:
-            result = self.call(answer)
-            result = await result if inspect.isawaitable(result) else result
+            returned = self.call(requests)
+            returned = await returned if inspect.isawaitable(returned) else returned
         except Exception as error:
-            raise RewardError(self.make_error(error, answer).message) from error
-        outcome = self.to_result(result, answer)
-        if isinstance(outcome, Failed):
-            raise RewardError(outcome.message)
-        return outcome.score, outcome.metrics
+            raise RewardError(self.to_failures(error, requests)[0].message) from error
+        [result] = self.to_results(returned, requests)
+        if isinstance(result, Failed):
+            raise RewardError(result.message)
+        return result.score, result.metrics
 
 
 def load_reward(
-    path: str | None,
-    name: str = "compute_score",
-    kwargs: Mapping[str, Any] | None = None,
-    *,
-    functions: Sequence[Mapping[str, Any]] = (),
-    batched: bool = False,
-    shipped: Arguments = MappingProxyType({}),
-    function: bytes | Scorer | None = None,
-    prompts: bool = True,
+    path: str | None, name: str = "compute_score", kwargs: Mapping[str, Any] | None = None
 ) -> RewardFunction:
-    """The user's function `name` from `path` (a file, or `package.module`), or the shipped scorers when path is None.
+    """Load a reward function, to try it out.
 
-    `kwargs` (`reward.custom_reward_function.reward_kwargs`) are handed to every call. `functions` are several, weighted
-    and added up (`compose.combine`), instead of one. A `batched` function is called with lists: (data_sources,
-    solution_strs, ground_truths, extra_infos) -> results. `shipped` holds further arguments of shipped scorers, by
-    module; what they ask of this machine is asked now. A `function` that was given as one, or packed for its way here,
-    takes the place of that in `path`, which is then only its name. Where `prompts` are not kept, one that asks for them
-    is refused now, and not at its first answer.
+    Args:
+        path: A Python file or `package.module`; None for the built-in scorers.
+        name: The function in that file.
+        kwargs: Passed to every call, like `reward.custom_reward_function.reward_kwargs`.
     """
-    kwargs, where = kwargs or {}, format_function_name(path, name, functions)
-    paths = {one.get("path") for one in functions} if functions else {path}
-    for module in shipped:
-        if paths & {None, module}:
-            importlib.import_module(module).check_requirements(**shipped[module])
-    if functions:
-        return RewardFunction(compose.combine(functions, partial(_find, shipped=shipped, prompts=prompts)), where, {})
-    if path is None:
-        if kwargs or batched:
-            given = f"reward_kwargs={dict(kwargs)!r}" if kwargs else "path=null"
-            takes = "take no arguments" if kwargs else "take one answer at a time, and reward_manager.name=batch many"
-            raise RewardError(
-                f"{_SETTING}.{given}: the shipped scorers {takes}; "
-                f"leave it out, or give your own function with {_SETTING}.path=my_reward.py"
-            )
-        return RewardFunction(None, where, {}, shipped=shipped)
-    if function is not None:
-        scorer = _fitting(unpack_function(function), where, kwargs, batched=batched, prompts=prompts)
-    else:
-        scorer = _find(path, name, kwargs, batched=batched, shipped=shipped, prompts=prompts)
-    return RewardFunction(scorer, where, kwargs, batched=batched)
+    return RewardFunction.load(RewardFunctionSettings(path, name, kwargs or {}))
 
 
-def format_function_name(
-    path: str | None, name: str = "compute_score", functions: Sequence[Mapping[str, Any]] = ()
-) -> str:
-    """How messages call it: `my_reward.py:compute_score`."""
-    if functions:
-        return " + ".join(format_function_name(one.get("path"), one.get("name", "compute_score")) for one in functions)
-    return "the shipped scorer" if path is None else f"{path}:{name}"
+def describe_scorer(data_source: str, settings: RewardFunctionSettings) -> str | None:
+    """Return the name of what scores the rows of a data source, for messages; None if nothing does. Loads nothing.
 
-
-def describe_scorer(
-    data_source: str,
-    path: str | None,
-    name: str = "compute_score",
-    functions: Sequence[Mapping[str, Any]] = (),
-) -> str | None:
-    """What scores the rows of this data source, as messages call it; None when nothing does. Loads nothing.
-
-    >>> scorer_of("gsm8k", None), scorer_of("gsm8k", "my_reward.py"), scorer_of("mine", None)
-    ('verl.rewards.scorers.gsm8k', 'my_reward.py:compute_score', None)
+    >>> describe_scorer("gsm8k", RewardFunctionSettings()), describe_scorer("mine", RewardFunctionSettings())
+    ('verl.rewards.scorers.gsm8k', None)
     """
-    paths = [one.get("path") for one in functions] if functions else [path]
+    paths = [part.get("path") for part in settings.functions] if settings.functions else [settings.path]
     if None in paths and not has_builtin_scorer(data_source):
         return None
-    return BUILTIN_SCORERS[data_source] if paths == [None] else format_function_name(path, name, functions)
+    return BUILTIN_SCORERS[data_source] if paths == [None] else settings.label
 
 
 def explain_no_scorer(data_source: str) -> str:
-    """What to do about a data source that no shipped scorer knows."""
+    """Return the message for a data source that has no built-in scorer."""
     near = difflib.get_close_matches(data_source, BUILTIN_SCORERS, n=1)
-    known = f"did you mean {near[0]!r}?" if near else f"they know {', '.join(sorted(BUILTIN_SCORERS))}."
-    what = f"data_source {data_source!r}: no shipped scorer knows it; {known} Correct the column"
+    known = f"did you mean {near[0]!r}?" if near else f"known data sources: {', '.join(sorted(BUILTIN_SCORERS))}."
+    problem = f"data_source {data_source!r}: no built-in scorer knows it; {known} Fix the column"
     if not data_source:
-        what = "data_source: rows without one have no shipped scorer. Add the column"
-    return f"{what}, or give your own function with {_SETTING}.path=my_reward.py (in Python: reward=my_function)"
+        problem = "data_source: rows without one have no built-in scorer. Add the column"
+    return f"{problem}, or set {_SETTING}.path=my_reward.py to use your function (in Python: reward=my_function)"
 
 
 def has_builtin_scorer(data_source: str) -> bool:
-    """Whether a shipped scorer knows this data source."""
     return data_source in BUILTIN_SCORERS
 
 
-def _find(
-    path: str | None,
-    name: str,
-    kwargs: Mapping[str, Any],
-    *,
-    batched: bool = False,
-    shipped: Arguments,
-    prompts: bool,
-) -> Scorer:
-    """The function, found and held to its signature."""
+def _load_function(settings: RewardFunctionSettings, path: str | None, name: str, kwargs: Mapping[str, Any]) -> Scorer:
+    """Load one function and check its signature."""
+    builtin_kwargs = settings.builtin_kwargs
     if path is None:
-        return lambda **answer: _shipped(answer["data_source"], shipped)(**answer)
-    module, where = _load_module(path), format_function_name(path, name)
+        return lambda **request: _load_builtin(request["data_source"], builtin_kwargs)(**request)
+    module, label = _load_module(path), RewardFunctionSettings(path, name).label
     scorer = getattr(module, name, None)
     if scorer is None:
-        functions = [key for key, value in vars(module).items() if _defined_here(value, module)]
+        functions = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
         has = f"it has: {', '.join(functions)}" if functions else "it defines no function"
         choice = functions[0] if len(functions) == 1 else "..."
-        raise RewardError(f"{where}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
+        raise RewardError(f"{label}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
     if not callable(scorer):
-        raise RewardError(f"{where}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
-    scorer = _fitting(scorer, where, kwargs, batched=batched, prompts=prompts)
-    return partial(scorer, **shipped[path]) if path in shipped else scorer
+        raise RewardError(f"{label}: is a {type(scorer).__name__}, not a function; choose one with {_SETTING}.name=...")
+    scorer = _adapt(scorer, label, kwargs, settings)
+    return partial(scorer, **builtin_kwargs[path]) if path in builtin_kwargs else scorer
 
 
-def _fitting(scorer: Scorer, where: str, kwargs: Mapping[str, Any], *, batched: bool, prompts: bool) -> Scorer:
-    """The function as it will be called: by the names that it gives its parameters, or as `compute_score` is."""
-    if not batched and (by_name := adapt_by_name(scorer, where, kwargs, prompts=prompts)) is not None:
+def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: RewardFunctionSettings) -> Scorer:
+    """Return the function as it will be called: by its parameters' names, or like `compute_score`."""
+    if not settings.is_batched and (by_name := adapt_by_name(scorer, label, kwargs)) is not None:
         return by_name
-    _check_signature(scorer, where, kwargs, _BATCHED if batched else RewardInput._fields)
+    _check_signature(scorer, label, kwargs, _BATCH_PARAMETERS if settings.is_batched else RewardInput._fields)
     return scorer
 
 
-def _shipped(data_source: str, arguments: Arguments) -> Scorer:
+def _load_builtin(data_source: str, builtin_kwargs: Mapping[str, Mapping[str, Any]]) -> Scorer:
     if not has_builtin_scorer(data_source):
         raise RewardError(explain_no_scorer(data_source))
     module = BUILTIN_SCORERS[data_source]
-    return partial(importlib.import_module(module).compute_score, **arguments.get(module, {}))
+    return partial(importlib.import_module(module).compute_score, **builtin_kwargs.get(module, {}))
 
 
 def _load_module(path: str) -> ModuleType:
@@ -276,10 +235,10 @@ def _load_module(path: str) -> ModuleType:
     is_file = path.endswith(".py") or "/" in path or file.is_file()
     if is_file and not file.is_file():
         raise RewardError(
-            f"{_SETTING}.path={path}: no such file (looked in {file.absolute().parent}); "
-            "give the path of a Python file that every node can read, or the name of an installed module"
+            f"{_SETTING}.path={path}: no such file in {file.absolute().parent}. "
+            "Set the path of a Python file that every node can read, or the name of an installed module"
         )
-    # A name of its own, so that a file called `math.py` shadows nothing; in sys.modules, so that its classes pickle.
+    # A unique name, so that a file called `math.py` shadows nothing; in sys.modules, so that its classes pickle.
     name = f"verl_reward_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}" if is_file else path
     try:
         if not is_file:
@@ -297,52 +256,51 @@ def _load_module(path: str) -> ModuleType:
         if is_file or error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise RewardError(f"{_SETTING}.path={path}: imports {error.name!r}, which is not installed here") from error
         raise RewardError(
-            f"{_SETTING}.path={path}: is neither a file nor an importable module; "
-            "give the path of a Python file (my_reward.py) or the name of an installed module"
+            f"{_SETTING}.path={path}: is neither a file nor an importable module. "
+            "Set the path of a Python file (my_reward.py) or the name of an installed module"
         ) from error
     except Exception as error:
         sys.modules.pop(name, None)
-        raise RewardError(f"{_SETTING}.path={path}: failed while it was imported\n{_users_traceback(error)}") from error
+        trace = _format_user_traceback(error)
+        raise RewardError(f"{_SETTING}.path={path}: importing it failed\n{trace}") from error
 
 
-def _check_signature(scorer: Scorer, where: str, kwargs: Mapping[str, Any], parameters: Sequence[str]) -> None:
+def _check_signature(scorer: Scorer, label: str, kwargs: Mapping[str, Any], parameters: Sequence[str]) -> None:
     try:
         signature = inspect.signature(scorer)
-    except (TypeError, ValueError):  # some builtins tell no signature: the first call will
+    except (TypeError, ValueError):  # some builtins have no signature: the first call will show
         return
     try:
         signature.bind(**dict.fromkeys(parameters), **kwargs)
     except TypeError as error:
         extra = f", and reward_kwargs {', '.join(kwargs)}" if kwargs else ""
-        mend = _of_its_own(signature, kwargs)
-        mend = mend or f"declare it as compute_score({', '.join(parameters[:-1])}, {parameters[-1]}=None)"
+        fix = _suggest_kwargs_fix(signature, kwargs)
+        fix = fix or f"declare it as compute_score({', '.join(parameters[:-1])}, {parameters[-1]}=None)"
         raise RewardError(
-            f"{where}: has the signature {signature}, but is called by name with "
-            f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); {mend}"
+            f"{label}: has the signature {signature}, but is called by name with "
+            f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); {fix}"
         ) from None
 
 
-def _of_its_own(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str:
-    """The mend where a function names its own arguments, and one of them is missing or there is none of that name."""
-    own = {name: one for name, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY}
-    missing = [name for name, one in own.items() if one.default is one.empty and name not in kwargs]
+def _suggest_kwargs_fix(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str:
+    """Return the fix if a keyword-only parameter has no value, or `kwargs` has one that does not exist; else ""."""
+    options = {name: one for name, one in signature.parameters.items() if one.kind is one.KEYWORD_ONLY}
+    missing = [name for name, one in options.items() if one.default is one.empty and name not in kwargs]
     if missing:
         return f"set {_SETTING}.reward_kwargs.{missing[0]}=..."
     unknown = [name for name in kwargs if name not in signature.parameters]
-    return f"of its own it takes {', '.join(own)}; leave {unknown[0]} out" if own and unknown else ""
+    return f"its options are {', '.join(options)}; remove {unknown[0]}" if options and unknown else ""
 
 
-def _defined_here(value: Any, module: ModuleType) -> bool:
+def _is_defined_in(module: ModuleType, value: Any) -> bool:
     return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
-def _users_traceback(error: BaseException) -> str:
-    """The traceback from the user's first frame on: ours help nobody."""
+def _format_user_traceback(error: BaseException) -> str:
+    """Format the traceback from the user's first frame on."""
     names = ("reward_function", "compose", "function_io", "pool/worker", "pool/in_process")
-    ours = tuple(str(Path(__file__).parent / f"{name}.py") for name in names)
+    skipped = (*(str(Path(__file__).parent / f"{name}.py") for name in names), "<frozen importlib", asyncio.__path__[0])
     tb = error.__traceback__
-    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(
-        (*ours, "<frozen importlib", asyncio.__path__[0])
-    ):
+    while tb is not None and tb.tb_frame.f_code.co_filename.startswith(skipped):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb or error.__traceback__))

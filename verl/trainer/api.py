@@ -147,7 +147,6 @@ class _Trainer:
             "data.train_batch_size": config.batch_size,
             "data.max_prompt_length": config.max_prompt_length,
             "data.max_response_length": config.max_response_length,
-            "data.return_raw_input_ids": True,  # a reward may ask for the prompt
             "actor_rollout_ref.model.path": _written(self.model, folder / "model"),
             "actor_rollout_ref.model.tokenizer_path": _written(self._own_tokenizer(), folder / "tokenizer"),
             "actor_rollout_ref.actor.optim.lr": config.learning_rate,

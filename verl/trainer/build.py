@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir
@@ -47,7 +48,7 @@ from verl.trainer.worker_settings import (
     engine_settings,
     episode_settings,
     reward_model_settings,
-    reward_settings,
+    reward_pool_settings,
     rollout_dtype,
     train_settings,
     transport_name,
@@ -201,8 +202,8 @@ async def _check_reward(config: Config, reward: Reward | None = None) -> None:
     """Load the reward function once, in a process of its own: whatever its import does, it does not do it here."""
     if not uses_reward_function(config):
         return
-    arguments = reward_settings(config, 1, reward)
-    with open_rewards(**arguments | {"workers": min(1, arguments["workers"])}) as pool:
+    settings = reward_pool_settings(config, function=reward)
+    with open_rewards(replace(settings, workers=min(1, settings.workers))) as pool:
         await pool.start()
 
 

@@ -126,7 +126,6 @@ def read_data(config: Config) -> RunData:
             "truncation": config.data.truncation,
             "chat_template_kwargs": config.data.apply_chat_template_kwargs,
             "max_samples": config.data.train_max_samples if split == "train" else config.data.val_max_samples,
-            "keep_raw": config.data.return_raw_input_ids,
         }
         dataset = PromptDataset(
             files,

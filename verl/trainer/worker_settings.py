@@ -37,6 +37,7 @@ from verl.errors import ConfigError
 from verl.rewards.function_io import pack_function
 from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.sandbox.sandbox import Limits
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 from verl.trainer.run_data import RunData
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings, LoraSettings
@@ -54,9 +55,9 @@ __all__ = [
     "fsdp_settings",
     "lora_settings",
     "optimizer_settings",
-    "reward_arguments",
+    "reward_function_settings",
     "reward_model_settings",
-    "reward_settings",
+    "reward_pool_settings",
     "rollout_dtype",
     "train_settings",
     "transport_name",
@@ -274,7 +275,7 @@ def episode_settings(
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         data.datasets,
-        reward_settings(config, workers, reward) if uses_reward_function(config) else None,
+        reward_pool_settings(config, workers, reward) if uses_reward_function(config) else None,
         _model_reward(config),
         model.trust_remote_code,
         OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
@@ -314,21 +315,22 @@ def _core(number: int) -> str:
     return str(number % (os.cpu_count() or 1))
 
 
-def reward_arguments(config: Config) -> dict[str, Any]:
-    """The arguments of `load_reward`."""
-    reward, function = config.reward, config.reward.custom_reward_function
-    return {
-        "path": function.path,
-        "name": function.name,
-        "kwargs": function.reward_kwargs,
-        "functions": [dict(one) for one in reward.functions],
-        "batched": reward.reward_manager.name == "batch",
-        "shipped": _shipped_arguments(reward),
-    }
+def reward_function_settings(config: Config, function: Callable[..., Any] | None = None) -> RewardFunctionSettings:
+    """Return the reward function to load, or `function` if one was passed as a Python object."""
+    reward, custom = config.reward, config.reward.custom_reward_function
+    return RewardFunctionSettings(
+        path=custom.path,
+        name=custom.name,
+        kwargs=custom.reward_kwargs,
+        functions=[dict(one) for one in reward.functions],
+        batch_size=reward.batch_size if reward.reward_manager.name == "batch" else None,
+        builtin_kwargs=_builtin_kwargs(reward),
+        function=function if function is None or config.trainer.local else pack_function(function),
+    )
 
 
-def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
-    """What shipped scorers are called with beside the answer; nothing where all is as they have it themselves."""
+def _builtin_kwargs(reward: RewardConfig) -> dict[str, dict[str, Any]]:
+    """Return further arguments of built-in scorers, by module; empty if all settings have their defaults."""
     sandbox, code = reward.sandbox, reward.code
     if (sandbox, code) == (type(sandbox)(), type(code)()):
         return {}
@@ -342,26 +344,18 @@ def _shipped_arguments(reward: RewardConfig) -> dict[str, dict[str, Any]]:
     return {"verl.rewards.scorers.code": arguments}
 
 
-def reward_settings(
-    config: Config, workers: int, given: Callable[..., Any] | None = None, *, prompts: bool = False
-) -> dict[str, Any]:
-    """The arguments of `scores` in each of so many episode workers: they share the processes.
-
-    `prompts`: whether they are kept in any case, and not only where the settings ask for it.
-    """
-    reward, local = config.reward, config.trainer.local
-    arguments = reward_arguments(config) | {"prompts": prompts or config.data.return_raw_input_ids}
-    batched = arguments.pop("batched")
-    if given is not None:
-        arguments["function"] = given if local else pack_function(given)
+def reward_pool_settings(
+    config: Config, episode_workers: int = 1, function: Callable[..., Any] | None = None
+) -> RewardPoolSettings:
+    """Return the settings of the pool in each episode worker: they share the reward processes equally."""
+    reward = config.reward
     processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
-    return {
-        "reward": arguments,
-        "workers": 0 if local else -(-processes // workers),
-        "deadline_s": reward.deadline_s,
-        "memory_mb": reward.memory_mb,
-        "batch_size": reward.batch_size if batched else None,
-    }
+    return RewardPoolSettings(
+        reward_function_settings(config, function),
+        workers=0 if config.trainer.local else -(-processes // episode_workers),
+        deadline_s=reward.deadline_s,
+        memory_mb=reward.memory_mb,
+    )
 
 
 def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:

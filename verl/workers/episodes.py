@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,7 @@ from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTa
 from verl.cluster.hangs.registry import register_actor, report_ended_stall
 from verl.errors import ConfigError
 from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.settings import RewardPoolSettings
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
@@ -72,7 +73,7 @@ class EpisodeSettings:
 
     tokenizer_path: str
     datasets: dict[str, DatasetSettings]
-    reward: dict[str, Any] | None = field(default_factory=dict)  # arguments of `open_rewards`; None: no function scores
+    reward: RewardPoolSettings | None = None  # None: no function scores
     model_reward: ModelReward | None = None
     trust_remote_code: bool = False
     overlong: OverlongPenalty | None = None  # shapes the scores of training, never those of validation
@@ -140,7 +141,7 @@ class EpisodeWorker:
 
         settings, model = self._settings, self._settings.model_reward
         if settings.reward is not None:
-            functions = open_rewards(**settings.reward)
+            functions = open_rewards(settings.reward)
             await functions.start()
             by_own = score_by_function(partial(self._scored, functions))
             if model is None:

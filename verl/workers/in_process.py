@@ -154,12 +154,13 @@ class RolloutWorker:
     async def _scoring(self) -> EpisodeScorer:
         from verl.agents.scoring import score_by_function
         from verl.rewards.pool.in_process import InProcessRewards
+        from verl.rewards.settings import RewardFunctionSettings
 
-        arguments: dict[str, Any] = {"path": None}
+        settings = RewardFunctionSettings()
         if self._reward is not None:
             name = getattr(self._reward, "__name__", type(self._reward).__name__)
-            arguments = {"path": "python:", "name": name, "function": self._reward}
-        functions = InProcessRewards(arguments)
+            settings = RewardFunctionSettings("python:", name, function=self._reward)
+        functions = InProcessRewards(settings)
         await functions.start()
         return score_by_function(functions.score)
 

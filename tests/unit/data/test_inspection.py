@@ -24,6 +24,7 @@ from verl.data.inspection import DataFiles, InspectionReport
 from verl.data.inspection_render import bars, bins, show_report, show_rows
 from verl.errors import DataError
 from verl.rewards.reward_function import describe_scorer, explain_no_scorer
+from verl.rewards.settings import RewardFunctionSettings
 
 pytestmark = pytest.mark.unit
 
@@ -54,7 +55,7 @@ def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: A
     return DataFiles(
         files,
         tokenizer=tokenizer,
-        describe_scorer=lambda source: describe_scorer(source, own),
+        describe_scorer=lambda source: describe_scorer(source, RewardFunctionSettings(own)),
         explain_no_scorer=explain_no_scorer,
         **options,
     )
@@ -123,8 +124,8 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, bool]] = [
     (good(prompt=""), "line 2: the prompt is an empty string; remove the row or fill it", "", True),
     (good(prompt=[{"role": "user"}]), "line 2: message 0 of the prompt has no content", "", True),
     (good(prompt=user("  ")), "line 2: the prompt is blank", "fill it, or remove the row", False),
-    (good(data_source="gsm8K"), "no shipped scorer knows it; did you mean 'gsm8k'? Correct the column", "", True),
-    (good(data_source=None), "data_source: rows without one have no shipped scorer. Add the column", "", True),
+    (good(data_source="gsm8K"), "no built-in scorer knows it; did you mean 'gsm8k'? Fix the column", "", True),
+    (good(data_source=None), "data_source: rows without one have no built-in scorer. Add the column", "", True),
     (good(reward_model=None), "line 2: there is no ground truth", "write it as reward_model", True),
     (good(reward_model='{"ground_truth": 4}'), "line 2: column 'reward_model' holds text", "", True),
     (good("the first"), "line 2: the prompt is there already, ", "remove one of the two, unless it is meant", False),

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.compose import clipped, weighted
-from verl.rewards.reward_function import load_reward
+from verl.rewards.compose import add_weighted, clip_score
+from verl.rewards.reward_function import RewardFunction
+from verl.rewards.settings import RewardFunctionSettings
 
 pytestmark = pytest.mark.unit
 
@@ -25,7 +26,7 @@ def always(result: Any) -> Any:
 
 @given(st.lists(st.tuples(numbers, numbers), min_size=1, max_size=5))
 def test_the_sum_is_that_of_weight_times_score_and_every_part_is_a_metric(parts: Sequence[tuple[float, float]]) -> None:
-    found = weighted({f"part{i}": (always(score), weight) for i, (score, weight) in enumerate(parts)})("", "", "")
+    found = add_weighted({f"part{i}": (always(score), weight) for i, (score, weight) in enumerate(parts)})("", "", "")
     assert found.pop("score") == pytest.approx(sum(score * weight for score, weight in parts))
     assert list(found.values()) == [score for score, _ in parts]
 
@@ -33,24 +34,26 @@ def test_the_sum_is_that_of_weight_times_score_and_every_part_is_a_metric(parts:
 @given(numbers, st.tuples(numbers, numbers).map(sorted))
 def test_a_clipped_score_stays_within_and_what_was_within_stays(score: float, bounds: list[float]) -> None:
     low, high = bounds
-    found = clipped(always(score), low, high)("", "", "")
+    found = clip_score(always(score), low, high)("", "", "")
     assert low <= found <= high
     assert found == score or not low <= score <= high
-    assert clipped(always({"score": score, "raw": score}), low, high)("", "", "") == {"score": found, "raw": score}
+    assert clip_score(always({"score": score, "raw": score}), low, high)("", "", "") == {"score": found, "raw": score}
 
 
 async def test_one_async_part_makes_the_whole_async() -> None:
     async def judge(*args: Any) -> float:
         return 4.0
 
-    both = weighted({"judge": (clipped(judge, 0.0, 1.0), 2.0), "form": (always({"score": 1.0, "lines": 3}), 1.0)})
+    both = add_weighted(
+        {"judge": (clip_score(judge, 0.0, 1.0), 2.0), "form": (always({"score": 1.0, "lines": 3}), 1.0)}
+    )
     assert await both("", "", "") == {"score": 3.0, "judge": 1.0, "form": 1.0, "form/lines": 3}
 
 
 @pytest.mark.parametrize("result", [None, "1.0", float("nan"), {"acc": 1.0}])
 def test_a_part_without_a_number_is_named(result: Any) -> None:
     with pytest.raises(ValueError, match="'form'"):
-        weighted({"form": (always(result), 1.0)})("", "", "")
+        add_weighted({"form": (always(result), 1.0)})("", "", "")
 
 
 def functions(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
@@ -64,7 +67,7 @@ def functions(folder: Path, *specs: dict[str, Any]) -> list[dict[str, Any]]:
 
 async def test_functions_given_as_settings_are_loaded_weighted_and_clipped(tmp_path: Path) -> None:
     specs = functions(tmp_path, {}, {"name": "length", "weight": -0.1, "clip": [0, 10], "reward_kwargs": {"scale": 10}})
-    reward = load_reward(None, functions=[*specs, {"weight": 0.5, "label": "known"}])
+    reward = RewardFunction.load(RewardFunctionSettings(functions=[*specs, {"weight": 0.5, "label": "known"}]))
     assert await reward.score("addition", "46", "46") == (0.5, {"parts": 1.0, "length": 10.0, "known": 1.0})
     assert reward.is_async
 
@@ -72,13 +75,13 @@ async def test_functions_given_as_settings_are_loaded_weighted_and_clipped(tmp_p
 @pytest.mark.parametrize(
     ("specs", "part"),
     [
-        ([{"wieght": 1.0}], "functions[0].wieght: there is no such key; it has: clip,"),
-        ([{}, {}], "functions[1]: 'parts' is already the name"),
+        ([{"wieght": 1.0}], "functions[0].wieght: unknown key; known keys: clip,"),
+        ([{}, {}], "functions[1]: the metric name 'parts' is already used"),
         ([{"clip": [1, 0]}], "functions[0].clip=[1, 0]: must be [low, high]"),
         ([{"name": "nobody"}], "there is no 'nobody'"),
     ],
 )
 def test_settings_that_cannot_serve_name_their_place(tmp_path: Path, specs: list[dict[str, Any]], part: str) -> None:
     with pytest.raises(RewardError) as caught:
-        load_reward(None, functions=functions(tmp_path, *specs))
+        RewardFunction.load(RewardFunctionSettings(functions=functions(tmp_path, *specs)))
     assert part in str(caught.value)

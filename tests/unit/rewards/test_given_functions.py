@@ -2,17 +2,24 @@
 
 import bdb
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from verl.errors import RewardError
 from verl.rewards.function_io import pack_function, unpack_function
-from verl.rewards.pool.pool import RewardPool, open_rewards
-from verl.rewards.reward_function import load_reward
+from verl.rewards.pool.pool import RewardClient, RewardPool, open_rewards
+from verl.rewards.reward_function import RewardFunction
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 from verl.types import Failed, Scored
 
 pytestmark = pytest.mark.unit
+
+
+def open_here(path: str, function: Callable[..., Any], batch_size: int | None = None) -> RewardClient:
+    settings = RewardFunctionSettings(path, function=function, batch_size=batch_size)
+    return open_rewards(RewardPoolSettings(settings, workers=0))
 
 
 def exact(response: str, ground_truth: str) -> float:
@@ -27,13 +34,13 @@ def test_a_function_travels_by_value_with_what_it_refers_to() -> None:
 
 def test_what_cannot_travel_is_refused_with_a_mend() -> None:
     lock = threading.Lock()
-    with pytest.raises(RewardError, match=r"cannot be sent .*inside of it"):
+    with pytest.raises(RewardError, match=r"cannot be sent .*inside the function"):
         pack_function(lambda response: lock.locked())
 
 
 async def test_a_given_function_takes_the_place_of_a_file() -> None:
-    reward = load_reward("python:exact", "exact", function=pack_function(exact))
-    assert reward.where == "python:exact:exact"
+    reward = RewardFunction.load(RewardFunctionSettings("python:exact", "exact", function=pack_function(exact)))
+    assert reward.label == "python:exact:exact"
     assert await reward.score("", "4", "4") == (1.0, {})
 
 
@@ -41,14 +48,14 @@ async def test_an_async_function_is_awaited() -> None:
     async def later(response: str) -> float:
         return len(response)
 
-    reward = load_reward("python:later", "later", function=later)
+    reward = RewardFunction.load(RewardFunctionSettings("python:later", "later", function=later))
     assert reward.is_async
     assert await reward.score("", "abc", None) == (3.0, {})
 
 
 async def test_without_processes_a_function_is_called_here() -> None:
     seen: list[Any] = []
-    here = open_rewards({"path": "python:f", "function": lambda response: seen.append(response) or 1.0}, workers=0)
+    here = open_here("python:f", lambda response: seen.append(response) or 1.0)
     assert not isinstance(here, RewardPool)
     await here.start()
     assert await here.score("", "abc", None) == Scored(1.0)
@@ -61,7 +68,7 @@ async def test_a_failure_here_is_told_and_leaving_the_debugger_ends_the_run() ->
             raise bdb.BdbQuit
         return 1 / len(response)
 
-    here = open_rewards({"path": "python:strange", "function": strange}, workers=0)
+    here = open_here("python:strange", strange)
     await here.start()
     outcome = await here.score("", "", None)
     assert isinstance(outcome, Failed)
@@ -75,6 +82,6 @@ async def test_a_batched_function_gets_lists_here_too() -> None:
     def together(data_sources: Any, solution_strs: list[str], ground_truths: Any, extra_infos: Any) -> list[int]:
         return [len(one) for one in solution_strs]
 
-    here = open_rewards({"path": "python:together", "function": together}, workers=0, batch_size=4)
+    here = open_here("python:together", together, batch_size=4)
     await here.start()
     assert await here.score("", "abc", None) == Scored(3.0)

@@ -70,7 +70,7 @@ def test_words_have_their_own_worth() -> None:
     ("kwargs", "mend"),
     [
         ({"model": "m"}, r"set reward\.custom_reward_function\.reward_kwargs\.url=\.\.\."),
-        ({"url": "u", "model": "m", "api_key": "sk"}, "it takes url, model, prompt, .*; leave api_key out"),
+        ({"url": "u", "model": "m", "api_key": "sk"}, "its options are url, model, prompt, .*; remove api_key"),
     ],
 )
 def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict[str, Any], mend: str) -> None:

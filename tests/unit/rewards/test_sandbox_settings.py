@@ -11,11 +11,12 @@ from verl.config.load import load
 from verl.config.problems import list_keys_below
 from verl.config.schema import Config
 from verl.errors import ConfigError, RewardError
-from verl.rewards.reward_function import load_reward
+from verl.rewards.reward_function import RewardFunction
 from verl.rewards.sandbox import sandbox, sandbox_fusion
 from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 from verl.rewards.scorers import code
-from verl.trainer.worker_settings import reward_arguments
+from verl.rewards.settings import RewardFunctionSettings
+from verl.trainer.worker_settings import reward_function_settings
 
 pytestmark = pytest.mark.unit
 
@@ -37,6 +38,10 @@ def config(*overrides: str) -> Config:
     return load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)[0].config
 
 
+def load_function(path: str | None, builtin_kwargs: dict[str, dict[str, Any]]) -> RewardFunction:
+    return RewardFunction.load(RewardFunctionSettings(path, builtin_kwargs=builtin_kwargs))
+
+
 def test_every_setting_of_these_sections_is_in_the_table() -> None:
     assert set(TOLD) == {*list_keys_below("reward.sandbox"), *list_keys_below("reward.code")}
 
@@ -44,8 +49,10 @@ def test_every_setting_of_these_sections_is_in_the_table() -> None:
 @pytest.mark.parametrize("key", TOLD)
 def test_a_setting_reaches_the_scorer(key: str) -> None:
     value, told = TOLD[key]
-    assert reward_arguments(config())["shipped"] == {}
-    assert reward_arguments(config(f"{key}={value}"))["shipped"] == {"verl.rewards.scorers.code": DEFAULT | told}
+    assert reward_function_settings(config()).builtin_kwargs == {}
+    assert reward_function_settings(config(f"{key}={value}")).builtin_kwargs == {
+        "verl.rewards.scorers.code": DEFAULT | told
+    }
 
 
 @pytest.mark.parametrize("path", [None, "verl.rewards.scorers.code"])
@@ -62,7 +69,9 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
     monkeypatch.setattr(sandbox, "run", run)
     shipped = {"verl.rewards.scorers.code": {"limits": Limits(seconds=3), "partial": True}}
     functions = [{"path": path}] if way == "among several" else []
-    reward = load_reward(None if functions else path, functions=functions, shipped=shipped)
+    reward = RewardFunction.load(
+        RewardFunctionSettings(None if functions else path, functions=functions, builtin_kwargs=shipped)
+    )
     score, _ = await reward.score("code", "print(1)", TWO_TESTS)
     assert (score, seen) == (0.5, [Limits(seconds=3)] * 2)
 
@@ -70,7 +79,9 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
 async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: ProgramResult("ok", 0, "1", "", 0.0))
     shipped = {"verl.rewards.scorers.code": {"partial": False}}
-    reward = load_reward("verl.rewards.scorers.code", kwargs={"partial": True}, shipped=shipped)
+    reward = RewardFunction.load(
+        RewardFunctionSettings("verl.rewards.scorers.code", kwargs={"partial": True}, builtin_kwargs=shipped)
+    )
     assert (await reward.score("mine", "print(1)", TWO_TESTS))[0] == 0.5
 
 
@@ -82,7 +93,7 @@ async def test_programs_run_at_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
         return ProgramResult("ok", 0, stdin, "", 0.0)
 
     monkeypatch.setattr(sandbox_fusion, "run", run)
-    reward = load_reward(None, shipped=reward_arguments(config("reward.sandbox.url=http://sandbox"))["shipped"])
+    reward = RewardFunction.load(reward_function_settings(config("reward.sandbox.url=http://sandbox")))
     assert (await reward.score("code", "print(input())", TWO_TESTS))[0] == 1.0
     assert urls == ["http://sandbox"] * 2
 
@@ -104,10 +115,10 @@ def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
     monkeypatch.setattr(sandbox, "best_isolation", lambda: here)
     shipped = {"verl.rewards.scorers.code": {"require": require}}
     if not refused:
-        load_reward(None, shipped=shipped)
+        load_function(None, shipped)
         return
     with pytest.raises(RewardError) as caught:
-        load_reward(None, shipped=shipped)
+        load_function(None, shipped)
     assert f"reward.sandbox.require={require}" in str(caught.value)
     assert "install the package `bubblewrap`" in str(caught.value)
     assert f"set reward.sandbox.require={here}" in str(caught.value)
@@ -119,8 +130,8 @@ def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox, "best_isolation", lambda: "limits")
-    load_reward(None, shipped={"verl.rewards.scorers.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
-    load_reward("verl.rewards.scorers.exact_match", shipped={"verl.rewards.scorers.code": {"require": "bubblewrap"}})
+    load_function(None, {"verl.rewards.scorers.code": {"require": "bubblewrap", "sandbox_url": "http://sandbox"}})
+    load_function("verl.rewards.scorers.exact_match", {"verl.rewards.scorers.code": {"require": "bubblewrap"}})
 
 
 @pytest.mark.parametrize("key", TOLD)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from verl.errors import RewardError
 from verl.rewards.reward_function import RewardFunction, describe_scorer, load_reward
 from verl.rewards.scorers import gsm8k
+from verl.rewards.settings import RewardFunctionSettings
 
 pytestmark = pytest.mark.unit
 
@@ -131,7 +132,7 @@ async def test_a_stop_iteration_is_an_exception_like_others(tmp_path: Path) -> N
         ("compute_score = 3\n", "compute_score", ["is a int, not a function"]),
         ("def compute_score(question, reply): ...\n", "compute_score", ["(question, reply)", "extra_info=None"]),
         ("import not_there_at_all\n", "compute_score", ["imports 'not_there_at_all'", "not installed"]),
-        ("\n1 / 0\n", "compute_score", ["failed while it was imported", "line 2", "ZeroDivisionError"]),
+        ("\n1 / 0\n", "compute_score", ["importing it failed", "line 2", "ZeroDivisionError"]),
         ("def broken(:\n", "compute_score", ["SyntaxError", "line 1"]),
     ],
 )
@@ -153,7 +154,7 @@ def test_a_missing_file_or_module_is_named(path: str, part: str) -> None:
 
 async def test_an_unknown_data_source_names_the_mend() -> None:
     reward = load_reward(None)
-    assert describe_scorer("my/data", None) is None
+    assert describe_scorer("my/data", RewardFunctionSettings()) is None
     with pytest.raises(RewardError, match=r"reward\.custom_reward_function\.path=") as caught:
         await reward.score("my/data", "1", "1")
     assert "openai/gsm8k" in str(caught.value)

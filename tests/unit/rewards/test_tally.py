@@ -34,7 +34,7 @@ def test_it_stops_at_the_first_failure_above_the_limit_and_not_before(samples: i
     for count in range(allowed):
         tally.add(Failed("timeout", f"failure {count}"))
     if allowed < samples:
-        with pytest.raises(RewardError, match=f"{allowed + 1} of the {samples} answers .* could not be scored"):
+        with pytest.raises(RewardError, match=f"{allowed + 1} of the {samples} responses .* could not be scored"):
             tally.add(Failed("died", f"failure {allowed}"))
 
 
@@ -56,7 +56,7 @@ def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> Non
 
 def test_the_first_failure_of_a_step_is_said_at_once() -> None:
     said: list[str] = []
-    tally = FailureTracker(0.5, samples=8, say=said.append)
+    tally = FailureTracker(0.5, samples=8, report=said.append)
     for count in range(3):
         tally.add(Failed("error", f"failure {count}"))
     tally.end_step()

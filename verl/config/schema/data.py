@@ -47,6 +47,4 @@ class DataConfig(Section):
     train_max_samples: int = setting(-1, "Use only the first so many training rows; -1: all.", unit="rows", ge=-1)
     val_max_samples: int = setting(-1, "Use only the first so many validation rows; -1: all.", unit="rows", ge=-1)
     apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed to the tokenizer's chat template as they are.")
-    return_raw_input_ids: bool = setting(
-        False, "Keep prompts as they are: for a reward model's own chat template, and as extra_info['raw_prompt']."
-    )
+    return_raw_input_ids: bool = setting(False, "Tokenize prompts for the reward model with its own chat template.")

@@ -1,49 +1,56 @@
-"""The end of a scoring process in words, from what its keeper reports: how it ended, where it was, what it printed."""
+"""How a reward worker ended, as its supervisor reports it, and the words for it."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
 
-from verl.rewards.pool.worker import CHANNEL_LOST
+from verl.rewards.pool.worker import SOCKET_CLOSED
 
-__all__ = ["how_it_ended", "was_killed", "with_stack"]
+__all__ = ["ExitReport"]
 
-
-def how_it_ended(report: Mapping[str, Any]) -> str:
-    if report["why"]:
-        return str(report["why"])
-    status = report["status"]
-    if os.WIFSIGNALED(status):
-        return f"its process died of {signal.Signals(os.WTERMSIG(status)).name}"
-    code = os.WEXITSTATUS(status)
-    if code == CHANNEL_LOST:
-        return "closed file descriptors that are not its own (os.closerange?)"
-    return f"ended its process with exit code {code} (os._exit?)"
+_OUR_MODULES = ("pool/worker", "reward_function", "compose")
 
 
-def was_killed(report: Mapping[str, Any]) -> bool:
-    """Whether somebody ended it who was not one of us: the kernel for want of memory, or a human."""
-    status = report["status"]
-    return bool(report.get("keeper")) or (
-        not report["why"] and os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    )
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """The end of a worker: the status of `os.waitpid`, why it was killed (if we did), its last output and stack."""
+
+    status: int | None
+    reason: str = ""
+    output: str = ""
+    stack: str = ""
+    is_supervisor_lost: bool = False
+
+    def was_killed(self) -> bool:
+        """Return whether it was probably killed by someone else, e.g. by the kernel's OOM killer."""
+        return self.is_supervisor_lost or (not self.reason and self._signal() == signal.SIGKILL)
+
+    def describe(self) -> str:
+        if self.reason:
+            return self.reason
+        if (number := self._signal()) is not None:
+            return f"its process died of {number.name}"
+        assert self.status is not None
+        code = os.WEXITSTATUS(self.status)
+        if code == SOCKET_CLOSED:
+            return "closed file descriptors that are not its own (os.closerange?)"
+        return f"ended its process with exit code {code} (os._exit?)"
+
+    def add_details(self, cause: str) -> str:
+        """Append the user's part of the stack, and the last output."""
+        frames = [line for line in self.stack.splitlines() if line.lstrip().startswith("File ")]
+        ours = next((index for index, line in enumerate(frames) if _is_our_frame(line)), len(frames))
+        if frames[:ours]:
+            cause += "\nIts stack (innermost first):\n" + "\n".join(frames[:ours][:12])
+        return f"{cause}\nIts last output:\n{self.output[-1000:]}" if self.output else cause
+
+    def _signal(self) -> signal.Signals | None:
+        if self.status is None or not os.WIFSIGNALED(self.status):
+            return None
+        return signal.Signals(os.WTERMSIG(self.status))
 
 
-def with_stack(what: str, report: Mapping[str, Any]) -> str:
-    """What happened, where the function was, and the last that it printed."""
-    stack = [line for line in report.get("stack", "").splitlines() if line.lstrip().startswith("File ")]
-    ours = next((place for place, line in enumerate(stack) if _is_ours(line)), len(stack))
-    if stack[:ours]:
-        what += "\nIt was here (innermost first):\n" + "\n".join(stack[:ours][:12])
-    printed = report.get("output", "")
-    return f"{what}\nThe last that it printed:\n{printed[-1000:]}" if printed else what
-
-
-_OWN_MODULES = ("pool/worker", "reward_function", "compose")
-
-
-def _is_ours(line: str) -> bool:
-    return "/asyncio/" in line or any(f"verl/rewards/{name}.py" in line for name in _OWN_MODULES)
+def _is_our_frame(line: str) -> bool:
+    return "/asyncio/" in line or any(f"verl/rewards/{name}.py" in line for name in _OUR_MODULES)

@@ -1,47 +1,47 @@
-"""Scores answers in this process, one after the other: for debugging. See `pool.py` for what training uses."""
+"""Scores responses in the current process, one after another, for debugging; `pool.py` is for training."""
 
 from __future__ import annotations
 
 import bdb
 import inspect
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from verl.rewards.result import RewardInput, RewardResult
-from verl.rewards.reward_function import load_reward
+from verl.rewards.reward_function import RewardFunction
+from verl.rewards.settings import RewardFunctionSettings
 
 __all__ = ["InProcessRewards"]
 
 
 class InProcessRewards:
-    """As a `RewardPool`, but the function runs on the caller's thread: it may stop at a breakpoint for ever."""
+    """The interface of `RewardPool`, with the function on the caller's thread: it may stop at a breakpoint."""
 
-    def __init__(self, reward: Mapping[str, Any], *, batch_size: int | None = None, **_: Any) -> None:
-        self._arguments = dict(reward) | ({"batched": True} if batch_size else {})
-        self.deadline_s = math.inf
+    deadline_s = math.inf
+
+    def __init__(self, settings: RewardFunctionSettings) -> None:
+        self._settings = settings
 
     async def start(self) -> None:
-        """Load the function; a `RewardError` when that fails."""
-        self._reward = load_reward(**self._arguments)
+        """Load the function; raise a `RewardError` if that fails."""
+        self._reward = RewardFunction.load(self._settings)
 
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> RewardResult:
-        """The outcome of one answer. Whoever leaves the debugger leaves the run."""
-        answer = RewardInput(data_source, solution_str, ground_truth, extra_info)
-        batched = self._reward.batched
+        """Score one response. Quitting the debugger ends the run."""
+        requests = [RewardInput(data_source, solution_str, ground_truth, extra_info)]
         try:
-            result = self._reward.call_batch([answer]) if batched else self._reward.call(answer)
-            result = await result if inspect.isawaitable(result) else result
+            returned = self._reward.call(requests)
+            returned = await returned if inspect.isawaitable(returned) else returned
         except bdb.BdbQuit:
             raise
-        except Exception as error:  # noqa: BLE001 - the user's own function: its failure is told, not raised
-            return self._reward.make_error(error, answer)
-        return self._reward.to_results(result, [answer])[0] if batched else self._reward.to_result(result, answer)
+        except Exception as error:  # noqa: BLE001 - a failure of the user's function is a result
+            return self._reward.to_failures(error, requests)[0]
+        return self._reward.to_results(returned, requests)[0]
 
     def close(self) -> None:
-        """Nothing runs but this process."""
+        """Do nothing: there are no other processes."""
 
     def __enter__(self) -> InProcessRewards:
         return self

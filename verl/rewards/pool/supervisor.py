@@ -1,9 +1,9 @@
-"""The keeper of one scoring process: starts it, watches it, and ends it together with everything that it started.
+"""The supervisor of one reward worker: starts it, watches it, and kills it together with all processes it started.
 
-A small process between the pool and the user's code. It adopts what the code leaves behind (Linux: a child subreaper),
-so also a daemon that has gone into a session of its own is found and ended. It reads what the code prints and keeps the
-last of it, so a flood blocks nothing. A new worker is a fork of it, which costs milliseconds and not an interpreter.
-When the pool's process ends, however it ends, the keeper ends everything and goes.
+A small process between the pool and the user's code. It adopts orphans (Linux: a child subreaper), so that it finds and
+kills even a daemon in another session. It reads the worker's output and keeps the end of it, so that a flood of output
+blocks nothing. A new worker is a fork of it, which takes milliseconds. When the pool's process ends, however it ends,
+the supervisor kills everything and exits.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import faulthandler
-import json
 import os
 import resource
 import selectors
@@ -24,54 +23,53 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl.rewards.pool import worker
-from verl.rewards.pool.worker import HEADER
 
-__all__ = ["KILL", "READY", "START", "descendants", "main"]
+__all__ = ["KILL", "READY", "START", "list_descendants", "main"]
 
 START, READY, KILL = b"s", b"r", b"k"
-"""What the pool says: start a worker on the socket sent along; it is ready, what it holds now is its own; end it."""
+"""Orders of the pool: start a worker on the attached socket; take its memory now as the baseline; kill it."""
 
 _TICK_S = 0.25
-_TAIL = 4096
-_MANY_PROCESSES = 16
-_TOO_MANY_PROCESSES = 256
-_WORN_SHARE = 0.6
+_TAIL_BYTES = 4096
+_RETIRE_PROCESSES = 16  # more leftover processes: the worker is replaced between calls
+_MAX_PROCESSES = 256  # more: it is killed
+_RETIRE_MEMORY = 0.6  # of the memory between baseline and limit: the worker is replaced between calls
 _STACK_WAIT_S = 3.0
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(control_fd: int, memory_mb: int) -> NoReturn:
-    """Keep workers for the pool at the other end of `control_fd`; a `memory_mb` of 0 is no limit."""
-    keeper = _Keeper(socket.socket(fileno=control_fd), memory_mb << 20)
-    with contextlib.suppress(OSError):  # the pool is gone in the middle of a report
-        keeper.run()
-    keeper.end_all()
+    """Supervise workers for the pool at the other end of `control_fd`; a `memory_mb` of 0 is no limit."""
+    supervisor = _Supervisor(socket.socket(fileno=control_fd), memory_mb << 20)
+    with contextlib.suppress(OSError):  # the pool ended during a report
+        supervisor.run()
+    supervisor.kill_all()
     os._exit(0)
 
 
-class _Keeper:
-    """At most one worker at a time. Touches its own descendants only."""
+class _Supervisor:
+    """Runs at most one worker at a time."""
 
-    def __init__(self, control: socket.socket, memory: int) -> None:
-        self._control, self._memory, self._parent = control, memory, os.getppid()
+    def __init__(self, control: socket.socket, memory_limit: int) -> None:
+        self._control, self._memory_limit, self._parent = control, memory_limit, os.getppid()
         self._pid: int | None = None
         self._status: int | None = None
         self._output = _Tail()
         self._stack = _Tail()
-        self._baseline, self._processes, self._is_worn, self._looked = 0, 0, False, 0.0
+        self._base_memory, self._base_processes, self._is_retiring, self._checked = 0, 0, False, 0.0
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-        self._wake, self._woken = socket.socketpair()
-        for end in (self._wake, self._woken):
+        self._wakeup, wakeup_writer = self._wakeup_pair = socket.socketpair()
+        for end in self._wakeup_pair:
             end.setblocking(False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        signal.set_wakeup_fd(self._woken.fileno())
+        signal.set_wakeup_fd(wakeup_writer.fileno())
         self._selector = selectors.DefaultSelector()
-        self._selector.register(control, selectors.EVENT_READ, self._obey)
-        self._selector.register(self._wake, selectors.EVENT_READ, lambda: self._wake.recv(4096))
+        self._selector.register(control, selectors.EVENT_READ, self._handle_order)
+        self._selector.register(self._wakeup, selectors.EVENT_READ, lambda: self._wakeup.recv(4096))
 
     def run(self) -> None:
-        """Until the pool is gone."""
+        """Serve until the pool is gone."""
         while os.getppid() == self._parent:
             for key, _ in self._selector.select(_TICK_S if self._pid else 4 * _TICK_S):
                 if key.data() == b"":
@@ -80,14 +78,14 @@ class _Keeper:
             if self._pid is None:
                 continue
             if self._status is not None:
-                self._end("")
-            elif time.monotonic() - self._looked > _TICK_S:
-                self._look()
+                self._end_worker("")
+            elif time.monotonic() - self._checked > _TICK_S:
+                self._check_limits()
 
-    def end_all(self) -> None:
-        """Kill and reap all descendants, until there are none: those of a killed one become children of ours."""
+    def kill_all(self) -> None:
+        """Kill and reap all descendants until none are left: those of a killed process become our children."""
         while True:
-            for pid in descendants(os.getpid()):
+            for pid in list_descendants(os.getpid()):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
             if self._pid is not None:
@@ -97,22 +95,22 @@ class _Keeper:
                 return
             time.sleep(0.001)
 
-    def _obey(self) -> bytes:
+    def _handle_order(self) -> bytes:
         order, fds, _, _ = socket.recv_fds(self._control, 1, 1)
         if order == START:
-            self._start(socket.socket(fileno=fds[0]))
+            self._start_worker(socket.socket(fileno=fds[0]))
         elif order == READY:
-            tree = self._tree()
-            self._baseline, self._processes = max(map(_held, tree), default=0), len(tree)
+            pids = self._list_worker_processes()
+            self._base_memory, self._base_processes = max(map(_measure_memory, pids), default=0), len(pids)
         elif order == KILL and self._pid is not None:
-            self._ask_where_it_is()
-            self._end("")
+            self._capture_stack()
+            self._end_worker("")
         return order
 
-    def _start(self, channel: socket.socket) -> None:
+    def _start_worker(self, channel: socket.socket) -> None:
         output, stack = os.pipe(), os.pipe()
-        self._status, self._is_worn, self._looked = None, False, time.monotonic()
-        self._baseline = self._processes = 0
+        self._status, self._is_retiring, self._checked = None, False, time.monotonic()
+        self._base_memory = self._base_processes = 0
         self._pid = os.fork()
         if self._pid == 0:
             self._become_worker(channel, output, stack)
@@ -120,7 +118,7 @@ class _Keeper:
         for tail, (read_end, write_end) in ((self._output, output), (self._stack, stack)):
             os.close(write_end)
             tail.open(read_end)
-            self._selector.register(read_end, selectors.EVENT_READ, self._reader(tail))
+            self._selector.register(read_end, selectors.EVENT_READ, self._make_reader(tail))
 
     def _become_worker(self, channel: socket.socket, output: tuple[int, int], stack: tuple[int, int]) -> NoReturn:
         try:
@@ -128,7 +126,7 @@ class _Keeper:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-            for one in (self._control, self._wake, self._woken, self._selector):
+            for one in (self._control, *self._wakeup_pair, self._selector):
                 one.close()
             os.close(output[0])
             os.close(stack[0])
@@ -139,19 +137,19 @@ class _Keeper:
             sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
             faulthandler.enable(stack[1])
             faulthandler.register(signal.SIGUSR2, stack[1], all_threads=True)
-            _limit(resource.RLIMIT_CORE, 0)
-            if self._memory:
-                _limit(resource.RLIMIT_DATA, self._memory)
-            with contextlib.suppress(OSError):  # where memory runs out, the machine takes this one and not the trainer
+            _set_limit(resource.RLIMIT_CORE, 0)
+            if self._memory_limit:
+                _set_limit(resource.RLIMIT_DATA, self._memory_limit)
+            with contextlib.suppress(OSError):  # the kernel's OOM killer shall take this process, not the trainer
                 Path("/proc/self/oom_score_adj").write_text("1000")
             worker.serve(channel)
-        except BaseException:  # noqa: BLE001 - nothing of the keeper may run in the worker
+        except BaseException:  # noqa: BLE001 - nothing of the supervisor may run in the worker
             import traceback
 
             traceback.print_exc()
         os._exit(1)
 
-    def _reader(self, tail: _Tail) -> Callable[[], None]:
+    def _make_reader(self, tail: _Tail) -> Callable[[], None]:
         def read() -> None:
             if tail.fd is not None and not tail.read():
                 self._selector.unregister(tail.fd)
@@ -160,7 +158,7 @@ class _Keeper:
         return read
 
     def _reap(self) -> bool:
-        """Take leave of all who have ended; False when there is nobody left."""
+        """Reap all children that have ended; return whether any are left."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -171,31 +169,30 @@ class _Keeper:
             if pid == self._pid:
                 self._status = status
 
-    def _look(self) -> None:
-        """Memory and processes: worn is told to the pool, which replaces between calls; too much is ended here."""
-        self._looked = time.monotonic()
-        tree = self._tree()
-        held = max(map(_held, tree), default=0)
-        if self._memory and held > self._memory:
-            self._ask_where_it_is()
-            self._end(f"used {held >> 20:,} MB of memory; its limit is {self._memory >> 20:,} MB (reward.memory_mb)")
-        elif len(tree) > self._processes + _TOO_MANY_PROCESSES:
-            self._end(f"had {len(tree)} processes; at most {_TOO_MANY_PROCESSES} are let live")
-        elif self._baseline and not self._is_worn:
-            enough = self._baseline + _WORN_SHARE * (self._memory - self._baseline)
-            if self._memory and held > enough:
-                self._tell(worn=f"it holds {held >> 20:,} MB of memory, {self._baseline >> 20:,} MB at its start")
-            elif len(tree) > self._processes + _MANY_PROCESSES:
-                self._tell(worn=f"it left {len(tree) - self._processes} processes behind")
+    def _check_limits(self) -> None:
+        """Kill a worker that exceeds a limit; have one that comes close replaced between calls."""
+        self._checked = time.monotonic()
+        pids = self._list_worker_processes()
+        memory, limit, base = max(map(_measure_memory, pids), default=0), self._memory_limit, self._base_memory
+        if limit and memory > limit:
+            self._capture_stack()
+            self._end_worker(f"used {memory >> 20:,} MB of memory; its limit is {limit >> 20:,} MB (reward.memory_mb)")
+        elif len(pids) > self._base_processes + _MAX_PROCESSES:
+            self._end_worker(f"had {len(pids)} processes; at most {_MAX_PROCESSES} are allowed")
+        elif base and not self._is_retiring:
+            if limit and memory > base + _RETIRE_MEMORY * (limit - base):
+                self._send(retire=f"it uses {memory >> 20:,} MB of memory, {base >> 20:,} MB at its start")
+            elif len(pids) > self._base_processes + _RETIRE_PROCESSES:
+                self._send(retire=f"it left {len(pids) - self._base_processes} processes behind")
             else:
                 return
-            self._is_worn = True
+            self._is_retiring = True
 
-    def _tree(self) -> list[int]:
-        return descendants(os.getpid()) or [pid for pid in (self._pid,) if pid]
+    def _list_worker_processes(self) -> list[int]:
+        return list_descendants(os.getpid()) or [pid for pid in (self._pid,) if pid]
 
-    def _ask_where_it_is(self) -> None:
-        """Let it write down its stack, which it can also while it is busy in C code; the wait for it is short."""
+    def _capture_stack(self) -> None:
+        """Have the worker write its stack, which also works while it runs C code, and wait for it briefly."""
         assert self._pid is not None
         with contextlib.suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGUSR2)
@@ -205,36 +202,36 @@ class _Keeper:
             self._stack.read()
             time.sleep(0.002)
 
-    def _end(self, why: str) -> None:
-        self.end_all()
+    def _end_worker(self, reason: str) -> None:
+        """Kill the worker with all its processes, and report its end."""
+        self.kill_all()
         for tail in (self._output, self._stack):
             if tail.fd is not None:
                 tail.read()
                 self._selector.unregister(tail.fd)
                 tail.close()
-        texts = {"output": self._output.text(), "stack": self._stack.text()}
         self._pid, status = None, self._status
-        self._tell(ended={"status": status, "why": why, **texts})
+        texts = {"output": self._output.text(), "stack": self._stack.text()}
+        self._send(exited={"status": status, "reason": reason, **texts})
 
-    def _tell(self, **message: Any) -> None:
-        payload = json.dumps(message).encode()
-        self._control.sendall(HEADER.pack(len(payload)) + payload)
+    def _send(self, **message: Any) -> None:
+        self._control.sendall(worker.encode(message))
 
 
 class _Tail:
-    """The last few thousand bytes of what comes out of a pipe."""
+    """The last few thousand bytes from a pipe."""
 
     def __init__(self) -> None:
         self.fd: int | None = None
         self.data = b""
-        self._heard = 0.0
+        self._last_read = 0.0
 
     def open(self, fd: int) -> None:
         self.fd, self.data = fd, b""
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Take what is there; False when it has ended. At most a few pieces, so that a flood does not keep us here."""
+        """Read what is available, of a flood only a part; return False at the end of the pipe."""
         for _ in range(16):
             try:
                 piece = os.read(self.fd, 1 << 16) if self.fd is not None else b""
@@ -242,11 +239,11 @@ class _Tail:
                 return True
             if not piece:
                 return False
-            self.data, self._heard = (self.data + piece)[-_TAIL:], time.monotonic()
+            self.data, self._last_read = (self.data + piece)[-_TAIL_BYTES:], time.monotonic()
         return True
 
     def is_silent_for(self, seconds: float) -> bool:
-        return time.monotonic() - self._heard > seconds
+        return time.monotonic() - self._last_read > seconds
 
     def close(self) -> None:
         if self.fd is not None:
@@ -257,24 +254,23 @@ class _Tail:
         return self.data.decode(errors="replace").strip()
 
 
-def descendants(pid: int) -> list[int]:
-    """All processes below this one, as Linux tells them; elsewhere none."""
-    found, unseen = [], [pid]
+def list_descendants(pid: int) -> list[int]:
+    """Return all processes below this one; none on systems other than Linux."""
+    descendants, unseen = [], [pid]
     while unseen:
         threads = f"/proc/{unseen.pop()}/task"
         with contextlib.suppress(OSError):  # it has just ended
             for thread in os.listdir(threads):
                 children = [int(child) for child in Path(f"{threads}/{thread}/children").read_text().split()]
-                found += children
+                descendants += children
                 unseen += children
-    return found
+    return descendants
 
 
-def _held(pid: int) -> int:
-    """Bytes that are its own, private or shared. Code mapped from files is not counted, as RLIMIT_DATA does not.
+def _measure_memory(pid: int) -> int:
+    """Return the bytes of anonymous and shared memory of a process, without files that it maps.
 
-    So private memory is always refused by the kernel, as a MemoryError that the function can be told of; what is ended
-    here is memory that only others of the kernel's counters see.
+    RLIMIT_DATA makes the kernel refuse private memory with a MemoryError; the checks here catch the rest.
     """
     with contextlib.suppress(OSError):  # it has just ended
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -282,10 +278,10 @@ def _held(pid: int) -> int:
     return 0
 
 
-def _limit(which: int, most: int) -> None:
+def _set_limit(which: int, value: int) -> None:
     hard = resource.getrlimit(which)[1]
-    most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-    resource.setrlimit(which, (most, most))
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(which, (value, value))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,21 +1,19 @@
-"""The process that runs a reward function: it loads it, then answers calls until it is ended.
+"""The process that runs a reward function: it loads the function, then serves calls until it is killed.
 
-It lives inside a keeper (`keeper.py`) and talks to the pool (`pool.py`) over one socket. Calls come in as pickles,
-which the pool made; what the user's function made goes out as numbers and text in JSON: nothing of it is ever unpickled
-outside this process. A plain function is called for one answer after the other, an async one for many at once, a
-batched one for all answers of a message.
+It is a child of a supervisor (`supervisor.py`) and talks to the pool over one socket. Calls arrive as pickles made by
+the pool; results leave as JSON, so that nothing made by the user's function is ever unpickled outside this process. A
+sync function gets one response at a time, an async one many concurrently, a batched one all responses of a message.
 
-What the loop needs is imported by name: a function that patches modules patches its own calls and not this loop.
+The names that the loop uses are imported directly: a function that patches modules does not patch this loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import inspect
 import socket
 import struct
-from collections.abc import Sequence
+from inspect import isawaitable
 from json import dumps
 from os import _exit, chdir, getcwd, getpid
 from pickle import loads
@@ -24,98 +22,92 @@ from typing import Any, NoReturn
 
 from verl.errors import RewardError
 from verl.rewards.result import RewardInput, RewardResult, Scored, format_timeout, make_failure
-from verl.rewards.reward_function import RewardFunction, load_reward
+from verl.rewards.reward_function import RewardFunction
 
-__all__ = ["CHANNEL_LOST", "HEADER", "Channel", "serve"]
+__all__ = ["HEADER", "SOCKET_CLOSED", "encode", "serve"]
 
 HEADER = struct.Struct("!I")
-CHANNEL_LOST = 87
-"""Exit code of a worker whose function closed the socket under it."""
+SOCKET_CLOSED = 87
+"""Exit code of a worker whose function closed its socket."""
 
-_UNWILLING_S = 1.0
+_CANCEL_S = 1.0
 
 
-class Channel:
-    """Messages over a stream socket, each behind its length: pickles in, JSON out."""
+def encode(message: dict[str, Any]) -> bytes:
+    """Return a message as JSON behind its length."""
+    payload = dumps(message).encode()
+    return HEADER.pack(len(payload)) + payload
+
+
+class _Channel:
+    """Messages over a blocking socket: pickles in, JSON out."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
     def receive(self) -> Any:
-        """The next message; EOFError when the other side is gone."""
-        return loads(self._exactly(HEADER.unpack(self._exactly(HEADER.size))[0]))
+        """Return the next message; raise EOFError if the pool is gone."""
+        return loads(self._read(HEADER.unpack(self._read(HEADER.size))[0]))
 
     def send(self, message: dict[str, Any]) -> None:
-        payload = dumps(message).encode()
-        self._sock.sendall(HEADER.pack(len(payload)) + payload)
+        self._sock.sendall(encode(message))
 
-    def _exactly(self, count: int) -> bytes:
-        parts = bytearray()
-        while len(parts) < count:
-            part = self._sock.recv(min(count - len(parts), 1 << 20))
+    def _read(self, count: int) -> bytes:
+        data = bytearray()
+        while len(data) < count:
+            part = self._sock.recv(min(count - len(data), 1 << 20))
             if not part:
                 raise EOFError
-            parts += part
-        return bytes(parts)
+            data += part
+        return bytes(data)
 
 
 def serve(sock: socket.socket) -> None:
-    """Load the function that the first message describes, say that it is ready or refused, and answer calls."""
-    channel = Channel(sock)
+    """Load the function that the first message describes, report the outcome, and serve calls."""
+    channel = _Channel(sock)
     try:
-        arguments, deadline_s = channel.receive()
+        settings, deadline_s = channel.receive()
         try:
-            reward = load_reward(**arguments)
+            reward = RewardFunction.load(settings)
         except RewardError as error:
             channel.send({"refused": str(error)})
             _exit(1)
-        reward.note = lambda text: channel.send({"note": text})
-        channel.send({"ready": {"side_by_side": reward.is_async and not reward.batched}})
-        if reward.is_async and not reward.batched:
+        is_concurrent = reward.is_async and not reward.is_batched
+        channel.send({"ready": {"is_concurrent": is_concurrent}})
+        if is_concurrent:
             asyncio.run(_serve_async(reward, sock, deadline_s))
         else:
-            _serve_plain(reward, channel)
+            _serve_sync(reward, channel)
     except EOFError:
         _exit(0)
-    except OSError:  # the socket is ours alone: only the function can have closed it
-        _exit(CHANNEL_LOST)
+    except OSError:  # only the function can have closed the socket
+        _exit(SOCKET_CLOSED)
 
 
-def _serve_plain(reward: RewardFunction, channel: Channel) -> NoReturn:
+def _serve_sync(reward: RewardFunction, channel: _Channel) -> NoReturn:
+    reward.warn = lambda text: channel.send({"warning": text})
     home, process = getcwd(), getpid()
     while True:
         calls: list[tuple[int, bytes]] = channel.receive()
-        numbers, answers = [number for number, _ in calls], [RewardInput(*loads(pickled)) for _, pickled in calls]
-        if reward.batched:
-            outcomes = _score_batch(reward, answers)
-        for place, number in enumerate(numbers):
-            outcome = outcomes[place] if reward.batched else _score(reward, answers[place])
-            if getpid() != process:  # the function forked, and this is the copy: only one of the two may answer
-                _exit(0)
-            channel.send(_message(number, outcome))
-        alarm(0)  # one that a call forgot would go off in the next
+        requests = [RewardInput(*loads(pickled)) for _, pickled in calls]
+        results: list[RewardResult]
+        try:
+            returned = reward.call(requests)
+            returned = asyncio.run(_wait_for(returned)) if isawaitable(returned) else returned
+            results = reward.to_results(returned, requests)
+        except BaseException as error:  # noqa: BLE001 - also SystemExit: the function must not end the worker
+            results = [*reward.to_failures(error, requests)]
+        if getpid() != process:  # the function forked, and this is the copy: only the original may reply
+            _exit(0)
+        for (call_id, _), result in zip(calls, results, strict=True):
+            channel.send(_to_message(call_id, result))
+        alarm(0)  # one that the function left would go off in the next call
         with contextlib.suppress(OSError):
             chdir(home)
 
 
-def _score(reward: RewardFunction, answer: RewardInput) -> RewardResult:
-    try:
-        result = reward.call(answer)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-    except BaseException as error:  # noqa: BLE001 - also SystemExit: the function must not end the worker
-        return reward.make_error(error, answer)
-    return reward.to_result(result, answer)
-
-
-def _score_batch(reward: RewardFunction, answers: Sequence[RewardInput]) -> Sequence[RewardResult]:
-    try:
-        result = reward.call_batch(answers)
-        if inspect.isawaitable(result):
-            result = asyncio.run(_awaited(result))
-        return reward.to_results(result, answers)
-    except BaseException as error:  # noqa: BLE001 - as above
-        return [reward.make_error(error, answer) for answer in answers]
+async def _wait_for(returned: Any) -> Any:
+    return await returned
 
 
 async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: float) -> None:
@@ -124,46 +116,40 @@ async def _serve_async(reward: RewardFunction, sock: socket.socket, deadline_s: 
     process = getpid()
 
     def send(message: dict[str, Any]) -> None:
-        payload = dumps(message).encode()
-        writer.write(HEADER.pack(len(payload)) + payload)
+        writer.write(encode(message))
 
-    async def answer_one(number: int, answer: RewardInput) -> None:
-        work = asyncio.ensure_future(_call_async(reward, answer))
+    async def serve_one(call_id: int, request: RewardInput) -> None:
+        work = asyncio.ensure_future(_score_async(reward, request))
         await asyncio.wait({work}, timeout=deadline_s)
         if getpid() != process:
             _exit(0)
         if work.done():
-            return send(_message(number, work.result()))
+            return send(_to_message(call_id, work.result()))
         frames = "".join(f"\n  File {frame.f_code.co_filename!r}, line {frame.f_lineno}" for frame in work.get_stack())
-        what = f"{format_timeout(deadline_s)}; it waited at{frames}" if frames else format_timeout(deadline_s)
-        send(_message(number, make_failure("timeout", reward.where, what, answer)))
+        cause = format_timeout(deadline_s) + (f"; it waited at{frames}" if frames else "")
+        send(_to_message(call_id, make_failure("timeout", reward.label, cause, request)))
         work.cancel()
-        await asyncio.wait({work}, timeout=_UNWILLING_S)
-        if not work.done():  # it caught its cancellation: it would pile up here
-            send({"worn": "a call that was late does not let itself be cancelled"})
+        await asyncio.wait({work}, timeout=_CANCEL_S)
+        if not work.done():  # such calls would pile up in this process
+            send({"retire": "a call that exceeded its deadline does not react to its cancellation"})
 
-    reward.note = lambda text: send({"note": text})
+    reward.warn = lambda text: send({"warning": text})
     while True:
         size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
-        for number, pickled in loads(await reader.readexactly(size)):
-            task = asyncio.create_task(answer_one(number, RewardInput(*loads(pickled))))
+        for call_id, pickled in loads(await reader.readexactly(size)):
+            task = asyncio.create_task(serve_one(call_id, RewardInput(*loads(pickled))))
             running.add(task)
             task.add_done_callback(running.discard)
 
 
-async def _call_async(reward: RewardFunction, answer: RewardInput) -> RewardResult:
+async def _score_async(reward: RewardFunction, request: RewardInput) -> RewardResult:
     try:
-        result = await reward.call(answer)
-    except BaseException as error:  # noqa: BLE001 - as above
-        return reward.make_error(error, answer)
-    return reward.to_result(result, answer)
+        return reward.to_results(await reward.call([request]), [request])[0]
+    except BaseException as error:  # noqa: BLE001 - as in `_serve_sync`
+        return reward.to_failures(error, [request])[0]
 
 
-async def _awaited(result: Any) -> Any:
-    return await result
-
-
-def _message(number: int, outcome: RewardResult) -> dict[str, Any]:
-    if isinstance(outcome, Scored):
-        return {"number": number, "score": outcome.score, "metrics": outcome.metrics}
-    return {"number": number, "failed": outcome.kind, "message": outcome.message}
+def _to_message(call_id: int, result: RewardResult) -> dict[str, Any]:
+    if isinstance(result, Scored):
+        return {"call": call_id, "score": result.score, "metrics": result.metrics}
+    return {"call": call_id, "failed": result.kind, "message": result.message}

@@ -1,16 +1,16 @@
-"""One place in the pool: a keeper, and the worker process that it keeps now, as the pool's event loop sees them.
+"""One worker of the pool, as the pool's event loop sees it: a supervisor process, and its current worker process.
 
-A worker is started, gets ready, takes calls, and ends some time: by itself, because a call was late, because it is worn
-out, or with its keeper. However it ends, the call whose fault it was is told so, and the others are given back.
+A worker is started, loads the function, serves calls, and ends: by itself, because a call exceeded its deadline,
+because it is retired, or with its supervisor. Then the call that caused it fails, and the others are made again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
-import math
 import os
 import pickle
 import signal
@@ -19,23 +19,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from verl.rewards.pool.exit_report import how_it_ended, was_killed, with_stack
-from verl.rewards.pool.supervisor import KILL, READY, START, descendants
+from verl.rewards.pool.exit_report import ExitReport
+from verl.rewards.pool.supervisor import KILL, READY, START, list_descendants
 from verl.rewards.pool.worker import HEADER
-from verl.rewards.result import Failed, FailureKind, RewardInput, RewardResult, Scored, format_timeout, make_failure
+from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, format_timeout, make_failure
+from verl.rewards.settings import RewardPoolSettings
 
-__all__ = ["Call", "RewardPoolSettings", "WorkerHandle"]
+__all__ = ["Call", "PoolCallbacks", "WorkerHandle"]
 
 LOAD_DEADLINE_S = 300.0
-_SIDE_BY_SIDE = 64
-_GRACE_S = 2.0
-_STOOD_STILL_S = 0.5
-_LONGEST_MESSAGE = 1 << 20
+_MAX_CONCURRENT = 64  # calls of an async function in one process
+_ASYNC_GRACE_S = 2.0  # an async worker ends late calls itself; it is killed if it has not done so by then
+_MAX_MESSAGE_BYTES = 1 << 20
 _CLOSE_S = 10.0
-_AHEAD, _BRIEF_S = 16, 0.005
 
 _BOOT = (
     "import sys; control, memory, *sys.path = sys.argv[1:]; "
@@ -45,84 +44,73 @@ _BOOT = (
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RewardPoolSettings:
-    """What is the same for all seats: the arguments of `load_reward`, its name in messages, and the limits."""
-
-    reward: dict[str, Any]
-    where: str
-    deadline_s: float
-    memory_mb: int
-    batch_size: int | None
-
-
 @dataclass(eq=False, slots=True)
 class Call:
-    """One answer on its way."""
+    """One response to score, from submission to result."""
 
-    answer: RewardInput
+    request: RewardInput
     pickled: bytes
     future: Future[RewardResult]
     submitted: float
     started: float = 0.0
-    is_running: bool = False
-    alone: bool = False  # it was beside others when a worker had to end: the next one has it for itself
+    is_alone: bool = False  # it was one of several when a worker ended: the next worker gets it alone
     was_killed: bool = False  # with its worker, from outside
 
 
 class PoolCallbacks(Protocol):
-    """What a seat tells the pool."""
+    """What a worker handle reports to the pool."""
 
     @property
-    def is_over(self) -> bool: ...
-    def loaded(self) -> None: ...
-    def not_loaded(self, why: str) -> None: ...
-    def note(self, text: str) -> None: ...
-    def give_back(self, calls: Sequence[Call]) -> None: ...
+    def is_closed(self) -> bool: ...
+    def on_loaded(self) -> None: ...
+    def on_load_failed(self, reason: str) -> None: ...
+    def warn(self, text: str) -> None: ...
+    def requeue(self, calls: Sequence[Call]) -> None: ...
     def dispatch(self) -> None: ...
 
 
 class WorkerHandle:
-    """A keeper, and the worker that it keeps now. Lives on the loop of the pool that owns it."""
+    """A supervisor and its current worker. Used on the pool's event loop only."""
 
-    def __init__(self, scoring: RewardPoolSettings, owner: PoolCallbacks, loop: asyncio.AbstractEventLoop) -> None:
-        self._scoring, self._owner, self._loop = scoring, owner, loop
+    def __init__(self, settings: RewardPoolSettings, pool: PoolCallbacks, loop: asyncio.AbstractEventLoop) -> None:
+        self._settings, self._label, self._pool, self._loop = settings, settings.function.label, pool, loop
         self.calls: dict[int, Call] = {}  # in flight, oldest first
-        self._keeper: subprocess.Popen[bytes] | None = None
-        self._ended: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self._leftovers: socket.socket | None = None
+        self._call_ids = itertools.count()
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._exited: asyncio.Future[ExitReport] = loop.create_future()
         self._control: socket.socket | None = None
         self._control_transport: asyncio.Transport | None = None
         self._channel: asyncio.Transport | None = None
-        self._begin()
-
-    def _begin(self) -> None:
-        self._is_ready = self._side_by_side = self._is_worn = self._is_ending = False
-        self._refused, self._why, self._is_late = "", "", False
-        self._mean_s = _BRIEF_S
+        self._channel_copy: socket.socket | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._reset()
 
-    # ---- its life
+    def _reset(self) -> None:
+        self._is_ready = self._is_concurrent = self._is_retiring = self._is_ending = self._is_late = False
+        self._refusal = self._kill_reason = ""
 
-    async def mind(self) -> None:
-        """One worker after the other, as long as there is something to score."""
-        while not self._owner.is_over:
-            if self._keeper is None:
-                await self._start_keeper()
-            self._begin()
+    # ---- Processes
+
+    async def run(self) -> None:
+        """Run one worker after another until the pool is closed."""
+        while not self._pool.is_closed:
+            if self._supervisor is None:
+                await self._start_supervisor()
+            self._reset()
             await self._start_worker()
-            report = await self._ended
-            self._stop_timer()
+            report = await self._exited
+            self._set_timer(None)
             self._close_channel()
-            if report.get("keeper"):
-                self._drop_keeper()
+            if report.is_supervisor_lost:
+                self._drop_supervisor()
             self._settle(report)
-            self._owner.dispatch()
+            self._pool.dispatch()
 
-    async def _start_keeper(self) -> None:
+    async def _start_supervisor(self) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(self._scoring.memory_mb), *sys.path]
-        self._keeper = subprocess.Popen(
+        memory_mb = self._settings.memory_mb or 0
+        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(memory_mb), *sys.path]
+        self._supervisor = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -131,225 +119,200 @@ class WorkerHandle:
         )
         theirs.close()
         self._control = ours
-        self._control_transport = await self._listen(
-            ours, _Messages(self._on_keeper, self._on_keeper_lost, self._on_nonsense)
-        )
+        reader = _MessageReader(self._on_supervisor_message, self._on_supervisor_lost, self._on_garbage)
+        self._control_transport = await self._connect(ours, reader)
 
     async def _start_worker(self) -> None:
-        assert self._control is not None
-        self._ended = self._loop.create_future()
+        self._exited = self._loop.create_future()
         ours, theirs = socket.socketpair()
-        self._leftovers = ours.dup()
-        self._from_worker = _Messages(self._on_worker, lambda: None, self._on_nonsense)
+        self._channel_copy = ours.dup()
+        self._channel_reader = _MessageReader(self._on_worker_message, lambda: None, self._on_garbage)
         with theirs:
-            self._channel = await self._listen(ours, self._from_worker)
-            self._order(START, theirs)
-        self._write((self._scoring.reward, self._scoring.deadline_s))
-        self._timer = self._loop.call_later(LOAD_DEADLINE_S, self._end, f"took more than {LOAD_DEADLINE_S:g} s")
+            self._channel = await self._connect(ours, self._channel_reader)
+            self._send_order(START, theirs)
+        self._write((self._settings.function, self._settings.deadline_s))
+        self._set_timer(LOAD_DEADLINE_S, self._kill, f"took more than {LOAD_DEADLINE_S:g} s")
 
-    async def _listen(self, sock: socket.socket, messages: _Messages) -> asyncio.Transport:
-        transport, _ = await self._loop.create_connection(lambda: messages, sock=sock)
+    async def _connect(self, sock: socket.socket, reader: _MessageReader) -> asyncio.Transport:
+        transport, _ = await self._loop.create_connection(lambda: reader, sock=sock)
         return transport
 
     def _close_channel(self) -> None:
-        """Read what the worker had answered before it ended. The transport forgets it when a write found nobody."""
-        if self._leftovers is not None:
-            with contextlib.suppress(OSError), self._leftovers:
-                self._leftovers.setblocking(False)
-                while data := self._leftovers.recv(1 << 16):
-                    self._from_worker.data_received(data)
-            self._leftovers = None
+        """Read the replies that the worker sent before it ended; a transport drops them when a write fails."""
+        if self._channel_copy is not None:
+            with contextlib.suppress(OSError), self._channel_copy:
+                self._channel_copy.setblocking(False)
+                while data := self._channel_copy.recv(1 << 16):
+                    self._channel_reader.data_received(data)
+            self._channel_copy = None
         if self._channel is not None:
             self._channel.abort()
 
-    def _order(self, order: bytes, channel: socket.socket | None = None) -> None:
+    def _send_order(self, order: bytes, channel: socket.socket | None = None) -> None:
         assert self._control is not None
         try:
             socket.send_fds(self._control, [order], [] if channel is None else [channel.fileno()])
         except OSError:
-            self._on_keeper_lost()
+            self._on_supervisor_lost()
 
     def _write(self, message: object) -> None:
         assert self._channel is not None
         payload = pickle.dumps(message)
         self._channel.write(HEADER.pack(len(payload)) + payload)
 
-    def _end(self, why: str = "") -> None:
-        """Have the worker ended; the keeper reports when it, and all that it started, is gone."""
+    def _kill(self, reason: str = "") -> None:
+        """Order the worker killed; the supervisor reports when it, and all processes it started, have ended."""
         if self._is_ending:
             return
-        self._is_ending, self._why = True, why
-        self._order(KILL)
-        self._stop_timer()
-        self._timer = self._loop.call_later(_CLOSE_S, self._on_keeper_lost)
+        self._is_ending, self._kill_reason = True, reason
+        self._send_order(KILL)
+        self._set_timer(_CLOSE_S, self._on_supervisor_lost)
 
-    def _stop_timer(self) -> None:
+    def _set_timer(self, seconds: float | None, callback: Callable[..., None] | None = None, *args: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
+        self._timer = None if seconds is None or callback is None else self._loop.call_later(seconds, callback, *args)
 
-    def _on_nonsense(self) -> None:
-        self._end("wrote into a socket that is not its own")
+    def _on_garbage(self) -> None:
+        self._kill("wrote into a socket that is not its own")
 
-    def _on_keeper_lost(self) -> None:
-        self._on_ended({"keeper": True, "status": None, "why": "the process that watches over it was ended"})
+    def _on_supervisor_lost(self) -> None:
+        self._on_exit(ExitReport(None, "the process that supervises it was killed", is_supervisor_lost=True))
 
-    def _on_ended(self, report: dict[str, Any]) -> None:
+    def _on_exit(self, report: ExitReport) -> None:
         self._is_ending = True
-        if not self._ended.done():
-            self._ended.set_result(report)
+        if not self._exited.done():
+            self._exited.set_result(report)
 
-    def _drop_keeper(self) -> None:
-        """Also when it was stopped and not killed: its worker dies with it."""
-        assert self._keeper is not None
+    def _drop_supervisor(self) -> None:
+        """Kill the supervisor, which may be stopped rather than dead, with its descendants."""
+        assert self._supervisor is not None
         assert self._control_transport is not None
-        for pid in descendants(self._keeper.pid):
+        for pid in list_descendants(self._supervisor.pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self._keeper.kill()
-        self._keeper.wait()
+        self._supervisor.kill()
+        self._supervisor.wait()
         self._control_transport.abort()
-        self._keeper = None
+        self._supervisor = None
 
-    def let_go(self) -> None:
-        """The keeper sees that nobody is there any more, and goes."""
+    def disconnect(self) -> None:
+        """Close the sockets; the supervisor then kills its worker and exits."""
         self._close_channel()
         if self._control_transport is not None:
             self._control_transport.abort()
 
     def wait(self) -> None:
-        """Until the keeper is gone, and so all processes below it."""
-        if self._keeper is not None:
+        """Wait for the supervisor to exit, and so all processes below it."""
+        if self._supervisor is not None:
             try:
-                self._keeper.wait(timeout=_CLOSE_S)
+                self._supervisor.wait(timeout=_CLOSE_S)
             except subprocess.TimeoutExpired:
-                self._drop_keeper()
+                self._drop_supervisor()
 
-    # ---- its calls
+    # ---- Calls
 
-    def room(self, next_call: Call) -> int:
-        """How many calls it can take now. A plain function has one; while its calls are brief, more lie ready."""
-        busy = len(self.calls)
-        if not self._is_ready or self._is_worn or self._is_ending:
+    def free_slots(self, next_call: Call) -> int:
+        """Return how many more calls it can take now; below 1: none."""
+        if not self._is_ready or self._is_retiring or self._is_ending:
             return 0
-        if next_call.alone or any(call.alone for call in self.calls.values()):
-            return int(busy == 0)
-        if self._side_by_side:
-            return _SIDE_BY_SIDE - busy
-        most = _AHEAD if self._mean_s < _BRIEF_S and not self._scoring.batch_size else 1
-        return most - busy if busy <= most // 2 else 0
+        if next_call.is_alone or any(call.is_alone for call in self.calls.values()):
+            return int(not self.calls)
+        return (_MAX_CONCURRENT if self._is_concurrent else 1) - len(self.calls)
 
-    def send(self, calls: dict[int, Call]) -> None:
-        now, is_idle = self._loop.time(), not self.calls
-        for place, call in enumerate(calls.values()):
-            starts_now = self._side_by_side or self._scoring.batch_size or (is_idle and place == 0)
-            call.started = now if starts_now else math.inf
-        self.calls |= calls
-        self._write([(number, call.pickled) for number, call in calls.items()])
-        self._watch()
+    def send(self, calls: Sequence[Call]) -> None:
+        batch = {next(self._call_ids): call for call in calls}
+        for call in calls:
+            call.started = self._loop.time()
+        self.calls |= batch
+        self._write([(call_id, call.pickled) for call_id, call in batch.items()])
+        self._watch_oldest()
 
-    def _watch(self) -> None:
-        """Wake up when the oldest call may be late. One that waits in an async function is ended there, by itself."""
-        if self._timer is None and self.calls:
-            self._timer = self._loop.call_at(next(iter(self.calls.values())).started + self._patience_s, self._on_time)
+    def _watch_oldest(self) -> None:
+        """Set the timer to the deadline of the oldest call."""
+        if not self.calls:
+            return self._set_timer(None)
+        deadline_s = self._settings.deadline_s + (_ASYNC_GRACE_S if self._is_concurrent else 0.0)
+        started = next(iter(self.calls.values())).started
+        self._set_timer(started + deadline_s - self._loop.time(), self._on_late)
 
-    @property
-    def _patience_s(self) -> float:
-        return self._scoring.deadline_s + (_GRACE_S if self._side_by_side else 0.0)
+    def _on_late(self) -> None:
+        self._is_late = not self._is_ending
+        self._kill()
 
-    def _on_time(self) -> None:
-        """End a worker whose call is late. A timer that is late itself tells of a machine that stood still."""
-        self._timer = None
-        if self.calls:
-            oldest = next(iter(self.calls.values()))
-            over = self._loop.time() - oldest.started - self._patience_s
-            if over > _STOOD_STILL_S:
-                oldest.started += 2 * over  # as long again as nobody ran
-            elif over >= 0:
-                self._is_late = True
-                self._end()
-        self._watch()
-
-    def _on_worker(self, message: dict[str, Any]) -> None:
-        if "number" in message:
-            self._on_answer(message)
-        elif "ready" in message:
-            self._is_ready, self._side_by_side = True, message["ready"]["side_by_side"]
-            self._owner.loaded()
-            self._order(READY)
-            self._stop_timer()
+    def _on_worker_message(self, message: dict[str, Any]) -> None:
+        if "call" in message:
+            self._on_reply(message)
+        elif "ready" in message and not self._is_ready:
+            self._is_ready, self._is_concurrent = True, message["ready"]["is_concurrent"]
+            self._pool.on_loaded()
+            self._send_order(READY)
+            self._set_timer(None)
         elif "refused" in message:
-            self._refused = message["refused"]
-        elif "note" in message:
-            self._owner.note(message["note"])
-        elif "worn" in message:
-            self._on_worn(message["worn"])
-        self._owner.dispatch()
+            self._refusal = message["refused"]
+        elif "warning" in message:
+            self._pool.warn(message["warning"])
+        elif "retire" in message:
+            self._retire(message["retire"])
+        self._pool.dispatch()
 
-    def _on_keeper(self, message: dict[str, Any]) -> None:
-        if "ended" in message:
-            self._on_ended(message["ended"])
-        elif "worn" in message:
-            self._on_worn(message["worn"])
+    def _on_supervisor_message(self, message: dict[str, Any]) -> None:
+        if "exited" in message:
+            self._on_exit(ExitReport(**message["exited"]))
+        elif "retire" in message:
+            self._retire(message["retire"])
 
-    def _on_worn(self, why: str) -> None:
-        _log.info("%s: its process is replaced: %s", self._scoring.where, why)
-        self._is_worn = True
+    def _retire(self, reason: str) -> None:
+        """Replace the worker as soon as it has no calls."""
+        _log.info("%s: its process is replaced: %s", self._label, reason)
+        self._is_retiring = True
         if self._is_ready and not self.calls:
-            self._end()
+            self._kill()
 
-    def _on_answer(self, message: dict[str, Any]) -> None:
-        call = self.calls.pop(message["number"], None)
+    def _on_reply(self, message: dict[str, Any]) -> None:
+        call = self.calls.pop(message["call"], None)
         if call is None:
             return
-        outcome: RewardResult
         if "failed" in message:
-            outcome = Failed(message["failed"], message["message"])
+            call.future.set_result(Failed(message["failed"], message["message"]))
         else:
-            outcome = Scored(message["score"], message["metrics"])
-        call.future.set_result(outcome)
+            call.future.set_result(Scored(message["score"], message["metrics"]))
         if self._is_ending:
             return
-        now = self._loop.time()
-        self._mean_s = 0.8 * self._mean_s + 0.2 * (now - call.started)
-        if self.calls:
-            oldest = next(iter(self.calls.values()))
-            oldest.started = min(oldest.started, now)
-        self._watch()
-        if self._is_worn and not self.calls:
-            self._end()
+        self._watch_oldest()
+        if self._is_retiring and not self.calls:
+            self._kill()
 
-    def _settle(self, report: dict[str, Any]) -> None:
-        """A worker has ended: whose fault it was is told so, the others' calls are made again."""
-        scoring, report = self._scoring, report | {"why": report["why"] or self._why}
+    def _settle(self, report: ExitReport) -> None:
+        """After a worker ended: fail the calls that caused it, and make the others again."""
+        report = replace(report, reason=report.reason or self._kill_reason)
         if not self._is_ready:
-            what = with_stack(f"could not be loaded: {how_it_ended(report)}", report)
-            return self._owner.not_loaded(self._refused or f"{scoring.where}: {what}")
-        calls, self.calls = self.calls, {}
-        started = {number for number, call in calls.items() if call.started < math.inf}
-        guilty = started if not self._side_by_side or len(started) == 1 else set()
-        if was_killed(report) and not self._is_late:
-            # By somebody else, it seems: each is made once more, and alone, before it is to blame.
-            guilty = {number for number in guilty if calls[number].was_killed}
-            for number in started:
-                calls[number].was_killed = True
-        kind: FailureKind = "timeout" if self._is_late else "died"
-        what = with_stack(format_timeout(scoring.deadline_s) if self._is_late else how_it_ended(report), report)
-        for number in guilty:
-            call = calls.pop(number)
-            call.future.set_result(make_failure(kind, scoring.where, what, call.answer))
-        for number, call in calls.items():
-            call.alone = number in started
-        self._owner.give_back(list(calls.values()))
+            cause = report.add_details(f"could not be loaded: {report.describe()}")
+            return self._pool.on_load_failed(self._refusal or f"{self._label}: {cause}")
+        calls, self.calls = list(self.calls.values()), {}
+        guilty = calls if not self._is_concurrent or len(calls) == 1 else []
+        if report.was_killed() and not self._is_late:
+            # Probably from outside, e.g. for lack of memory: each call is made once more, alone, before it is blamed.
+            guilty = [call for call in guilty if call.was_killed]
+            for call in calls:
+                call.was_killed = True
+        cause = report.add_details(format_timeout(self._settings.deadline_s) if self._is_late else report.describe())
+        for call in guilty:
+            failure = make_failure("timeout" if self._is_late else "died", self._label, cause, call.request)
+            call.future.set_result(failure)
+        innocent = [call for call in calls if call not in guilty]
+        for call in innocent:
+            call.is_alone = True
+        self._pool.requeue(innocent)
 
 
-class _Messages(asyncio.Protocol):
-    """JSON behind its length, from a process that we do not trust."""
+class _MessageReader(asyncio.Protocol):
+    """Reads JSON messages behind their length from a process that is not trusted."""
 
     def __init__(
-        self, hear: Callable[[dict[str, Any]], None], lost: Callable[[], None], nonsense: Callable[[], None]
+        self, on_message: Callable[[dict[str, Any]], None], on_lost: Callable[[], None], on_garbage: Callable[[], None]
     ) -> None:
-        self._hear, self._lost, self._nonsense = hear, lost, nonsense
+        self._on_message, self._on_lost, self._on_garbage = on_message, on_lost, on_garbage
         self._buffer = bytearray()
 
     def data_received(self, data: bytes) -> None:
@@ -357,16 +320,16 @@ class _Messages(asyncio.Protocol):
         try:
             while len(self._buffer) >= HEADER.size:
                 end = HEADER.size + HEADER.unpack_from(self._buffer)[0]
-                if end > _LONGEST_MESSAGE:
+                if end > _MAX_MESSAGE_BYTES:
                     raise ValueError(f"a message of {end} bytes")
                 if len(self._buffer) < end:
                     return
                 message = json.loads(self._buffer[HEADER.size : end])
                 del self._buffer[:end]
-                self._hear(message)
+                self._on_message(message)
         except (ValueError, KeyError, TypeError):
             self._buffer.clear()
-            self._nonsense()
+            self._on_garbage()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._lost()
+        self._on_lost()

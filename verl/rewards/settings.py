@@ -1,0 +1,54 @@
+"""Settings of reward functions and of the processes that run them, as they are sent to workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["RewardFunctionSettings", "RewardPoolSettings"]
+
+
+@dataclass(frozen=True, slots=True)
+class RewardFunctionSettings:
+    """The reward function to load, and how it is called.
+
+    `path` is a Python file or `package.module`; None chooses a built-in scorer by each row's data source. `kwargs` are
+    passed to every call. `functions` are several functions to add up (`compose.combine`), instead of one. With a
+    `batch_size`, the function is called with lists of up to that many responses. `builtin_kwargs` are further arguments
+    of built-in scorers, by module. `function` is a function object, or one packed by `function_io.pack_function`, that
+    is used instead of loading `path`.
+    """
+
+    path: str | None = None
+    name: str = "compute_score"
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    functions: Sequence[Mapping[str, Any]] = ()
+    batch_size: int | None = None
+    builtin_kwargs: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    function: bytes | Callable[..., Any] | None = None
+
+    @property
+    def is_batched(self) -> bool:
+        return self.batch_size is not None and not self.functions
+
+    @property
+    def label(self) -> str:
+        """The function's name in messages: `my_reward.py:compute_score`."""
+        if self.functions:
+            parts = (RewardFunctionSettings(part.get("path"), part.get("name", self.name)) for part in self.functions)
+            return " + ".join(part.label for part in parts)
+        return "the built-in scorer" if self.path is None else f"{self.path}:{self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class RewardPoolSettings:
+    """A reward function and the `workers` processes that run it; with 0 workers it runs in the caller's process.
+
+    `deadline_s` limits one call, `memory_mb` each process (None: no limit).
+    """
+
+    function: RewardFunctionSettings
+    workers: int = 1
+    deadline_s: float = 300.0
+    memory_mb: int | None = None
