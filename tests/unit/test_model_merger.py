@@ -85,9 +85,7 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     assert not (tmp_path / "merged").exists()
 
 
-def test_a_model_that_is_not_the_checkpoints_is_told_by_its_weights(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_other_weights_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, model = checkpoint(tmp_path / "run")
     with torch.no_grad():
         model.model.norm.weight[0] += 1
@@ -131,7 +129,7 @@ def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> N
         ("run/global_step_20/actor", ["--frobnicate"], "--frobnicate (see `verl merge --help`)"),
     ],
 )
-def test_what_is_not_right_is_said_with_what_is(
+def test_errors_say_what_to_do(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], source: str, more: list[str], said: str
 ) -> None:
     checkpoint(tmp_path / "run")
@@ -151,7 +149,7 @@ def test_a_target_that_holds_something_is_left_alone(tmp_path: Path, capsys: pyt
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged" / "mine.txt").write_text("mine")
     assert merge(source, tmp_path / "merged") == 2
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "already exists and is not empty" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "merged").iterdir()] == ["mine.txt"]
 
 
@@ -217,7 +215,7 @@ def test_an_adapter_is_not_merged_into_other_weights(tmp_path: Path, capsys: pyt
 def test_a_checkpoint_without_an_adapter_has_none_to_write(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source, _ = checkpoint(tmp_path / "run")
     assert merge(source, tmp_path / "adapter", "--adapter") == 2
-    assert "holds all weights and no adapter" in capsys.readouterr().err
+    assert "has full weights and no adapter" in capsys.readouterr().err
 
 
 def test_a_critics_adapter_is_merged_with_the_head_beside_it(
@@ -239,4 +237,4 @@ def test_a_critics_adapter_is_merged_with_the_head_beside_it(
     for name, parameter in critic.model.named_parameters():
         assert torch.equal(parameter.float(), right[f"model.{name}"].bfloat16().float()), name
     assert merge(step / "critic", tmp_path / "adapter", "--is-value-model", "--adapter") == 2
-    assert "merge it whole" in capsys.readouterr().err
+    assert "--adapter is not supported for critics" in capsys.readouterr().err

@@ -1,8 +1,4 @@
-"""`python -m verl.model_merger` and `verl merge`: a checkpoint becomes a Hugging Face model, proved equal to it.
-
-merge   writes config, tokenizer and weights into --target_dir, which is complete or not there
-test    compares a Hugging Face model with a checkpoint
-"""
+"""`verl merge`: convert a checkpoint to a Hugging Face model, and verify that both are equal."""
 
 from __future__ import annotations
 
@@ -11,11 +7,15 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
+from verl.commands.arguments import ArgumentParser
 from verl.errors import CheckpointError, VerlError
+
+if TYPE_CHECKING:
+    from verl.commands.checkpoint_model import CheckpointModel
 
 __all__ = ["HELP", "main"]
 
@@ -44,34 +44,39 @@ example:
   verl merge --local_dir checkpoints/verl/default/global_step_20/actor --target_dir merged
 """
 
-SAMPLE_TOKENS = 16
-
 
 def main(argv: Sequence[str]) -> int:
-    """Merge or compare; the exit code."""
-    options = _options(argv)
+    """Convert or compare; return the exit code."""
+    options = _read_options(argv)
     if options.backend == "megatron":
-        raise VerlError(
-            "--backend megatron: this version writes checkpoints of FSDP only, whatever number of ranks; if the "
-            "checkpoint is one of its own, use --backend fsdp"
-        )
-    source = _source(Path(options.local_dir))
+        raise VerlError("--backend megatron: only FSDP checkpoints are supported; use --backend fsdp")
+    path = _find_checkpoint(Path(options.local_dir))
+
+    from verl.commands.checkpoint_model import CheckpointModel
+
+    checkpoint = CheckpointModel(
+        path,
+        base_path=options.hf_model_path,
+        is_adapter=options.adapter,
+        is_value_model=options.is_value_model,
+        must_be_tied=options.tie_word_embedding,
+        trust_remote_code=options.trust_remote_code,
+    )
     if options.operation == "test":
-        gaps = _compare(source, Path(options.test_hf_dir), options)
-        if gaps:
-            raise CheckpointError(f"{options.test_hf_dir} is not the model of {source}: {_few(gaps)}")
-        sys.stdout.write(f"{options.test_hf_dir} is the model of {source}, to the last bit\n")
+        if differences := checkpoint.compare(Path(options.test_hf_dir)):
+            raise CheckpointError(f"{options.test_hf_dir} differs from {path}: {_shorten(differences)}")
+        sys.stdout.write(f"{options.test_hf_dir} is identical to {path}\n")
         return 0
-    files = _merge(source, Path(options.target_dir), options)
-    sys.stdout.write(f"wrote {options.target_dir}: {', '.join(files)}; proved equal to {source}\n")
+    files = _write_model(checkpoint, Path(options.target_dir))
+    sys.stdout.write(f"wrote {options.target_dir}: {', '.join(files)}; verified against {path}\n")
     return 0
 
 
-def _options(argv: Sequence[str]) -> argparse.Namespace:
+def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     arguments = list(argv)
     if not arguments or arguments[0] not in ("merge", "test"):
         arguments.insert(0, "merge")
-    parser = _Parser(prog="verl merge", add_help=False)
+    parser = ArgumentParser("verl merge", allow_abbrev=True)
     parser.add_argument("operation", choices=["merge", "test"])
     parser.add_argument("--backend", default="fsdp", choices=["fsdp", "megatron"])
     parser.add_argument("--local_dir", "--local-dir", required=True)
@@ -84,68 +89,54 @@ def _options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--use_cpu_initialization", "--use-cpu-initialization", action="store_true")
     parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true")
     options = parser.parse_args(arguments)
-    wanted = "target_dir" if options.operation == "merge" else "test_hf_dir"
-    if getattr(options, wanted) is None:
-        raise VerlError(f"verl merge: name --{wanted} as well (see `verl merge --help`)")
+    required = "target_dir" if options.operation == "merge" else "test_hf_dir"
+    if getattr(options, required) is None:
+        parser.error(f"--{required} is required")
     if options.adapter and options.is_value_model:
-        raise VerlError("verl merge: --adapter is for policies; a critic's head is no part of one, merge it whole")
+        parser.error("--adapter is not supported for critics: a PEFT adapter has no value head; leave it out")
     return options
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise VerlError(f"verl merge: {message} (see `verl merge --help`)")
-
-
-def _source(path: Path) -> Path:
-    """The folder of shards that was meant, whole; what is wrong with it is said with the path that is right."""
+def _find_checkpoint(path: Path) -> Path:
+    """Return the folder of shards, after verifying its checksums."""
     from verl.checkpoint.format import METADATA
     from verl.checkpoint.manifest import find_corruption
 
-    if not path.is_dir():  # as settings take it, too
+    if not path.is_dir():  # the other spelling, which settings accept too
         path = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))
     if not path.is_dir():
-        raise CheckpointError(f"--local_dir {path}: there is no such directory; {_nearby(path)}")
+        folder = next((parent for parent in path.parents if parent.is_dir()), Path())
+        names = sorted(each.name for each in folder.iterdir() if each.is_dir())[:6]
+        raise CheckpointError(
+            f"--local_dir {path}: no such directory; {folder} has {', '.join(names) or 'no directories'}"
+        )
     if not (path / METADATA).is_file():
         inside = [each for each in ("actor", "critic") if (path / each / METADATA).is_file()]
         hint = f"; name {path / inside[0]}" if inside else f": {METADATA} is missing"
-        raise CheckpointError(f"--local_dir {path}: is no folder of shards, such as .../global_step_20/actor{hint}")
+        raise CheckpointError(f"--local_dir {path}: not a folder of shards, such as .../global_step_20/actor{hint}")
     step = path.resolve().parent
-    if damage := find_corruption(step):
-        raise CheckpointError(f"checkpoint {step} is damaged, and nothing was merged: {_few(damage)}")
+    if corruption := find_corruption(step):
+        raise CheckpointError(f"checkpoint {step} is corrupt, nothing was merged: {_shorten(corruption)}")
     return path
 
 
-def _nearby(path: Path) -> str:
-    folder = next((parent for parent in path.parents if parent.is_dir()), Path())
-    there = sorted(each.name for each in folder.iterdir() if each.is_dir())[:6]
-    return f"{folder} has {', '.join(there) or 'no directories'}"
-
-
-def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]:
-    """Written beside the target and proved there; the last act is its name."""
-    from verl.checkpoint.export import export_weights
-    from verl.checkpoint.files import replace, write
+def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:
+    """Write the model to a temporary folder, verify it there, and rename it to `target`; return its files."""
+    from verl.checkpoint.files import replace
 
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise CheckpointError(f"--target_dir {target}: is there already, and not empty; name another, or move it away")
+        raise CheckpointError(f"--target_dir {target}: already exists and is not empty; choose another, or move it")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     except OSError as error:
         raise CheckpointError(f"--target_dir {target}: cannot be written: {error}") from error
     try:
-        if options.adapter:
-            _write_adapter(source, draft, options)
-        else:
-            for name, data in _small_files(source, options).items():
-                write(draft / name, data)
-            config = _config(draft, options)
-            if options.is_value_model:
-                config.save_pretrained(draft)
-            export_weights(_weights(source, config, options), draft)
-        if gaps := _compare(source, draft, options):
-            raise CheckpointError(f"what was written is not what {source} holds, and was taken away: {_few(gaps)}")
+        checkpoint.write(draft)
+        if differences := checkpoint.compare(draft):
+            raise CheckpointError(
+                f"the written model differs from {checkpoint.path} and was removed: {_shorten(differences)}"
+            )
         draft.chmod(0o755)
         if target.exists():
             target.rmdir()
@@ -157,166 +148,6 @@ def _merge(source: Path, target: Path, options: argparse.Namespace) -> list[str]
     return sorted(path.name for path in target.iterdir())
 
 
-def _weights(source: Path, config: Any, options: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    """The weights of a checkpoint as `from_pretrained` finds them; an adapter merged into those below it."""
-    from verl.training.model_files import read_saved_weights
-
-    return read_saved_weights(source, config, base=_base(options), **_kind(options))
-
-
-def _kind(options: argparse.Namespace) -> dict[str, Any]:
-    head = "value" if options.is_value_model else "tokens"
-    return {"head": head, "trust_remote_code": options.trust_remote_code}
-
-
-def _base(options: argparse.Namespace) -> Any:
-    from verl.training.model_files import base_weights_reader
-
-    return base_weights_reader(path=options.hf_model_path, **_kind(options))
-
-
-def _adapter(source: Path, options: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration and the tensors of the adapter that a checkpoint holds, as PEFT names them."""
-    from verl.checkpoint.adapter import peft_name, read_saved_adapter
-    from verl.checkpoint.format import read_tensors
-    from verl.training.model_files import check_fingerprint
-
-    saved = read_saved_adapter(source)
-    if saved is None:
-        raise CheckpointError(f"--adapter: {source} holds all weights and no adapter; leave the option out")
-    base = options.hf_model_path or saved.base
-    check_fingerprint(saved, base)
-    tensors = {peft_name(name): tensor for name, tensor in read_tensors(source, prefix="model.")}
-    return saved.config | {"base_model_name_or_path": base}, tensors
-
-
-def _write_adapter(source: Path, folder: Path, options: argparse.Namespace) -> None:
-    from verl.checkpoint.adapter import write_adapter
-
-    write_adapter(folder, *_adapter(source, options))
-
-
-def _adapter_gaps(source: Path, folder: Path, options: argparse.Namespace) -> Iterator[str]:
-    """The adapter as PEFT loads it, against the checkpoint: every tensor, and none too many."""
-    import torch
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    from verl.checkpoint.adapter import is_adapter, peft_name
-
-    disable_progress_bar()
-    config, expected = _adapter(source, options)
-    base = AutoModelForCausalLM.from_pretrained(
-        config["base_model_name_or_path"], dtype="auto", trust_remote_code=options.trust_remote_code
-    )
-    try:
-        model = PeftModel.from_pretrained(base, str(folder))
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
-        yield f"it cannot be loaded: {error}"
-        return
-    loaded = model.get_base_model().named_parameters()
-    found = {peft_name(name): parameter.detach() for name, parameter in loaded if is_adapter(name)}
-    for name in sorted(expected.keys() | found.keys()):
-        if name not in found:
-            yield f"{name} is missing"
-        elif name not in expected:
-            yield f"{name} is too many"
-        elif not torch.equal(found[name], expected[name]):
-            yield f"{name} has other numbers"
-    written: Any = model.peft_config["default"]
-    scale = written.lora_alpha / written.r
-    if scale != config["lora_alpha"] / config["r"]:
-        yield f"it is scaled by {scale:g}, {config['lora_alpha'] / config['r']:g} is right"
-
-
-def _small_files(source: Path, options: argparse.Namespace) -> dict[str, bytes]:
-    """Config and tokenizer: those that were saved along, which lie with the actor, or of the model that is named."""
-    if options.hf_model_path is not None:
-        from verl.training.model_files import read_model_files
-
-        return read_model_files(options.hf_model_path, trust_remote_code=options.trust_remote_code)
-    for folder in (source / "huggingface", source.resolve().parent / "actor" / "huggingface"):
-        if (folder / "config.json").is_file():
-            small = [path for path in folder.iterdir() if path.is_file() and not _is_weights(path.name)]
-            return {path.name: path.read_bytes() for path in small}
-    raise CheckpointError(f"checkpoint {source}: has no huggingface/config.json; name the model by --hf_model_path")
-
-
-def _is_weights(name: str) -> bool:
-    return name.endswith((".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".pkl"))
-
-
-def _config(folder: Path, options: argparse.Namespace) -> Any:
-    from transformers import AutoConfig, AutoModelForTokenClassification
-
-    from verl.model_safety import model_problems
-    from verl.training.model_files import weight_format
-
-    for problem in model_problems(str(folder), trust_remote_code=options.trust_remote_code):
-        raise CheckpointError(problem)
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder}: config.json cannot be used: {error}") from error
-    if options.tie_word_embedding and not weight_format(config)["tied"]:
-        raise CheckpointError(
-            "--tie-word-embedding: the model's config.json says tie_word_embeddings=false, and its head was trained by "
-            "itself; leave the option out"
-        )
-    if options.is_value_model:
-        kind: Any = AutoModelForTokenClassification._model_mapping[type(config)]
-        config.architectures, config.num_labels, config.tie_word_embeddings = [kind.__name__], 1, False
-    return config
-
-
-def _compare(source: Path, folder: Path, options: argparse.Namespace) -> list[str]:
-    """How the model in `folder` differs from the checkpoint, in words; empty: not at all."""
-    from verl.checkpoint.export import compare_weights
-
-    if options.adapter:
-        return [*_adapter_gaps(source, folder, options)]
-    config = _config(folder, options)
-    gaps = compare_weights(_weights(source, config, options), folder)
-    return gaps or [*_forward_gaps(source, folder, config, options)]
-
-
-def _forward_gaps(source: Path, folder: Path, config: Any, options: argparse.Namespace) -> Iterator[str]:
-    """The model as others load it, against one that is filled from the shards: the same numbers for a few tokens."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
-    from transformers.utils.logging import disable_progress_bar
-
-    from verl.checkpoint.export import iter_checkpoint_weights
-    from verl.training.model_files import weight_format
-
-    disable_progress_bar()
-    kind: Any = AutoModelForTokenClassification if options.is_value_model else AutoModelForCausalLM
-    arguments = {"trust_remote_code": options.trust_remote_code, "attn_implementation": "eager"}
-    tokens = torch.arange(SAMPLE_TOKENS)[None] * 7919 % config.get_text_config().vocab_size
-    try:
-        loaded, told = kind.from_pretrained(folder, dtype="auto", output_loading_info=True, **arguments)
-    except (OSError, ValueError, RuntimeError) as error:
-        yield f"it cannot be loaded: {error}"
-        return
-    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if told[what]:
-            yield f"from_pretrained found {what.replace('_', ' ')}: {', '.join(map(str, sorted(told[what])[:3]))}"
-    form, head = weight_format(config), loaded.get_output_embeddings()
-    if head is not None and form["tied"] != (head.weight is loaded.get_input_embeddings().weight):
-        yield f"the head is {'not ' * form['tied']}the embedding, against tie_word_embeddings in the config"
-    with torch.no_grad():
-        found = loaded.eval()(tokens).logits
-        del loaded
-        filled = kind.from_config(config, dtype=form["dtype"], **arguments)
-        weights = dict(iter_checkpoint_weights(source, base=_base(options), **form))  # by the names inside of the model
-        filled.load_state_dict(weights, strict=False, assign=True)
-        filled.tie_weights()
-        right = filled.eval()(tokens).logits
-    if not torch.equal(found, right):
-        yield f"a forward pass gives other logits, {float((found.double() - right.double()).abs().max()):.3g} apart"
-
-
-def _few(gaps: Sequence[str]) -> str:
-    more = f", and {len(gaps) - 3} more" if len(gaps) > 3 else ""
-    return "; ".join(gaps[:3]) + more
+def _shorten(lines: Sequence[str]) -> str:
+    more = f", and {len(lines) - 3} more" if len(lines) > 3 else ""
+    return "; ".join(lines[:3]) + more
