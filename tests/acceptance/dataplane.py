@@ -25,7 +25,7 @@ from _common import finish
 from verl.cluster.group import ActorGroup
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
-from verl.data.plan import Planner, RankPlan
+from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.data.samplers import ShuffledSampler
 from verl.data.stream import PromptStream
 from verl.trainer.buffer import EpisodeBuffer
@@ -82,7 +82,7 @@ class Figures:
 
 
 def planner_of(samples: int, budget: int) -> Planner:
-    return Planner(2, samples // GROUP // 4, micro_batch_samples=None, micro_batch_tokens=budget)
+    return Planner(2, UpdateSizes(samples // GROUP // 4, None, budget))
 
 
 def growth_of_planning(few: list[SampleHandle], many: list[SampleHandle], *budgets: int) -> float:

@@ -32,7 +32,7 @@ from ranks import free_port, run_ranks
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.sft.batches import split_batch
 from verl.sft.examples import Example
 from verl.sft.model import SFTModel
@@ -146,7 +146,7 @@ def _trained(rank: int, ranks: int, port: int, folder: Path, steps: int) -> None
     )
     model = SFTModel(FsdpEngine(settings))
     examples = [Example(*parts) for parts in torch.load(folder / "examples.pt", weights_only=False)]
-    cut = partial(split_batch, ranks=ranks, limit=Limit(samples=None, tokens=160))
+    cut = partial(split_batch, ranks=ranks, limit=MicroBatchLimit(samples=None, tokens=160))
     losses = [model.update(cut(batch)[rank])["train/loss"] for batch in in_batches(examples, BATCH)]
     if rank == 0:
         (folder / f"losses_{ranks}.json").write_text(json.dumps(losses))
@@ -211,7 +211,7 @@ def _measured(rank: int, port: int, model_path: str, examples_path: Path, steps:
     for step, batch in enumerate(batches):
         if step == WARM:
             seconds, cpu = time.perf_counter(), time.process_time()
-        model.update(split_batch(batch, 1, Limit(samples=None, tokens=2048))[0])
+        model.update(split_batch(batch, 1, MicroBatchLimit(samples=None, tokens=2048))[0])
     tokens = sum(len(example.tokens) for batch in batches[WARM:] for example in batch)
     spent = {"seconds": time.perf_counter() - seconds, "cpu_seconds": time.process_time() - cpu}
     print(json.dumps({**spent, "tokens": tokens}), flush=True)

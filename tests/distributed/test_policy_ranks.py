@@ -67,8 +67,7 @@ def plan(ranks):
         SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), one.score, 0, index=k % ANSWERS)
         for k, one in enumerate(samples())
     ]
-    sizes = {"micro_batch_samples": None, "micro_batch_tokens": 40, "critic": UpdateSizes(4, None, 60)}
-    return Planner(ranks, 3, **sizes).plan(handles)
+    return Planner(ranks, UpdateSizes(3, None, 40), critic=UpdateSizes(4, None, 60)).plan(handles)
 
 
 def engine(path, **changes):

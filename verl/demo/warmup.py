@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.data.samplers import CustomSampler
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import ANSWER_LENGTH, Assets
@@ -65,7 +65,7 @@ async def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> 
     tokenizer = AutoTokenizer.from_pretrained(path)
     problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
-    cut = partial(split_batch, ranks=1, limit=Limit(samples=_BATCH, tokens=None))
+    cut = partial(split_batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
     order = CustomSampler(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
     feed = SFTDataLoader(examples, order, _BATCH, cut)
     settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)

@@ -15,7 +15,7 @@ from verl.data.chat import PromptError
 from verl.data.dataset import DataReport
 from verl.data.files import BlockCache, ColumnChunk, Rows, find_files, open_rows, to_python
 from verl.data.lengths import TokenCounter, measure_lengths
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.data.validate import PathLike, describe_missing_column, list_entries
 from verl.errors import DataError
 from verl.sft.examples import Example, ExampleReader
@@ -151,11 +151,11 @@ class RankBatch:
         )
 
 
-def split_batch(examples: Sequence[Example], ranks: int, limit: Limit) -> list[RankBatch]:
+def split_batch(examples: Sequence[Example], ranks: int, limit: MicroBatchLimit) -> list[RankBatch]:
     """Every rank's part of a batch: even in tokens, and cut into equally many micro-batches (some may be empty)."""
     lengths = [len(example.tokens) for example in examples]
-    held = limit.spread(lengths, ranks)
-    cuts = limit.cut([[lengths[k] for k in own] for own in held])
+    held = limit.balance(lengths, ranks)
+    cuts = limit.split([[lengths[k] for k in own] for own in held])
     return [
         RankBatch.of([[examples[own[k]] for k in part] for part in parts])
         for own, parts in zip(held, cuts, strict=True)

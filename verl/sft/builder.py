@@ -12,7 +12,7 @@ from verl.config.batch_sizes import count_total_steps, count_train_ranks
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
 from verl.config.sft_validation import find_hints
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.data.stream import PromptStream
 from verl.sft.batches import split_batch
 from verl.sft.data import SFTData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
@@ -113,11 +113,11 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     )
 
 
-def _limit(config: SftConfig) -> Limit:
+def _limit(config: SftConfig) -> MicroBatchLimit:
     data = config.data
     if data.packing:
-        return Limit(samples=None, tokens=data.max_token_len_per_gpu)
-    return Limit(samples=data.micro_batch_size_per_gpu, tokens=None)
+        return MicroBatchLimit(samples=None, tokens=data.max_token_len_per_gpu)
+    return MicroBatchLimit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
 def _schedule(config: SftConfig, data: SFTData) -> LoopSchedule:

@@ -9,6 +9,7 @@ from typing import Any
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
+    BatchSizes,
     count_critic_optimizer_steps,
     count_optimizer_steps,
     count_policy_steps,
@@ -32,7 +33,7 @@ from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.function_io import pack_function
 from verl.rewards.overlong import OverlongPenalty
@@ -249,21 +250,24 @@ def build_planner(config: Config, ranks: int) -> Planner:
         config.actor_rollout_ref.rollout,
         get_actor_batch_sizes(config),
     )
+    if actor.use_dynamic_bsz:
+        forward = _limit(None, rollout.log_prob_max_token_len_per_gpu)
+    else:
+        forward = _limit(rollout.log_prob_micro_batch_size_per_gpu, None)
     return Planner(
         ranks,
-        sizes.mini_batch,
-        micro_batch_samples=sizes.micro_batch_samples,
-        micro_batch_tokens=sizes.micro_batch_tokens,
-        forward_micro_batch_samples=None if actor.use_dynamic_bsz else rollout.log_prob_micro_batch_size_per_gpu,
-        forward_micro_batch_tokens=rollout.log_prob_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
-        epochs=sizes.epochs,
+        _update_sizes(sizes),
+        forward=forward,
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
-        critic=_critic_sizes(config) if uses_critic(config) else None,
+        critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
     )
 
 
-def _critic_sizes(config: Config) -> UpdateSizes:
-    sizes = get_critic_batch_sizes(config)
+def _limit(samples: int | None, tokens: int | None) -> MicroBatchLimit | None:
+    return None if samples is None and tokens is None else MicroBatchLimit(samples, tokens)
+
+
+def _update_sizes(sizes: BatchSizes) -> UpdateSizes:
     return UpdateSizes(sizes.mini_batch, sizes.micro_batch_samples, sizes.micro_batch_tokens, sizes.epochs)
 
 

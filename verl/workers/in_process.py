@@ -258,7 +258,7 @@ class TrainerWorker:
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
         """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
-        from verl.data.plan import Planner
+        from verl.data.plan import Planner, UpdateSizes
         from verl.training.schedule import Schedule
         from verl.weights.hf_names import load_hf
         from verl.workers.optimizer_state import show_moments
@@ -278,7 +278,7 @@ class TrainerWorker:
             self._engine.schedule = Schedule(self._optimizer.param_groups[0]["lr"])
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
-        planner = Planner(1, self._mini_batch or groups, micro_batch_samples=None, micro_batch_tokens=self._budget)
+        planner = Planner(1, UpdateSizes(self._mini_batch or groups, None, self._budget))
         plan = planner.plan([put_sample(sample, number) for number, sample in enumerate(samples)])
         [mine] = plan.ranks
         prepared = self._policy.prepare(get_all(mine.refs, timeout=UNLIMITED_S), mine)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.plan import Plan, Planner, RaggedIndices, UpdateSizes
+from verl.data.plan import MicroBatchLimit, Plan, Planner, RaggedIndices, UpdateSizes
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -40,6 +40,14 @@ def steps(draw: st.DrawFn) -> tuple[list[SampleHandle], dict[str, Any]]:
     return handles, sizes
 
 
+def make_planner(sizes: dict[str, Any], critic: UpdateSizes | None = None) -> Planner:
+    names = ("mini_batch_prompts", "micro_batch_samples", "micro_batch_tokens", "epochs")
+    policy = UpdateSizes(**{name: sizes[name] for name in names if name in sizes})
+    tokens = sizes.get("forward_micro_batch_tokens")
+    forward = None if tokens is None else MicroBatchLimit(None, tokens)
+    return Planner(sizes["ranks"], policy, forward=forward, shuffle_seed=sizes.get("shuffle_seed"), critic=critic)
+
+
 def updates_as_refs(plan: Plan) -> list[list[list[list[str]]]]:
     """[update][rank][micro-batch] -> references."""
     by_rank = [[[[own.refs[i] for i in micro] for micro in update] for update in own.policy] for own in plan.ranks]
@@ -50,7 +58,7 @@ def updates_as_refs(plan: Plan) -> list[list[list[list[str]]]]:
 @given(steps())
 def test_every_sample_is_held_by_one_rank_with_its_group_and_score(step: Any) -> None:
     handles, sizes = step
-    plan = Planner(**sizes).plan(handles)
+    plan = make_planner(sizes).plan(handles)
     held = [ref for own in plan.ranks for ref in own.refs]
     assert sorted(held) == sorted(h.ref for h in handles)
     known = {h.ref: h for h in handles}
@@ -64,26 +72,26 @@ def test_every_sample_is_held_by_one_rank_with_its_group_and_score(step: Any) ->
 @given(steps())
 def test_every_epoch_trains_every_sample_once_in_mini_batches_of_whole_groups(step: Any) -> None:
     handles, sizes = step
-    planner = Planner(**sizes)
+    planner = make_planner(sizes)
     updates = updates_as_refs(planner.plan(handles))
     group_of = {h.ref: h.group for h in handles}
     minis = [{ref for rank in update for micro in rank for ref in micro} for update in updates]
     used = Counter(ref for update in updates for rank in update for micro in rank for ref in micro)
-    assert used == Counter({h.ref: planner.epochs for h in handles})
+    assert used == Counter({h.ref: planner.policy.epochs for h in handles})
     prompts = len(set(group_of.values()))
-    per_epoch = -(-prompts // planner.mini_batch_prompts)
-    assert len(minis) == per_epoch * planner.epochs
-    for epoch in range(planner.epochs):
+    per_epoch = -(-prompts // planner.policy.mini_batch_prompts)
+    assert len(minis) == per_epoch * planner.policy.epochs
+    for epoch in range(planner.policy.epochs):
         groups = [{group_of[ref] for ref in mini} for mini in minis[epoch * per_epoch : (epoch + 1) * per_epoch]]
         assert sum(map(len, groups)) == prompts  # no group in two mini-batches
-        assert sorted(map(len, groups), reverse=True)[:-1] == [planner.mini_batch_prompts] * (per_epoch - 1)
+        assert sorted(map(len, groups), reverse=True)[:-1] == [planner.policy.mini_batch_prompts] * (per_epoch - 1)
 
 
 @law
 @given(steps())
 def test_all_ranks_run_equally_many_micro_batches(step: Any) -> None:
     handles, sizes = step
-    plan = Planner(**sizes).plan(handles)
+    plan = make_planner(sizes).plan(handles)
     assert len({len(own.forward) for own in plan.ranks}) == 1
     assert len({tuple(len(update) for update in own.policy) for own in plan.ranks}) == 1
     for own in plan.ranks:
@@ -94,7 +102,7 @@ def test_all_ranks_run_equally_many_micro_batches(step: Any) -> None:
 @given(steps())
 def test_no_micro_batch_exceeds_its_limit_but_by_a_lone_longer_sample(step: Any) -> None:
     handles, sizes = step
-    plan = Planner(**sizes).plan(handles)
+    plan = make_planner(sizes).plan(handles)
     tokens = {h.ref: h.tokens for h in handles}
     update_tokens = sizes["micro_batch_tokens"] or 10**9
     update_samples = sizes["micro_batch_samples"] or 10**9
@@ -118,7 +126,7 @@ def test_no_micro_batch_exceeds_its_limit_but_by_a_lone_longer_sample(step: Any)
 def test_tokens_are_even_over_ranks_in_every_mini_batch_and_in_all(step: Any) -> None:
     handles, sizes = step
     sizes = {**sizes, "micro_batch_samples": None, "micro_batch_tokens": 100}
-    plan = Planner(**sizes).plan(handles)
+    plan = make_planner(sizes).plan(handles)
     tokens = {h.ref: h.tokens for h in handles}
     longest = max(tokens.values())
     for update in updates_as_refs(plan):
@@ -136,7 +144,7 @@ def test_the_order_of_arrival_does_not_move_groups_between_mini_batches(step: An
     shuffled = order.sample(handles, len(handles))
 
     def minis(samples: list[SampleHandle]) -> list[set[str]]:
-        updates = updates_as_refs(Planner(**sizes).plan(samples))
+        updates = updates_as_refs(make_planner(sizes).plan(samples))
         return [{ref for rank in update for micro in rank for ref in micro} for update in updates]
 
     assert minis(handles) == minis(shuffled)
@@ -144,7 +152,7 @@ def test_the_order_of_arrival_does_not_move_groups_between_mini_batches(step: An
 
 def test_a_limit_of_samples_keeps_counts_even_so_that_no_rank_waits() -> None:
     handles = [handle(i, group=i, tokens=1000 if i < 2 else 1) for i in range(16)]
-    plan = Planner(2, 16, micro_batch_samples=4, micro_batch_tokens=None).plan(handles)
+    plan = Planner(2, UpdateSizes(16, 4, None)).plan(handles)
     assert [len(own) for own in plan.ranks] == [8, 8]
     assert plan.metrics["plan/micro_batches"] == 2
 
@@ -152,21 +160,21 @@ def test_a_limit_of_samples_keeps_counts_even_so_that_no_rank_waits() -> None:
 def test_micro_batches_that_run_together_weigh_alike() -> None:
     generator = np.random.default_rng(0)
     handles = [handle(i, group=i // 4, tokens=int(n)) for i, n in enumerate(generator.integers(1, 500, 64))]
-    plan = Planner(2, 16, micro_batch_samples=None, micro_batch_tokens=1000).plan(handles)
+    plan = Planner(2, UpdateSizes(16, None, 1000)).plan(handles)
     first, second = ([sum(handles[own.refs[i]].tokens for i in micro) for micro in own.forward] for own in plan.ranks)
     assert first == sorted(first, reverse=True)
     assert max(abs(a - b) for a, b in zip(first, second, strict=True)) < 100
 
 
 def test_more_ranks_than_samples_leave_ranks_with_empty_micro_batches() -> None:
-    plan = Planner(3, 4, micro_batch_samples=None, micro_batch_tokens=100).plan([handle("a", 0), handle("b", 0)])
+    plan = Planner(3, UpdateSizes(4, None, 100)).plan([handle("a", 0), handle("b", 0)])
     assert [own.refs for own in plan.ranks] == [["b"], ["a"], []]
     assert [[micro.tolist() for micro in own.forward] for own in plan.ranks] == [[[0]], [[0]], [[]]]
 
 
 def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
     handles = [handle(i, group=i) for i in range(32)]
-    planner = Planner(1, 2, micro_batch_samples=2, micro_batch_tokens=None, epochs=2, shuffle_seed=3)
+    planner = Planner(1, UpdateSizes(2, 2, None, epochs=2), shuffle_seed=3)
     updates = [
         frozenset(ref for micro in update[0] for ref in micro) for update in updates_as_refs(planner.plan(handles))
     ]
@@ -185,7 +193,7 @@ def test_metrics_describe_the_answers() -> None:
         handle("d", 1, 40, generated=6, score=1.0),
         handle("e", 2, 20, generated=1, score=-1.0),
     ]
-    plan = Planner(2, 8, micro_batch_samples=None, micro_batch_tokens=80).plan(handles)
+    plan = Planner(2, UpdateSizes(8, None, 80)).plan(handles)
     assert plan.metrics == {
         "plan/samples": 5,
         "plan/tokens": 120,
@@ -211,12 +219,12 @@ def test_metrics_describe_the_answers() -> None:
 
 def test_samples_longer_than_the_budget_are_named() -> None:
     handles = [handle(i, group=i, tokens=n) for i, n in enumerate([50, 150, 2000])]
-    [warning] = Planner(1, 4, micro_batch_samples=None, micro_batch_tokens=100).plan(handles).warnings
-    assert warning.startswith("2 of 3 samples exceed the budget of 100 tokens a micro-batch and run alone; ")
+    [warning] = Planner(1, UpdateSizes(4, None, 100)).plan(handles).warnings
+    assert warning.startswith("2 of 3 samples exceed the budget of 100 tokens per micro-batch and run alone; ")
     assert "prompt 2 with 2,000 tokens" in warning
 
 
-def test_cuts_are_the_lists_that_they_were_made_of() -> None:
+def test_ragged_indices_are_the_lists_they_were_made_of() -> None:
     for parts in ([], [[]], [[2, 0], [], [1]], [[], [3]]):
         cuts = RaggedIndices.of(parts)
         assert [part.tolist() for part in cuts] == parts
@@ -239,19 +247,19 @@ def test_cuts_are_the_lists_that_they_were_made_of() -> None:
 def test_impossible_sizes_are_refused(wrong: dict[str, Any], said: str) -> None:
     sizes = {"ranks": 1, "mini_batch_prompts": 1, "micro_batch_samples": None, "micro_batch_tokens": 9, **wrong}
     with pytest.raises(ValueError, match=said):
-        Planner(**sizes)
+        make_planner(sizes)
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
-        Planner(1, 1, micro_batch_samples=1, micro_batch_tokens=None).plan([])
+        Planner(1, UpdateSizes(1, 1, None)).plan([])
 
 
 @pytest.mark.parametrize("ranks", [2, 1024])
 def test_sixteen_thousand_samples_are_planned_in_few_bytes(ranks: int) -> None:
     lengths = np.random.default_rng(0).lognormal(8, 1, 16_384).clip(16, 32_768).astype(int).tolist()
     handles = [handle(b"r" * 28, group=i // 16, tokens=n) for i, n in enumerate(lengths)]
-    planner = Planner(ranks, 256, micro_batch_samples=None, micro_batch_tokens=40_000)
+    planner = Planner(ranks, UpdateSizes(256, None, 40_000))
     plan = planner.plan(handles)
     assert sum(len(pickle.dumps(own)) for own in plan.ranks) / len(handles) < 200
 
@@ -273,7 +281,7 @@ def test_a_critic_trains_every_sample_once_an_epoch_in_whole_groups_within_its_o
     step: Any, critic: UpdateSizes
 ) -> None:
     handles, sizes = step
-    plan = Planner(**sizes, critic=critic).plan(handles)
+    plan = make_planner(sizes, critic=critic).plan(handles)
     known = {h.ref: h for h in handles}
     prompts = len({h.group for h in handles})
     per_epoch = -(-prompts // critic.mini_batch_prompts)
@@ -298,7 +306,7 @@ def test_a_critic_trains_every_sample_once_an_epoch_in_whole_groups_within_its_o
 @given(steps(), critics())
 def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: UpdateSizes) -> None:
     handles, sizes = step
-    alone, beside = Planner(**sizes).plan(handles), Planner(**sizes, critic=critic).plan(handles)
+    alone, beside = make_planner(sizes).plan(handles), make_planner(sizes, critic=critic).plan(handles)
     assert all(own.critic is None for own in alone.ranks)
     assert updates_as_refs(alone) == updates_as_refs(beside)
     assert [own.forward.indices.tolist() for own in alone.ranks] == [
@@ -312,7 +320,7 @@ def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: UpdateSizes)
 def test_a_critic_of_the_same_sizes_has_the_mini_batches_of_the_policy(step: Any) -> None:
     handles, sizes = step
     limits = sizes["micro_batch_samples"], sizes["micro_batch_tokens"]
-    plan = Planner(**sizes, critic=UpdateSizes(sizes["mini_batch_prompts"], *limits)).plan(handles)
+    plan = make_planner(sizes, critic=UpdateSizes(sizes["mini_batch_prompts"], *limits)).plan(handles)
     for own in plan.ranks:
         for of_policy, of_critic in zip(list(own.policy)[: len(own.critic)], own.critic, strict=True):
             assert sorted(np.concatenate(of_policy)) == sorted(np.concatenate(of_critic))
@@ -323,15 +331,15 @@ def test_a_critic_of_the_same_sizes_has_the_mini_batches_of_the_policy(step: Any
 def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
     handles, sizes = step
     handles = [replace(h, index=place, baseline=place / 2) for place, h in enumerate(handles)]
-    for own in Planner(**sizes).plan(handles).ranks:
+    for own in make_planner(sizes).plan(handles).ranks:
         places = [int(ref.removeprefix("sample-")) for ref in own.refs]
-        assert own.numbers.tolist() == places
+        assert own.indices.tolist() == places
         assert own.baselines.tolist() == [place / 2 for place in places]
 
 
 def test_without_a_greedy_answer_to_every_prompt_there_are_no_baselines() -> None:
     handles = [handle("a", 0, baseline=1.0), handle("b", 1, baseline=None)]
-    own = Planner(1, 1, micro_batch_samples=8, micro_batch_tokens=None).plan(handles).rank(0)
+    own = Planner(1, UpdateSizes(1, 8, None)).plan(handles).rank(0)
     assert own.baselines is None
     assert own.without_refs().refs == []
 
@@ -341,6 +349,6 @@ def test_what_else_the_reward_function_returned_is_averaged_over_the_samples_tha
     handles = [
         SampleHandle(ref=None, group=0, tokens=4, generated=2, score=0.0, version=0, metrics=extra) for extra in extras
     ]
-    metrics = Planner(1, 1, micro_batch_samples=8, micro_batch_tokens=None).plan(handles).metrics
+    metrics = Planner(1, UpdateSizes(1, 8, None)).plan(handles).metrics
     assert metrics["reward/extra/format"] == 0.5
     assert metrics["reward/extra/length"] == 3.0

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.data.validate import find_file_problems
 from verl.errors import DataError
 from verl.sft.batches import ExampleDataset, RankBatch, split_batch
@@ -110,13 +110,15 @@ def test_tools_may_come_with_a_later_line(tmp_path: Path) -> None:
 
 
 limits = st.one_of(
-    st.builds(lambda n: Limit(samples=n, tokens=None), st.integers(1, 5)),
-    st.builds(lambda n: Limit(samples=None, tokens=n), st.integers(8, 40)),
+    st.builds(lambda n: MicroBatchLimit(samples=n, tokens=None), st.integers(1, 5)),
+    st.builds(lambda n: MicroBatchLimit(samples=None, tokens=n), st.integers(8, 40)),
 )
 
 
 @given(lengths=st.lists(st.integers(2, 30), min_size=1, max_size=24), ranks=st.integers(1, 4), limit=limits)
-def test_shares_hold_every_example_once_within_the_limit(lengths: list[int], ranks: int, limit: Limit) -> None:
+def test_shares_hold_every_example_once_within_the_limit(
+    lengths: list[int], ranks: int, limit: MicroBatchLimit
+) -> None:
     examples = [
         Example(np.full(length, number, np.int32), np.arange(length) > 0) for number, length in enumerate(lengths)
     ]

@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.data.plan import Limit
+from verl.data.plan import MicroBatchLimit
 from verl.data.samplers import SequentialSampler, ShuffledSampler
 from verl.sft.batches import RankBatch, split_batch
 from verl.sft.data import SFTDataLoader, ValidationLoader
@@ -29,7 +29,7 @@ from verl.trainer.train_loop import LoopSchedule
 pytestmark = pytest.mark.unit
 
 ROWS = [Example(np.full(length, row, np.int32), np.arange(length) > 0) for row, length in enumerate([3, 5, 2, 4, 6])]
-CUT = partial(split_batch, ranks=2, limit=Limit(samples=2, tokens=None))
+CUT = partial(split_batch, ranks=2, limit=MicroBatchLimit(samples=2, tokens=None))
 
 
 class FakeModel:

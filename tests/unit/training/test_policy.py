@@ -101,7 +101,7 @@ def step_of(samples: Sequence[Sample], *, prompts: int = 9, micro: int = 9, epoc
         handles.append(
             SampleHandle(place, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
         )
-    planner = Planner(1, prompts, micro_batch_samples=micro, micro_batch_tokens=None, epochs=epochs, **sizes)
+    planner = Planner(1, UpdateSizes(prompts, micro, None, epochs), **sizes)
     plan = planner.plan(handles).rank(0)
     return Step([samples[place] for place in plan.refs], plan)
 
@@ -741,7 +741,7 @@ def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, s
 
 def test_a_rank_without_samples_prepares_and_updates_nothing() -> None:
     handles = [SampleHandle("only", 0, 4, 2, 1.0, 0)]
-    planner = Planner(2, 1, micro_batch_samples=1, micro_batch_tokens=None, critic=UpdateSizes(1, 1, None))
+    planner = Planner(2, UpdateSizes(1, 1, None), critic=UpdateSizes(1, 1, None))
     empty = next(plan for plan in planner.plan(handles).ranks if not len(plan))
     for loss_mode in LOSSES:
         actor = Table()
