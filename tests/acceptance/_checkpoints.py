@@ -12,9 +12,9 @@ import torch
 
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.files import make_directory, write
-from verl.checkpoint.format import entries, read_tensors
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
+from verl.checkpoint.shards import read_index, read_tensors
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
@@ -91,9 +91,8 @@ def loaded(directory: Path) -> dict[str, dict[str, Any]]:
     states: dict[str, dict[str, Any]] = {}
     for folder in FOLDERS:
         state = states[folder] = {}
-        for name, entry in entries(directory / folder).items():
-            if entry.dtype is not None:
-                _put(state, name, torch.full(entry.shape, 77, dtype=entry.dtype))
+        for name, entry in read_index(directory / folder).tensors.items():
+            _put(state, name, torch.full(entry.shape, 77, dtype=entry.dtype))
         states[folder] = load(state, directory / folder)
     return states
 

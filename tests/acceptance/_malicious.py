@@ -335,7 +335,7 @@ def resuming(step: Path) -> Opening:
         assert found is not None, "nothing to resume from"
         if damage := find_corruption(run.step_dir(found)):
             raise RuntimeError(str(damage))
-        run.trainer(found)
+        run.read_trainer_state(found)
         state = {"model": Qwen2ForCausalLM(tiny_qwen2(vocab_size=131)).state_dict(), "schedule": {"step": 0}}
         load(state, run.step_dir(found) / "actor")
 
@@ -348,7 +348,7 @@ def merging(step: Path) -> Opening:
 
 def poisoned(step: Path, canary: Path) -> Path:
     """A shard of pickles in the place of tensors and values, of the size that the metadata say."""
-    shard = step / "actor" / "__0_0.distcp"
+    shard = step / "actor" / "shard-00001-of-00001.safetensors"
     stream = io.BytesIO()
     torch.save(Touch(canary), stream)
     size = shard.stat().st_size
@@ -381,7 +381,7 @@ def _(folder: Path, canary: Path) -> Opening:
     step = checkpoint(folder)
     torch.save(Touch(canary), folder / "outside.pt")
     path = step / "actor" / "metadata.json"
-    path.write_text(path.read_text().replace("__0_0.distcp", "../../../outside.pt"))
+    path.write_text(path.read_text().replace("shard-00001-of-00001.safetensors", "../../../outside.pt"))
     sealed(step)
     return merging(step)
 

@@ -32,7 +32,7 @@ import psutil
 import torch
 from _common import ROOT, finish, metrics_of, sized_for_addition
 
-from verl.checkpoint.format import read_tensors
+from verl.checkpoint.shards import read_tensors
 from verl.demo.assets import make_assets
 
 STEPS, BATCH = 20, 8

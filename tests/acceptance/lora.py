@@ -165,7 +165,7 @@ def examined(worker: Any, path: str) -> dict[str, Any]:
 def exported(folder: Path, logprobs: list[list[float]]) -> dict[str, Any]:
     """The checkpoint as others load it: merged, and as an adapter of the model that it started from."""
     [actor] = folder.glob("run/global_step_*/actor")
-    held = sum(path.stat().st_size for path in actor.glob("*.distcp"))
+    held = sum(path.stat().st_size for path in actor.glob("*.safetensors"))
     for name, more in (("merged", []), ("adapter", ["--adapter"])):
         command = [sys.executable, "-m", "verl", "merge", "--local_dir", actor, "--target_dir", folder / name, *more]
         subprocess.run(command, check=True)

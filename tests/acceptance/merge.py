@@ -60,6 +60,9 @@ def models() -> dict[str, Any]:
     }
 
 
+SHARD = "shard-00002-of-00002.safetensors"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true", help="the tied model only")
@@ -158,15 +161,15 @@ def stranger_loads(tokens: Path, *folders: Path) -> list[dict[str, torch.Tensor]
 def refusals(folder: Path, short: bool) -> dict[str, bool]:
     """What is wrong is named, and nothing is written."""
     actor, target = folder / "run" / f"global_step_{STEP}" / "actor", folder / "never"
-    shard = actor / "__1_0.distcp"
+    shard = actor / SHARD
     whole = shard.read_bytes()
     shard.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    found = {"a flipped bit is refused, by the name of the file": refused(actor, target, "actor/__1_0.distcp")}
+    found = {"a flipped bit is refused, by the name of the file": refused(actor, target, f"actor/{SHARD}")}
     shard.write_bytes(whole)
     if short:
         return found
     shard.write_bytes(whole[:-1])
-    found["a short file is refused, by its name"] = refused(actor, target, "actor/__1_0.distcp")
+    found["a short file is refused, by its name"] = refused(actor, target, f"actor/{SHARD}")
     shard.write_bytes(whole)
     config = actor / "huggingface" / "config.json"
     text = config.read_text()

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from verl.checkpoint.format import entries
+from verl.checkpoint.shards import read_index
 from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
@@ -45,6 +45,6 @@ def test_supervised_training_of_an_adapter_saves_it_and_the_merged_model(assets:
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0]
     actor = tmp_path / "run" / "global_step_4" / "actor"
-    assert all(".lora_" in name for name in entries(actor) if name.startswith("model."))
+    assert all(".lora_" in name for name in read_index(actor).tensors if name.startswith("model."))
     test = verl("merge", "test", "--local_dir", actor, "--test_hf_dir", actor / "huggingface")
     assert test.returncode == 0, test.stderr

@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 from verl.checkpoint import export
 from verl.checkpoint.adapter import adapter_config
 from verl.checkpoint.files import make_directory, write
-from verl.checkpoint.format import read_values
 from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
+from verl.checkpoint.shards import read_values
 from verl.cli import main
 from verl.training.lora import fingerprint
 
@@ -78,10 +78,10 @@ def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_file(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source, _ = checkpoint(tmp_path / "run")
-    shard = source / "__0_0.distcp"
+    shard = source / "shard-00001-of-00001.safetensors"
     shard.write_bytes(shard.read_bytes()[:-9] + b"damaged!!")
     assert merge(source, tmp_path / "merged") == 2
-    assert "actor/__0_0.distcp has changed" in capsys.readouterr().err
+    assert "actor/shard-00001-of-00001.safetensors has changed" in capsys.readouterr().err
     assert not (tmp_path / "merged").exists()
 
 

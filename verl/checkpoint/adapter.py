@@ -11,7 +11,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from verl.checkpoint.format import read_values
+from verl.checkpoint.shards import read_values
 from verl.errors import CheckpointError
 
 __all__ = [

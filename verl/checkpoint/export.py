@@ -20,7 +20,7 @@ from torch import Tensor
 
 from verl.checkpoint.adapter import SavedAdapter, is_adapter, merge_adapter, read_saved_adapter
 from verl.checkpoint.files import FileChecksum, compute_checksum, sync_directory, write
-from verl.checkpoint.format import entries, read_tensors
+from verl.checkpoint.shards import read_index, read_tensors
 from verl.errors import CheckpointError
 
 __all__ = ["BaseWeights", "compare_weights", "export_weights", "iter_checkpoint_weights"]
@@ -44,8 +44,7 @@ def iter_checkpoint_weights(
     Of a `tied` model the head is left out: it is the embedding, and `from_pretrained` makes it so. Where the shards
     hold an adapter, what it adds is merged into the weights of its `base`.
     """
-    names = [name for name, entry in entries(directory).items() if name.startswith(MODEL) and entry.dtype is not None]
-    if not names:
+    if not any(name.startswith(MODEL) for name in read_index(directory).tensors):
         raise CheckpointError(
             f"checkpoint {directory}: holds no weights; it must be saved with model among "
             "actor_rollout_ref.actor.checkpoint.save_contents"

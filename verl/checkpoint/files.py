@@ -34,7 +34,7 @@ class FileChecksum:
 
 
 class ChecksummedFile:
-    """A new file, written from its beginning to its end; on the disk when it is left. `sum` is of what it must be."""
+    """A new file, written in order and synced to the disk on exit; `checksum` covers what was to be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,7 @@ class ChecksummedFile:
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     @property
-    def sum(self) -> FileChecksum:
+    def checksum(self) -> FileChecksum:
         return FileChecksum(self._size, self._hash.hexdigest())
 
     def write(self, data: bytes | memoryview) -> int:
@@ -74,7 +74,7 @@ def write(path: Path, data: bytes) -> FileChecksum:
     with ChecksummedFile(draft) as file:
         file.write(data)
     replace(draft, path)
-    return file.sum
+    return file.checksum
 
 
 def replace(source: Path, target: Path) -> None:

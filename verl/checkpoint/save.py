@@ -1,30 +1,43 @@
-"""One directory of shards: every rank writes its own, and any number of ranks can read them."""
+"""Saving and loading a sharded state: every rank writes one shard, and any number of ranks can load them."""
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl.checkpoint.files import FileChecksum
-from verl.checkpoint.format import Entry, Loading, Reader, Saving, Writer, entries
+from verl.checkpoint.files import FileChecksum, make_directory
+from verl.checkpoint.shards import (
+    METADATA,
+    Part,
+    ShardFiles,
+    ShardIndex,
+    TensorEntry,
+    read_index,
+    shard_name,
+    write_index,
+    write_shard,
+)
 from verl.errors import CheckpointError, VerlError
 
 __all__ = ["load", "save"]
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 BASE = "base"
-"""The part of a state that says what weights an adapter belongs to; the model is then the adapter."""
+"""The part of a state that describes the weights below an adapter; the model is then the adapter."""
 PER_RANK = "rng"
-"""The part of a state whose keys name ranks; a run on more ranks than wrote it finds some missing."""
+"""The part of a state whose keys are ranks; a run on more ranks than wrote it lacks some."""
 
 
 def save(
@@ -32,86 +45,145 @@ def save(
 ) -> dict[str, FileChecksum]:
     """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together.
 
-    Returns what this rank has written, by the name of the file.
+    Returns the checksums of the files that this rank has written, by name.
     """
-    writer = Writer(directory)
-    with _plain_errors(directory, "written"):
-        dcp.save(state, storage_writer=writer, planner=Saving(), process_group=group, no_dist=not dist.is_initialized())
-    return writer.sums
+    folder, leaves = Path(directory), dict(_flatten(state))
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    file = shard_name(rank, ranks)
+    checksums: dict[str, FileChecksum] = {}
+
+    def describe() -> ShardIndex:
+        make_directory(folder)
+        return _describe(leaves, file)
+
+    index = _assign_parts(_run_on_all_ranks(describe, folder, "written", group))
+
+    def write() -> None:
+        owned = (name for name, entry in index.tensors.items() for part in entry.parts if part.file == file)
+        checksums[file] = write_shard(folder / file, {name: _local(leaves[name])[0] for name in owned})
+
+    def finish() -> None:
+        if rank == 0:
+            checksums[METADATA] = write_index(folder, index)
+
+    _run_on_all_ranks(write, folder, "written", group)
+    _run_on_all_ranks(finish, folder, "written", group)
+    return checksums
 
 
-def load(state: dict[str, Any], directory: str | Path, *, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
-    """Fill `state`, of the shapes that are wanted on this rank, from `directory`; all ranks call it together.
+def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+    """Fill `state`, which has the shapes that this rank needs, from `directory`; all ranks call it together.
 
-    Tensors are filled in place. Entries under "rng" that the checkpoint lacks are taken out of `state`: a rank that did
-    not exist when it was written keeps the random state that it has.
+    Tensors are filled in place. Entries under "rng" that the checkpoint lacks are removed from the result: a rank that
+    did not exist when it was written keeps its random state.
     """
-    if not Path(directory).is_dir():
+    loaded: dict[str, Any] = {}
+    _run_on_all_ranks(lambda: loaded.update(_load(state, Path(directory))), directory, "read")
+    return loaded
+
+
+def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
+    if not directory.is_dir():
         raise CheckpointError(
-            f"checkpoint {directory}: is not there; the run that saved had no {Path(directory).name}. Use the same "
-            "algorithm, or begin anew with trainer.resume_mode=disable"
+            f"checkpoint {directory}: does not exist; the run that saved had no {directory.name}. Use the same "
+            "algorithm, or start from the beginning with trainer.resume_mode=disable"
         )
-    stored = entries(directory)
-    absent = _missing_ranks(state, stored)
+    index = read_index(directory)
+    stored = [*index.tensors, *index.values]
     wanted = dict(state)
+    absent = [rank for rank in state.get(PER_RANK, {}) if not any(n.startswith(f"{PER_RANK}.{rank}.") for n in stored)]
     if absent:
         wanted[PER_RANK] = {rank: value for rank, value in state[PER_RANK].items() if rank not in absent}
         if not wanted[PER_RANK]:
             del wanted[PER_RANK]
         logger.info("checkpoint %s has no random state for rank %s", directory, ", ".join(absent))
-    _check_fit(wanted, stored, directory)
-    reader = Reader(directory, stored)
-    with _plain_errors(directory, "read"):
-        dcp.load(
-            wanted, storage_reader=reader, planner=Loading(), process_group=group, no_dist=not dist.is_initialized()
-        )
+    _check_fit(wanted, index, directory)
+    with ShardFiles(directory) as files:
+        for name, leaf in _flatten(wanted):
+            if isinstance(leaf, Tensor):
+                files.fill(*_local(leaf), name, index.tensors[name])
+    _set_values(wanted, index.values)
     return wanted
 
 
-@contextmanager
-def _plain_errors(directory: str | Path, what: str) -> Iterator[None]:
-    """torch gathers the failures of all ranks into one that is no `Exception`; what went wrong is the first of them."""
+def _describe(leaves: Mapping[str, Any], file: str) -> ShardIndex:
+    """Return the index of what this rank holds, as if its shard stored all of it."""
+    tensors: dict[str, TensorEntry] = {}
+    values: dict[str, Any] = {}
+    for name, leaf in leaves.items():
+        if isinstance(leaf, Tensor):
+            local, offsets = _local(leaf)
+            tensors[name] = TensorEntry(leaf.dtype, tuple(leaf.shape), (Part(offsets, tuple(local.shape), file),))
+            continue
+        try:
+            values[name] = json.loads(json.dumps(leaf))
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"{name}: {leaf!r} cannot be stored in a checkpoint: {error}") from error
+    return ShardIndex(tensors, values)
+
+
+def _assign_parts(held: Sequence[ShardIndex]) -> ShardIndex:
+    """Merge what the ranks hold; where several hold the same part, they take turns in storing it."""
+    entries: dict[str, TensorEntry] = {}
+    holders: dict[str, dict[Any, list[Part]]] = {}
+    for rank in held:
+        entries |= rank.tensors
+        for name, entry in rank.tensors.items():
+            for part in entry.parts:
+                holders.setdefault(name, {}).setdefault((part.offsets, part.sizes), []).append(part)
+    turn = count()
+    for name, boxes in holders.items():
+        entries[name] = replace(entries[name], parts=tuple(each[next(turn) % len(each)] for each in boxes.values()))
+    return ShardIndex(entries, {name: value for rank in held for name, value in rank.values.items()})
+
+
+def _run_on_all_ranks(
+    work: Callable[[], T], directory: str | Path, verb: str, group: dist.ProcessGroup | None = None
+) -> list[T]:
+    """Return the results of all ranks; if one fails, raise its error on all of them, so that none waits for it."""
+    outcome: tuple[Any, str] = (None, "")
+    cause: Exception | None = None
     try:
-        yield
-    except CheckpointException as failed:
-        rank, (error, _) = next(iter(failed.failures.items()))
-        if isinstance(error, VerlError):
-            raise error from failed
-        raise CheckpointError(f"checkpoint {directory}: cannot be {what} by rank {rank}: {error}") from failed
+        outcome = work(), ""
+    except Exception as error:  # noqa: BLE001 - raised again below, on every rank
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        known = isinstance(error, VerlError)
+        outcome = None, str(error) if known else f"checkpoint {directory}: cannot be {verb} by rank {rank}: {error}"
+        cause = error
+    outcomes: list[Any] = [outcome]
+    if dist.is_initialized():
+        outcomes = [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, outcome, group=group)
+    for _, message in outcomes:
+        if message:
+            raise CheckpointError(message) from cause
+    return [result for result, _ in outcomes]
 
 
-def _missing_ranks(state: Mapping[str, Any], stored: Mapping[str, Entry]) -> list[str]:
-    ranks = state.get(PER_RANK, {})
-    return [rank for rank in ranks if not any(key.startswith(f"{PER_RANK}.{rank}.") for key in stored)]
-
-
-def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Entry], directory: str | Path) -> None:
-    parts = {key.partition(".")[0] for key in stored}
+def _check_fit(state: Mapping[str, Any], index: ShardIndex, directory: Path) -> None:
+    parts = {name.partition(".")[0] for name in (*index.tensors, *index.values)}
     if "model" in state and "model" in parts and (BASE in state) != (BASE in parts):
+        content = (
+            "an adapter; set peft.lora_rank as it was in the run that saved it"
+            if BASE in parts
+            else "all weights and no adapter; set peft.lora_rank=0, or export it (verl merge) and start from that model"
+        )
         raise CheckpointError(
-            f"checkpoint {directory}: holds "
-            + (
-                "an adapter; set peft.lora_rank as it was in the run that saved it"
-                if BASE in parts
-                else "all weights and no adapter; set peft.lora_rank=0, or make a model of it (verl merge) and start "
-                "from that"
-            )
-            + ", or begin anew with trainer.resume_mode=disable"
+            f"checkpoint {directory}: holds {content}, or start from the beginning with trainer.resume_mode=disable"
         )
     if absent := [part for part in state if part not in parts]:
         raise CheckpointError(
             f"checkpoint {directory}: {', '.join(absent)} was not saved in it (checkpoint.save_contents); "
-            "leave it out of checkpoint.load_contents, or resume from another one"
+            "remove it from checkpoint.load_contents, or resume from another checkpoint"
         )
     problems = []
-    for key, value in _flatten(state):
-        there = stored.get(key)
-        if there is None:
-            problems.append(f"{key} is not in it")
-        elif isinstance(value, torch.Tensor):
-            shape = there.shape if there.dtype is not None else "no tensor"
-            if shape != tuple(value.shape):
-                problems.append(f"{key} has shape {shape} in it, {tuple(value.shape)} is wanted")
+    for name, leaf in _flatten(state):
+        if name not in index.tensors and name not in index.values:
+            problems.append(f"{name} is not in it")
+        elif isinstance(leaf, Tensor):
+            shape = index.tensors[name].shape if name in index.tensors else "no tensor"
+            if shape != tuple(leaf.shape):
+                problems.append(f"{name} has shape {shape} in it, {tuple(leaf.shape)} is needed")
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
         raise CheckpointError(
@@ -120,10 +192,26 @@ def _check_fit(state: Mapping[str, Any], stored: Mapping[str, Entry], directory:
         )
 
 
+def _local(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Return this rank's part of a tensor, and where it begins in the whole."""
+    if isinstance(tensor, DTensor):
+        _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        return tensor.to_local().detach(), tuple(offsets)
+    return tensor.detach(), (0,) * tensor.ndim
+
+
 def _flatten(state: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Leaves under the dotted names that torch.distributed.checkpoint gives them."""
+    """Yield leaves under dotted names."""
     for key, value in state.items():
         if isinstance(value, Mapping):
             yield from _flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+def _set_values(state: dict[str, Any], values: Mapping[str, Any], prefix: str = "") -> None:
+    for key, value in state.items():
+        if isinstance(value, dict):
+            _set_values(value, values, f"{prefix}{key}.")
+        elif not isinstance(value, Tensor):
+            state[key] = values[f"{prefix}{key}"]

@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.checkpoint.adapter import is_adapter, peft_name, read_saved_adapter, write_adapter
 from verl.checkpoint.export import compare_weights, export_weights, iter_checkpoint_weights
 from verl.checkpoint.files import write
-from verl.checkpoint.format import read_tensors
+from verl.checkpoint.shards import read_tensors
 from verl.errors import CheckpointError
 from verl.model_safety import model_problems
 from verl.training.model_files import (

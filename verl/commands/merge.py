@@ -99,8 +99,8 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def _find_checkpoint(path: Path) -> Path:
     """Return the folder of shards, after verifying its checksums."""
-    from verl.checkpoint.format import METADATA
     from verl.checkpoint.manifest import find_corruption
+    from verl.checkpoint.shards import METADATA
 
     if not path.is_dir():  # the other spelling, which settings accept too
         path = Path(re.sub(r"global_steps_(\d+)", r"global_step_\1", str(path)))

@@ -139,8 +139,8 @@ class BaseTrainWorker:
         return find_corruption(Path(directory), rank=self._rank, ranks=self._world_size)
 
     def load(self, directory: str) -> None:
-        from verl.checkpoint.format import read_values
         from verl.checkpoint.save import load
+        from verl.checkpoint.shards import read_values
         from verl.training.lora import check_base
 
         states = self._trained.states(self._settings.load_contents)

@@ -9,8 +9,8 @@ import torch
 from verl.checkpoint import background
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.files import ChecksummedFile, write
-from verl.checkpoint.format import read_tensors
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
+from verl.checkpoint.shards import read_tensors
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -67,7 +67,9 @@ def test_an_error_is_raised_once_with_the_path_and_leaves_the_former_checkpoint_
     directory = CheckpointDir(tmp_path).begin(2)
     monkeypatch.setattr(ChecksummedFile, "write", full)
     writer.start(states, directory, {})
-    with pytest.raises(CheckpointError, match=r"No space left on device: '.*global_step_2/actor/__0_0\.distcp'"):
+    with pytest.raises(
+        CheckpointError, match=r"No space left on device: '.*global_step_2/actor/shard-00001-of-.*safetensors'"
+    ):
         writer.poll(wait=True)
     assert writer.poll(wait=False), "an error is raised once"
     assert CheckpointDir(tmp_path).latest() == 1

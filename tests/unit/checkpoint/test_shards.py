@@ -7,15 +7,16 @@ import pickle
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from verl.checkpoint.files import compute_checksum, write
-from verl.checkpoint.format import METADATA, entries, read_tensors, read_values
 from verl.checkpoint.save import load, save
+from verl.checkpoint.shards import DTYPES, METADATA, read_index, read_tensors, read_values
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
 
-SHARD = "__0_0.distcp"
+SHARD = "shard-00001-of-00001.safetensors"
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def saved(tmp_path):
 
 def rewritten(directory, change):
     written = json.loads((directory / METADATA).read_text())
-    change(written["entries"])
+    change(written["tensors"])
     (directory / METADATA).write_text(json.dumps(written))
 
 
@@ -47,7 +48,7 @@ def test_plain_values_are_json(saved):
 
 
 def test_what_json_cannot_say_is_refused_by_name(tmp_path):
-    with pytest.raises(CheckpointError, match=r"extra\.thing: .* cannot be kept"):
+    with pytest.raises(CheckpointError, match=r"extra\.thing: .* cannot be stored"):
         save({"extra": {"thing": object()}}, tmp_path)
 
 
@@ -72,39 +73,90 @@ def test_a_shard_with_code_in_it_runs_nothing(saved, plant, monkeypatch, tmp_pat
     monkeypatch.chdir(tmp_path)
     payload = plant(Bomb())
     (saved / SHARD).write_bytes(payload.ljust((saved / SHARD).stat().st_size))
-    found = dict(read_tensors(saved))["model.a.weight"]
-    assert found.numpy().tobytes() == payload.ljust(48)[:48], "bytes are numbers, whatever they are"
-    with pytest.raises(CheckpointError, match=r"optimizer\.betas cannot be read"):
+    with pytest.raises(CheckpointError, match=rf"{SHARD}: model\.a\.weight cannot be read"):
+        dict(read_tensors(saved))
+    with pytest.raises(CheckpointError, match=rf"{SHARD}: model\.b cannot be read"):
+        load({"model": {"b": torch.tensor(0)}}, saved)
+    (saved / METADATA).write_bytes(payload)
+    with pytest.raises(CheckpointError, match=r"metadata\.json: is damaged"):
         read_values(saved)
-    with pytest.raises(CheckpointError, match=r"actor: cannot be read by rank 0: optimizer\.fused"):
-        load({"optimizer": {"fused": False}}, saved)
     assert not (tmp_path / "exploded").exists()
 
 
+def test_bytes_of_code_inside_a_tensor_are_numbers(saved, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    payload, shard = pickle.dumps(Bomb())[:48].ljust(48), saved / SHARD
+    shard.write_bytes(shard.read_bytes()[:-48] + payload)
+    assert dict(read_tensors(saved))["model.a.weight"].numpy().tobytes() == payload
+    assert not (tmp_path / "exploded").exists()
+
+
+def test_any_tool_opens_a_shard(saved):
+    tensors = load_file(saved / SHARD)
+    assert sorted(tensors) == ["model.a.weight", "model.b"]
+    assert tensors["model.a.weight"].equal(torch.arange(12.0).reshape(4, 3))
+
+
+def test_a_shard_is_what_safetensors_itself_would_accept_of_mixed_types(tmp_path):
+    state = {str(dtype): torch.ones(3, dtype=dtype) for dtype in DTYPES}
+    save({"x": state}, tmp_path)
+    assert {tensor.dtype for tensor in load_file(tmp_path / SHARD).values()} == set(DTYPES)
+
+
+def test_a_type_that_safetensors_lacks_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"x: torch\.complex128 cannot be stored"):
+        save({"x": torch.ones(2, dtype=torch.complex128)}, tmp_path)
+
+
+def test_a_checkpoint_of_an_older_format_is_refused_with_the_way_out(saved):
+    (saved / METADATA).write_text(json.dumps({"format": 2, "entries": {}}))
+    with pytest.raises(CheckpointError, match=r"has format 2, and this version of verl reads format 3.*verl merge"):
+        load({"model": {"b": torch.tensor(0)}}, saved)
+
+
 @pytest.mark.parametrize(
-    ("chunk", "complaint"),
+    ("part", "complaint"),
     [
-        ([[0, 0], [4, 3], "../../secret", 0, 1], "not the name of a shard"),
-        ([[0, 0], [4, 3], "/etc/passwd", 0, 1], "not the name of a shard"),
-        ([[0, 0], [4, 3], "__9_0.distcp", 0, 1], "is not there"),
-        ([[0, 0], [4, 3], SHARD, 0, 10**9], "ends at byte 1000000000"),
-        ([[0, 0], [4, 3], SHARD, -5, 10], "whole numbers"),
-        ([[1, 0], [4, 3], SHARD, 0, 48], "does not lie in"),
-        ([[0, 0], [2, 3], SHARD, 0, 24], "do not fill"),
-        ([[0, 0], [4, 3], SHARD, 0, 47], r"47 bytes, and torch.float32 \(4, 3\) has 48"),
-        ([[0], [4], SHARD, 0, 16], "damaged"),
-        ("nonsense", "damaged"),
+        ([[0, 0], [4, 3], "../../secret"], "not the name of a shard"),
+        ([[0, 0], [4, 3], "/etc/passwd"], "not the name of a shard"),
+        ([[0, 0], [4, 3], -5], "not the name of a shard"),
+        ([[-1, 0], [4, 3], SHARD], "whole numbers"),
+        ([[1, 0], [4, 3], SHARD], "is not inside"),
+        ([[0, 0], [2, 3], SHARD], "do not fill"),
+        ([[0], [4], SHARD], "damaged"),
     ],
 )
-def test_metadata_is_not_believed(saved, chunk, complaint):
-    rewritten(saved, lambda found: found["model.a.weight"].update(chunks=[chunk]))
+def test_metadata_is_not_believed(saved, part, complaint):
+    changed = dict(zip(("offsets", "sizes", "file"), part, strict=True))
+    rewritten(saved, lambda found: found["model.a.weight"].update(parts=[changed]))
     with pytest.raises(CheckpointError, match=complaint):
-        entries(saved)
+        read_index(saved)
+
+
+@pytest.mark.parametrize("parts", ["nonsense", [5], [{}], None])
+def test_metadata_without_sense_is_damaged(saved, parts):
+    rewritten(saved, lambda found: found["model.a.weight"].update(parts=parts))
+    with pytest.raises(CheckpointError, match="is damaged"):
+        read_index(saved)
+
+
+def test_a_shard_that_is_missing_is_named(saved):
+    missing = "shard-00009-of-00009.safetensors"
+    rewritten(saved, lambda found: found["model.a.weight"]["parts"][0].update(file=missing))
+    with pytest.raises(CheckpointError, match=rf"{missing}: model\.a\.weight cannot be read"):
+        dict(read_tensors(saved))
+
+
+@pytest.mark.parametrize("cut", [1, 48, 200])
+def test_a_shard_that_is_cut_is_named(saved, cut):
+    (saved / SHARD).write_bytes((saved / SHARD).read_bytes()[:-cut])
+    with pytest.raises(CheckpointError, match=rf"{SHARD}: model\.a\.weight cannot be read"):
+        dict(read_tensors(saved))
 
 
 def test_a_tensor_that_is_not_what_the_metadata_says_is_refused(saved):
     rewritten(saved, lambda found: found["model.a.weight"].update(dtype="float16"))
-    with pytest.raises(CheckpointError, match=r"a\.weight: 48 bytes, and torch\.float16 \(4, 3\) has 24"):
+    with pytest.raises(CheckpointError, match=r"a\.weight is torch\.float32 .*metadata\.json has torch\.float16"):
         dict(read_tensors(saved))
 
 
@@ -122,18 +174,18 @@ def test_any_type_and_shape_comes_back(tmp_path, dtype, shape):
     assert found["turned"].equal(whole.t() if len(shape) == 2 else whole)
 
 
-def test_chunks_that_lie_over_each_other_are_refused(saved):
-    halves = [[[row, 0], [2, 3], SHARD, 0, 24] for row in (0, 1)]
-    rewritten(saved, lambda found: found["model.a.weight"].update(chunks=halves))
+def test_parts_that_overlap_are_refused(saved):
+    halves = [{"offsets": [row, 0], "sizes": [2, 3], "file": SHARD} for row in (0, 1)]
+    rewritten(saved, lambda found: found["model.a.weight"].update(parts=halves))
     with pytest.raises(CheckpointError, match="do not fill"):
-        entries(saved)
+        read_index(saved)
 
 
 @pytest.mark.parametrize("shape", [[10**30, 0], [2**62, 2**62, 0]])
 def test_a_shape_that_no_tensor_can_have_is_damage(saved, shape):
-    rewritten(saved, lambda found: found["model.a.weight"].update(shape=shape, chunks=[]))
+    rewritten(saved, lambda found: found["model.a.weight"].update(shape=shape, parts=[]))
     with pytest.raises(CheckpointError, match="is damaged"):
-        entries(saved)
+        read_index(saved)
 
 
 def test_a_single_element_is_saved_whatever_its_stride(tmp_path):
@@ -149,7 +201,7 @@ def test_tensors_are_read_into_host_memory_whatever_the_default_device(saved):
 def test_metadata_that_is_no_json_is_damaged(saved):
     (saved / METADATA).write_text((saved / METADATA).read_text()[:-10])
     with pytest.raises(CheckpointError, match=r"metadata\.json: is damaged"):
-        entries(saved)
+        read_index(saved)
 
 
 @pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
@@ -167,7 +219,7 @@ def test_an_error_of_the_disk_in_a_shard_names_cause_and_path(tmp_path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "write", fails)
-    with pytest.raises(CheckpointError, match=r"cannot be written by rank 0.*No space left on device.*__0_0.distcp"):
+    with pytest.raises(CheckpointError, match=r"cannot be written by rank 0.*No space left on device.*shard-00001"):
         save({"a": torch.randn(100)}, tmp_path)
 
 

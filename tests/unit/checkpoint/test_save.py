@@ -32,7 +32,7 @@ def test_a_rank_that_did_not_exist_gets_no_random_state(tmp_path):
 
 def test_another_shape_is_refused_by_name(tmp_path):
     save(state(7.0), tmp_path)
-    with pytest.raises(CheckpointError, match=r"model\.a\.weight has shape \(3, 2\) in it, \(4, 2\) is wanted"):
+    with pytest.raises(CheckpointError, match=r"model\.a\.weight has shape \(3, 2\) in it, \(4, 2\) is needed"):
         load(state(0.0, size=4), tmp_path)
 
 
@@ -51,12 +51,12 @@ def test_a_part_that_was_not_saved_is_named_with_the_setting(tmp_path):
 
 
 def test_a_model_that_was_not_there_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"critic: is not there; the run that saved had no critic"):
+    with pytest.raises(CheckpointError, match=r"critic: does not exist; the run that saved had no critic"):
         load(state(0.0), tmp_path / "critic")
 
 
 def test_a_directory_without_metadata_is_an_unfinished_checkpoint(tmp_path):
-    with pytest.raises(CheckpointError, match="not written to its end"):
+    with pytest.raises(CheckpointError, match="the save did not finish"):
         load(state(0.0), tmp_path)
 
 
