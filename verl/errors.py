@@ -1,15 +1,15 @@
-"""The exceptions of verl, each for one kind of trouble; all say place, value, rule and mend.
+"""The exceptions of verl. Each message states what is wrong, where, and how to fix it.
 
 VerlError
-├── ConfigError        a setting is unknown, of the wrong type, or contradicts another
-├── DataError          a data file is missing, unreadable or lacks a column
-├── RewardError        the reward function cannot be loaded or failed
-├── WeightSyncError    an engine does not hold the weights that the trainer sent
-├── CheckpointError    a checkpoint is incomplete or does not fit
-└── EngineError        an engine died, refused or did not answer in time
-    └── ProcessLostError   the process behind a call is gone: its work can be done again elsewhere
-        ├── NoAnswerError  it may still be there, but has not answered before its deadline
-        └── SourceLostError    it was one that holds the trained weights
+├── ConfigError                a setting is unknown, of the wrong type, or contradicts another
+├── DataError                  a data file is missing, unreadable or lacks a column
+├── RewardError                the reward function cannot be loaded, or failed
+├── WeightSyncError            an engine does not have the weights that the trainer sent
+├── CheckpointError            a checkpoint is incomplete, corrupt, or does not fit the model
+└── EngineError                an engine died, rejected a request, or timed out
+    └── ProcessLostError       the process behind a call is gone: its work can be repeated elsewhere
+        ├── WorkerTimeoutError the process has not replied before its deadline; it may still run
+        └── TrainerLostError   the process held the trained weights
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 
 
 class VerlError(Exception):
-    """Base of everything that verl raises on purpose: the message alone should help."""
+    """Base class of all errors that verl raises on purpose."""
 
 
 class ConfigError(VerlError):
-    """Settings that cannot be used. Carries all problems found, not only the first.
+    """Invalid settings: all problems, not only the first.
 
     >>> raise ConfigError(["data.train_batch_size: 0 must be at least 1"])
     """
@@ -51,32 +51,32 @@ class ConfigError(VerlError):
 
 
 class DataError(VerlError):
-    """A data file is missing, unreadable, or lacks what the settings name."""
+    """A data file is missing, unreadable, or lacks a column that the settings name."""
 
 
 class RewardError(VerlError):
-    """The reward function cannot be loaded, or failed on a sample that is named in the message."""
+    """The reward function cannot be loaded, or failed on the sample shown in the message."""
 
 
 class WeightSyncError(VerlError):
-    """After a publish, an engine does not hold the weights of the trainer."""
+    """After a weight sync, an engine does not have the weights of the trainer."""
 
 
 class CheckpointError(VerlError):
-    """A checkpoint is incomplete, damaged, or does not fit the model."""
+    """A checkpoint is incomplete, corrupt, or does not fit the model."""
 
 
 class EngineError(VerlError):
-    """An engine died, refused a request, or did not answer before its deadline."""
+    """An engine died, rejected a request, or did not reply before its deadline."""
 
 
 class ProcessLostError(EngineError):
-    """The process behind a call has died, or does not answer. Nothing is wrong with what it was asked to do."""
+    """The process behind a call died or does not reply. The call itself can be repeated elsewhere."""
 
 
 class WorkerTimeoutError(ProcessLostError):
-    """The process behind a call has not answered before its deadline; nobody knows whether it ever will."""
+    """The process behind a call has not replied before its deadline; it may still run."""
 
 
 class TrainerLostError(ProcessLostError):
-    """Who holds the trained weights is gone: no engine can be brought back to them."""
+    """A process that held the trained weights is gone: engines cannot be restored without it."""

@@ -1,7 +1,7 @@
-"""The records that cross a boundary between processes or packages. No torch, no ray: numpy and plain Python.
+"""Records that cross process and package boundaries. No torch, no ray: numpy and plain Python.
 
-The life of one answer: a `Prompt` is read from the data; an episode asks an engine for a `Completion` (any number of
-times) and ends as a `Sample`; the sample goes to the object store and the controller keeps a `SampleHandle`.
+A `Prompt` is read from the data; an episode requests one or more `Completion`s from an engine and ends as a `Sample`;
+the sample goes to the object store and the controller keeps a `SampleHandle`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-if TYPE_CHECKING:  # a process that scores answers reads these records too, and starts sooner without numpy
+if TYPE_CHECKING:  # reward workers import these records too, and start faster without numpy
     import numpy as np
     import numpy.typing as npt
 
@@ -28,8 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One question, as token ids, with all that a reward function is told about it. `raw` is the prompt as the data has
-    it, messages or text, where it was asked for.
+    """A prompt as token ids, with the arguments of the reward function. `raw` is the text or messages of the data.
 
     >>> Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
     """
@@ -44,9 +43,9 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one answer is drawn. `temperature=0` is greedy; a `seed` makes the draw repeatable.
+    """How one response is sampled. `temperature=0` is greedy; a `seed` makes it reproducible.
 
-    Generation ends after any of `stop_token_ids`; the token itself belongs to the answer.
+    Generation ends after any of `stop_token_ids`, which is part of the response.
     """
 
     max_tokens: int
@@ -59,9 +58,9 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What one call of `generate` returns: the new tokens, each with its log-prob and the version that made it.
+    """The result of one `generate` call: the new tokens, each with its log-prob and weight version.
 
-    `finish_reason` is "stop" (the model ended its answer; the end token is included) or "length".
+    `finish_reason` is "stop" (the model ended its response; the end token is included) or "length".
     """
 
     token_ids: list[int]
@@ -71,12 +70,12 @@ class Completion:
 
 
 FailureKind = Literal["error", "timeout", "died", "invalid"]
-"""Of a reward function: it raised; it was late; its process ended; what it returned is no number."""
+"""The function raised; exceeded its deadline; its process ended; it did not return a finite number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A finite score, and the other finite numbers that the reward function returned with it.
+    """A finite score, and the other finite numbers that the reward function returned.
 
     >>> Scored(0.5, {"format": 1.0})
     Scored(score=0.5, metrics={'format': 1.0})
@@ -88,7 +87,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """No score, through no fault of the answer. `message` names the function, the cause, the answer and the mend."""
+    """A failed reward call. `message` names the function, the cause, the response and a fix."""
 
     kind: FailureKind
     message: str
@@ -96,7 +95,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class SamplePreview:
-    """One answer as its scorer saw it, to be shown where the numbers raise a question."""
+    """One response with its score, to be shown to the user."""
 
     data_source: str
     response: str
@@ -109,9 +108,9 @@ class Sample:
     """A finished episode: flat arrays over its T tokens, prompt included.
 
     `mask[t]` is True where the model generated token t (prompts and tool output are False). `logprobs` and `versions`
-    are 0 and -1 where the mask is False. `group` is the place of the prompt in the data stream, shared by the samples
-    of one prompt. With a `failure` it has no score, and is left out of training. `baseline` is the score of the
-    greedy answer to the same prompt, where one was asked for.
+    are 0 and -1 where the mask is False. `group` is the index of the prompt in the data stream, shared by the samples
+    of one prompt. A sample with a `failure` has no score and is not trained on. `baseline` is the score of the greedy
+    response to the same prompt, if requested.
 
     >>> Sample(group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool),
     ...        logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32), score=1.0)
@@ -131,9 +130,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class SampleHandle:
-    """All that the controller knows of a sample: where it lies and what planning needs. Numbers, never arrays.
+    """What the controller knows about a sample: a reference to it, and what planning needs. No arrays.
 
-    `tokens` counts prompt and answer, `generated` what the model wrote, `version` the oldest weights that wrote any.
+    `tokens` counts prompt and response, `generated` the generated ones; `version` is the oldest weight version used.
     `index` is the position of the response within its group: (group, index) identifies a sample of a run.
     """
 

@@ -139,7 +139,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
         assert second != first
 
         os.kill(second, signal.SIGSTOP)
-        hasty = RewardModelPool(models[:1], look_s=1)
+        hasty = RewardModelPool(models[:1], heartbeat_s=1)
         models[0].deadlines = replace(models[0].deadlines, reply=Deadline(1))
         assert await asyncio.gather(*(hasty.score([number]) for number in range(8))) == [*range(8)]
         assert await process_of(models[0]) != second

@@ -156,7 +156,7 @@ class EpisodeWorker:
         read = build_encoder(tokenizer, own, example, model_path=model.path, retokenize=model.again)
         models = RewardModelPool(
             self._reward_models,
-            look_s=settings.deadlines.reply.seconds,
+            heartbeat_s=settings.deadlines.reply.seconds,
             recovery_timeout_s=settings.deadlines.start.seconds + MARGIN_S,
         )
         by_reward_model = score_by_model(read, models.score)

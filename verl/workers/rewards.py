@@ -1,4 +1,4 @@
-"""The reward actors: one reward model each, in a process of its own; and the pool of them that episode workers ask."""
+"""Ray actors that host reward models, and the pool through which episode workers use them."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ __all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSe
 
 T = TypeVar("T")
 
-MOST_TOGETHER = 2  # reward models that a conversation may lose beside others; then it is asked for alone
-MOST_PAUSE_S = 60.0
+MAX_SHARED_LOSSES = 2  # of models that scored a conversation among others; then it is scored alone
+MAX_PAUSE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSettings:
-    """What a reward actor builds itself from: the engine, its arguments, and how it is asked."""
+    """The engine of a reward actor, its arguments, the batch size, and the deadline of a batch."""
 
     name: str
     arguments: dict[str, Any]
@@ -39,10 +39,9 @@ class RewardModelSettings:
 
 
 class RewardActor:
-    """Hosts a `RewardModel`. Every method is a coroutine: what comes while it is busy waits for the next batch.
+    """Hosts a `RewardModel`. Requests that arrive while the model is busy form the next batch.
 
-    Ray puts a new process in the place of one that died. Whoever lost the old one starts it, several may; the model is
-    read once.
+    Ray replaces a process that died. All pools that lost it may call `start`; the model is loaded once.
     """
 
     def __init__(self, settings: RewardModelSettings) -> None:
@@ -57,7 +56,7 @@ class RewardActor:
     async def start(self) -> None:
         async with self._starting:
             if self._batcher is None:
-                await self.close()  # what is left of a model that was lost
+                await self.close()  # of a model that was lost
                 self._model = _make_model(self._settings.name, self._settings.arguments)
                 await self._model.start()
                 self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
@@ -67,11 +66,11 @@ class RewardActor:
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         if (batcher := self._batcher) is None:
-            raise ProcessLostError("its process was replaced, and has not started yet")
+            raise ProcessLostError("its process was restarted and has not loaded the model yet")
         try:
             return await batcher.score(token_ids)
         except ProcessLostError:
-            if self._batcher is batcher:  # and `start` has not been here since
+            if self._batcher is batcher:  # not replaced by `start` meanwhile
                 self._batcher = None
             raise
 
@@ -94,11 +93,11 @@ def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
         from verl.rewards.models.interface import FakeRewardModel
 
         return FakeRewardModel(**arguments)
-    raise ConfigError([f"{SETTING}.rollout.name: {name!r} runs no reward model; use hf or vllm"])
+    raise ConfigError([f"{SETTING}.rollout.name: {name!r} does not support reward models; use hf or vllm"])
 
 
 class RemoteRewardModel(RemoteActor):
-    """A reward model that lives in a reward actor."""
+    """A reward model in a reward actor."""
 
     kind = "reward model"
 
@@ -117,44 +116,44 @@ class RemoteRewardModel(RemoteActor):
         return cls(actor, number, deadlines)
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
-        return await self._call("score", token_ids, deadline=None)  # the actor and the pool watch over these
+        return await self._call("score", token_ids, deadline=None)  # the actor and the pool have deadlines
 
     async def is_ready(self) -> bool:
         return await self._call("is_ready", deadline=self.deadlines.reply)
 
-    async def lost(self, why: str) -> None:
-        await asyncio.to_thread(report_wait_start, f"start again ({why})", self.target, self.deadlines.start)
+    async def report_lost(self, reason: str) -> None:
+        await asyncio.to_thread(report_wait_start, f"start again ({reason})", self.target, self.deadlines.start)
 
     async def end(self) -> None:
-        """As any, but without waiting for the new process: another who has lost it may have started that already."""
+        """End the process without waiting for the new one, which another pool may have started already."""
         end(self.actor, restarts=True)
 
 
 class PooledRewardModel(ReplicaHandle, Protocol):
-    """A reward model as the pool needs it; it is ready when it has started."""
+    """The interface of a reward model that the pool needs; it is ready when it has started."""
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure: ...
 
     async def start(self) -> None:
-        """Returns when it can score; at once when it can already."""
+        """Return when it can score; at once if it already can."""
         ...
 
     async def end(self) -> None:
-        """End its process, whatever state it is in; there will be a new one to `start`."""
+        """End its process in any state; a new one can then be started."""
         ...
 
-    async def lost(self, why: str) -> None:
-        """Tell those who want to know."""
+    async def report_lost(self, reason: str) -> None:
+        """Report that its process was lost and is started again."""
         ...
 
 
 class RewardModelPool(ReplicaPool[PooledRewardModel]):
-    """Several reward models that look like one: each conversation goes to the one with the fewest tokens to read.
+    """Several reward models behind one interface: each conversation goes to the one with the fewest outstanding tokens.
 
-    The actors keep the deadlines; the pool looks, every `look_s` that an answer takes, whether its actor is still
-    there. One that is not is started again, and what it was to score goes to others, or to itself when it is back. A
-    conversation that was with several when they were lost is then asked for alone, so that one that ends them is told
-    from those that were only beside it; and given up at last.
+    The actors enforce the deadlines of batches; every `heartbeat_s` of a request the pool checks that the actor is
+    alive. A lost one is started again, and its conversations go to others, or to itself once it has recovered. A
+    conversation that was on several models when they were lost is then scored alone, to distinguish one that kills
+    models from those that were in the same batch, and finally fails.
     """
 
     kind = "reward model"
@@ -163,59 +162,59 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
         self,
         models: Sequence[PooledRewardModel],
         *,
-        look_s: float = DEFAULT_DEADLINES.reply.seconds,
+        heartbeat_s: float = DEFAULT_DEADLINES.reply.seconds,
         recovery_timeout_s: float = DEFAULT_DEADLINES.start.seconds + MARGIN_S,
         poll_interval_s: float = 1.0,
     ) -> None:
         super().__init__(
             models,
             recovery_timeout_s=recovery_timeout_s,
-            reply_timeout_s=look_s + MARGIN_S,
+            reply_timeout_s=heartbeat_s + MARGIN_S,
             poll_interval_s=poll_interval_s,
         )
-        self._heartbeats = [HeartbeatMonitor(model.is_ready, look_s) for model in models]
-        self._one_alone = asyncio.Lock()
+        self._heartbeats = [HeartbeatMonitor(model.is_ready, heartbeat_s) for model in models]
+        self._alone = asyncio.Lock()
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
-        """The number for one conversation, or why there is none."""
+        """Return the score of one conversation, or why it has none."""
         losses: list[str] = []
-        ask = partial(self._request_with_retry, lambda model: model.score(token_ids), len(token_ids), losses)
+        request = partial(self._request_with_retry, lambda model: model.score(token_ids), len(token_ids), losses)
         try:
             try:
-                return await ask(MOST_TOGETHER)
+                return await request(MAX_SHARED_LOSSES)
             except PoisonRequestError:
-                async with self._one_alone:
-                    return await ask(MAX_LOSSES)
+                async with self._alone:
+                    return await request(MAX_LOSSES)
         except PoisonRequestError as error:
-            return _unscored(
-                f"was reading a conversation of {len(token_ids):,} tokens when its process was lost, {MAX_LOSSES} "
-                f"times; it is not tried again: it may be what ends them. {error}"
+            return _make_failure(
+                f"lost its process {MAX_LOSSES} times while it scored a conversation of {len(token_ids):,} tokens, "
+                f"which is not tried again: it may be the cause. {error}"
             )
         except EngineError as error:
-            return _unscored(str(error))
+            return _make_failure(str(error))
 
     async def _await_reply(self, replica: Replica[PooledRewardModel], request: asyncio.Future[T]) -> T:
         return await self._heartbeats[replica.index].watch(request)
 
     async def _recover(self, replica: Replica[PooledRewardModel], hangs: bool) -> None:
-        """By a new start of the process that Ray puts in its place; one that hangs or fails in that is ended for it."""
-        model, pause_s, end = replica.handle, self._poll_interval_s, replica.reason
-        with suppress(Exception):  # it comes back also if nobody can be told
-            await model.lost(end)
+        """Start the model in the process that Ray restarts; first end a process that hangs or failed to start."""
+        model, pause_s, reason = replica.handle, self._poll_interval_s, replica.reason
+        with suppress(Exception):  # recover even if the report fails
+            await model.report_lost(reason)
         while True:
             if hangs:
-                with suppress(Exception):  # the boundary of a process: it may be gone already
+                with suppress(Exception):  # process boundary: it may be gone already
                     await model.end()
             try:
                 return await model.start()
-            except Exception as error:  # noqa: BLE001 - likewise: whatever it is, it has not started
+            except Exception as error:  # noqa: BLE001 - process boundary: any error means that it has not started
                 hangs = isinstance(error, WorkerTimeoutError) or not isinstance(error, ProcessLostError)
                 if hangs:
-                    replica.reason = f"{end}; and it did not start again: {error}"
+                    replica.reason = f"{reason}; and it did not start again: {error}"
             await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+            pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
 
-def _unscored(what: str) -> ScoringFailure:
-    mend = f"if its process lacked memory, lower {SETTING}.micro_batch_size_per_gpu; Ray's logs say how it ended"
-    return ScoringFailure("died", what, mend)
+def _make_failure(message: str) -> ScoringFailure:
+    fix = f"If its process ran out of memory, decrease {SETTING}.micro_batch_size_per_gpu; see Ray's logs for its end"
+    return ScoringFailure("died", message, fix)

@@ -19,13 +19,13 @@ LOAD_S = 30.0
 
 
 class Model:
-    """Scores with its own number, one conversation after the other; dies, hangs and starts as it is told."""
+    """Scores with its own number, one conversation after the other; dies, hangs and starts as configured."""
 
     def __init__(self, number: float, seconds: float = 1.0) -> None:
         self.number, self.seconds = number, seconds
         self.asked: list[list[int]] = []
         self.poison: list[int] | None = None  # a conversation that ends the process
-        self.hangs, self.starts, self.ended, self.told = False, 0, 0, list[str]()
+        self.hangs, self.starts, self.ended, self.reports = False, 0, 0, list[str]()
         self.refusals: list[Exception] = []  # of the next starts
         self._is_up, self._death, self._turn = True, asyncio.Event(), asyncio.Lock()
 
@@ -62,8 +62,8 @@ class Model:
         self.ended += 1
         self.die()
 
-    async def lost(self, why: str) -> None:
-        self.told.append(why)
+    async def report_lost(self, reason: str) -> None:
+        self.reports.append(reason)
 
     def die(self) -> None:
         self._is_up = self.hangs = False
@@ -116,13 +116,13 @@ async def test_what_one_that_died_had_is_scored_by_the_others_meanwhile() -> Non
 
 
 @in_simulated_time
-async def test_one_that_died_is_told_of_once_started_again_and_asked_again() -> None:
+async def test_a_model_that_died_is_reported_once_restarted_and_used_again() -> None:
     lost, other = Model(1), Model(2)
     pool = RewardModelPool([lost, other])
     after(0.5, lost.die)
     await scored(pool, [[number] for number in range(8)])
     await asyncio.sleep(LOAD_S)
-    assert lost.told == ["score: its process has died"]
+    assert lost.reports == ["score: its process has died"]
     assert (lost.starts, lost.ended) == (1, 0)
     assert set(await scored(pool, [[number] for number in range(8)])) == {1, 2}
 
@@ -154,7 +154,7 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
 @in_simulated_time
 async def test_one_that_is_slow_is_waited_for_as_long_as_it_is_there() -> None:
     slow = Model(1, seconds=10_000)
-    assert await RewardModelPool([slow], look_s=60).score([7]) == 1
+    assert await RewardModelPool([slow], heartbeat_s=60).score([7]) == 1
     assert slow.starts == 0
 
 
@@ -162,8 +162,8 @@ async def test_one_that_is_slow_is_waited_for_as_long_as_it_is_there() -> None:
 async def test_one_that_does_not_answer_any_more_is_ended_and_started_again() -> None:
     hung = Model(1)
     hung.hangs = True
-    assert await RewardModelPool([hung], look_s=60).score([7]) == 1
-    assert hung.told == ["waited 60 s for reward model to ready and gave up"]
+    assert await RewardModelPool([hung], heartbeat_s=60).score([7]) == 1
+    assert hung.reports == ["waited 60 s for reward model to ready and gave up"]
     assert (hung.ended, hung.starts) == (1, 1)
 
 
@@ -177,7 +177,7 @@ async def test_a_start_that_is_never_done_is_ended_and_tried_again() -> None:
 
 
 @in_simulated_time
-async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do_not() -> None:
+async def test_a_conversation_that_kills_every_model_fails_and_others_do_not() -> None:
     models = [Model(1), Model(1)]
     for model in models:
         model.poison = [6, 6, 6]
@@ -186,7 +186,7 @@ async def test_a_conversation_that_ends_every_model_fails_and_those_beside_it_do
     assert others == [1] * 20
     assert isinstance(failed, ScoringFailure)
     assert failed.kind == "died"
-    assert f"a conversation of 3 tokens when its process was lost, {MAX_LOSSES} times" in failed.message
+    assert f"lost its process {MAX_LOSSES} times while it scored a conversation of 3 tokens" in failed.message
     assert sum(model.asked.count([6, 6, 6]) for model in models) == MAX_LOSSES
 
 
@@ -215,7 +215,7 @@ async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() 
 async def test_an_actor_that_is_new_is_lost_until_somebody_starts_it() -> None:
     actor = RewardActor(settings())
     assert not await actor.is_ready()
-    with pytest.raises(ProcessLostError, match="has not started yet"):
+    with pytest.raises(ProcessLostError, match="has not loaded the model yet"):
         await actor.score([1])
     await actor.start()
     assert await actor.is_ready()
@@ -253,6 +253,6 @@ async def test_an_actor_whose_model_lost_its_own_process_gets_another(monkeypatc
     assert await actor.score([1]) == 1
 
 
-async def test_an_engine_that_runs_no_reward_model_is_refused_with_the_mend() -> None:
+async def test_an_engine_that_runs_no_reward_model_is_refused_with_a_fix() -> None:
     with pytest.raises(ConfigError, match=r"reward\.reward_model\.rollout\.name: 'sglang'.*use hf or vllm"):
         await RewardActor(settings("sglang")).start()

@@ -119,8 +119,7 @@ def _fill_prompt(prompt: str, response: str, ground_truth: Any, extra_info: Mapp
         if question is None:
             raise RewardError(
                 f"question_key={key}: extra_info has only {', '.join(extra_info) or 'no entries'}. Set "
-                "reward_kwargs.question_key to one of its entries, or set data.return_raw_input_ids=True and "
-                "question_key=raw_prompt to use the prompt itself"
+                "reward_kwargs.question_key to one of its entries, or to raw_prompt for the prompt itself"
             )
         values["question"] = question if isinstance(question, str) else _format_messages(question)
     return re.sub(r"\{(question|answer|ground_truth)\}", lambda match: values[match[1]], prompt)
