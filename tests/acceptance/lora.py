@@ -30,7 +30,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.demo.assets import make_assets
 from verl.demo.warmup import warm_up
 from verl.tracking.console import Console
-from verl.trainer.build import build_trainer
+from verl.trainer.builder.rl_builder import build_trainer
 from verl.workers.train import PolicyGroup
 
 SHARE, PARITY, RISE, RISE_OF_REWARD = 0.03, 1e-4, 0.10, 0.03
@@ -122,9 +122,9 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
         return buckets
 
     PolicyGroup.pack_weights = counted  # type: ignore[method-assign]
-    async with build_trainer(config, Console()) as trainer:
-        await trainer.fit()
-        policy: Any = trainer.policy
+    async with build_trainer(config, Console()) as loop:
+        await loop.fit()
+        policy: Any = loop.task.policy
         asked = [actor.__ray_call__.remote(examined, str(folder / "model")) for actor in policy._group.actors]
         found = (await asyncio.gather(*asked))[0]
         found["logprobs"] = await policy.compute_logprobs(PROBE)

@@ -20,7 +20,7 @@ from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.errors import WeightSyncError
 from verl.tracking.console import Console
-from verl.trainer.build import build_trainer
+from verl.trainer.builder.rl_builder import build_trainer
 from verl.weights.sync import HostTransport, Receiver, Source
 
 LIMIT = 1e-4
@@ -70,8 +70,8 @@ async def run_with_skipped_publish(overrides: list[str]) -> str:
     HostTransport.send = skip  # type: ignore[method-assign]
     try:
         [loaded] = load(overrides)
-        async with build_trainer(loaded.config, Console()) as trainer:
-            await trainer.fit()
+        async with build_trainer(loaded.config, Console()) as loop:
+            await loop.fit()
     except WeightSyncError as error:
         return str(error)
     finally:

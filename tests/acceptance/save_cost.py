@@ -25,7 +25,7 @@ from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.tracking.console import Console
-from verl.trainer.build import build_trainer
+from verl.trainer.builder.rl_builder import build_trainer
 
 BOUND = 1.10
 
@@ -70,13 +70,13 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
     """Seconds of every step, by whether it saved."""
     found: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
     [loaded] = load(settings(folder))
-    async with build_trainer(loaded.config, Console()) as trainer:
-        await trainer.weights.sync(0)
+    async with build_trainer(loaded.config, Console()) as loop:
+        await loop.task.weights.sync(0)
 
         async def step(kind: str | None = None) -> None:
             began = time.perf_counter()
-            await trainer.step(trainer.version)
-            trainer.version += 1
+            await loop.task.step(loop.version)
+            loop.version += 1
             if kind == "saving":
                 await save()
             if kind is not None:
@@ -84,15 +84,15 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
                 print(f"{kind:7} {found[kind][-1]:6.2f} s", flush=True)
 
         async def save() -> None:
-            found["last"] = trainer.version
+            found["last"] = loop.version
             began = time.perf_counter()
-            await trainer.save()
+            await loop.save()
             found["stall"].append(time.perf_counter() - began)
 
         async def blocking() -> None:
             began = time.perf_counter()
             await save()
-            await trainer.checkpointer.finish()
+            await loop.checkpointer.finish()
             found["blocking"].append(time.perf_counter() - began)
 
         await step()  # memory is taken, and files are read, in the first of each
@@ -106,7 +106,7 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
             found["stall"].pop()
             for _ in range(steps):
                 await step("saving")  # beside the writing of the one before
-            await trainer.checkpointer.finish()
+            await loop.checkpointer.finish()
             await step()
             await blocking()
             found["stall"].pop()

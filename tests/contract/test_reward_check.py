@@ -11,7 +11,7 @@ from processes import children
 from verl.config.load import load
 from verl.config.schema import Config
 from verl.errors import RewardError
-from verl.trainer.build import _check_reward
+from verl.trainer.preflight import check_reward
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 
@@ -27,7 +27,7 @@ async def test_the_file_is_imported_in_another_process_which_ends(tmp_path: Path
         f"import os\nopen({str(pid)!r}, 'w').write(str(os.getpid()))\n"
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1.0\n"
     )
-    await _check_reward(config(file, "reward.reward_manager.name=prime", "reward.num_workers=8"))
+    await check_reward(config(file, "reward.reward_manager.name=prime", "reward.num_workers=8"))
     assert int(pid.read_text()) != os.getpid()
     assert children() == []
 
@@ -44,4 +44,4 @@ async def test_a_file_that_cannot_be_used_is_said_before_the_start(tmp_path: Pat
     file = tmp_path / "my_reward.py"
     file.write_text(body)
     with pytest.raises(RewardError, match=says):
-        await _check_reward(config(file))
+        await check_reward(config(file))

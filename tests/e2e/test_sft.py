@@ -77,7 +77,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
         if line.startswith("step   4/30"):
             stopped.send_signal(signal.SIGTERM)
     assert stopped.wait() == 143, told
-    assert "saved and ended after step" in told
+    assert "saved and stopped after step" in told
     done = max(losses(run))
     assert 4 <= done < 30
 

@@ -83,7 +83,7 @@ def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, tmp_path: 
     saved = CheckpointDir(tmp_path)
     [step] = saved.steps()
     assert find_corruption(saved.step_dir(step)) == []
-    assert f"asked to end (SIGTERM): saved and ended after step {step}" in output + rest
+    assert f"asked to stop (SIGTERM): saved and stopped after step {step}" in output + rest
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == str(step)
     assert (tmp_path / f"global_step_{step}" / "actor").is_dir()
 

@@ -28,7 +28,8 @@ from verl.rewards.reward_function import RewardFunction, load_reward
 from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.run_data import check_files, read_data
+from verl.trainer.preflight import check_files
+from verl.trainer.run_data import read_data
 from verl.trainer.worker_settings import reward_pool_settings
 from verl.types import SampleHandle, Scored
 

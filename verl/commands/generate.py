@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
     from verl.commands.response_files import PartFiles, ResponseTable
-    from verl.trainer.run_data import check_files
+    from verl.trainer.preflight import check_files
     from verl.trainer.setup import resolve_path, with_changes
 
     check_files(config)
@@ -128,7 +128,7 @@ async def _start_engines(
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
-    from verl.trainer.build import place_engines
+    from verl.trainer.builder.placement import place_engines
     from verl.trainer.restarts import RestartTracker
     from verl.trainer.setup import start_runtime
     from verl.trainer.worker_settings import deadlines

@@ -83,7 +83,7 @@ async def _reinforce(loaded: LoadedConfig, assets: Assets, console: Console) -> 
     """Train by the same way as `verl train`; the model is warmed up while the rollout engine starts."""
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up
-    from verl.trainer.build import build_trainer
+    from verl.trainer.builder.rl_builder import build_trainer
 
     console.note("warming it up by supervised steps, while the other processes start")
     warming = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
@@ -92,10 +92,10 @@ async def _reinforce(loaded: LoadedConfig, assets: Assets, console: Console) -> 
         done = await warming
         console.note(f"warm: {done.accuracy:.0%} of held-out sums right after {done.steps} steps, {done.seconds:.0f} s")
 
-    async with build_trainer(loaded.config, console, model_ready=warmed) as trainer:
-        await trainer.fit()
+    async with build_trainer(loaded.config, console, model_ready=warmed) as loop:
+        await loop.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
-        policy = trainer.policy
+        policy = loop.task.policy
         write_weights(assets.folder / "trained", [item async for item in _weights_of(policy)])  # type: ignore[arg-type]
 
 

@@ -1,13 +1,12 @@
-"""Settings of supervised training -> its objects."""
+"""Builds an SFT run from its settings: one method per stage, in the order of `SFTBuilder.build`."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from verl.checkpoint.manifest import CheckpointDir
 from verl.config.batch_sizes import count_total_steps, count_train_ranks
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
@@ -20,10 +19,9 @@ from verl.sft.trainer import SFTTrainer
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.setup import (
-    WithRunInfo,
+    build_checkpointer,
     device_hints,
     open_tracker,
     resolve_path,
@@ -31,66 +29,81 @@ from verl.trainer.setup import (
     start_runtime,
     with_changes,
 )
-from verl.trainer.train_loop import LoopSchedule
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, optimizer_settings
 from verl.training.settings import FsdpSettings
 from verl.workers.base import RankSettings
 
-__all__ = ["build_sft_trainer"]
+__all__ = ["SFTBuilder", "build_schedule", "build_sft_trainer"]
 
 
 @asynccontextmanager
 async def build_sft_trainer(
     config: SftConfig, console: Console, *, restarts: RestartTracker | None = None
-) -> AsyncIterator[SFTTrainer]:
-    """A trainer whose processes are up, resumed if there is something to resume; leaving ends the processes."""
-    times, restarts = Metrics(), restarts or RestartTracker(console)
-    config = _absolute(config)
-    check_sft_files(config)  # what can be seen to be wrong at once is said before anything is started
+) -> AsyncIterator[TrainLoop[SFTTrainer]]:
+    """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes."""
     async with AsyncExitStack() as closing:
-        site = await closing.enter_async_context(start_runtime(config, console, restarts, times))
-        config, ranks = site.config, count_train_ranks(site.config)
-        model = SFTWorkerGroup.spawn(site.pool, ranks, share=1.0, deadlines=deadlines(config))
-        closing.callback(model.close)
-        with timer(times, "start_data"):
-            data = await asyncio.to_thread(read_sft_data, config)
-        schedule = _schedule(config, data)
-        for note in (*data.notes, _outlook(schedule, data), *device_hints(config, site.device, find_hints)):
-            console.note(note)
-        with timer(times, "start_train_workers"):
-            started = await model.start(rank_settings(config, schedule.total_steps, site.device))
-        for note in started:
-            console.note(note)
+        yield await SFTBuilder(config, console, restarts or RestartTracker(console), closing).build()
+
+
+class SFTBuilder:
+    """The stages of building a run. Every stage registers with `closing` how to undo it."""
+
+    def __init__(self, config: SftConfig, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
+        self.config, self.console, self.restarts = with_absolute_paths(config), console, restarts
+        self.times = Metrics()
+        self._closing = closing
+
+    async def build(self) -> TrainLoop[SFTTrainer]:
+        check_sft_files(self.config)
+        await self.start_runtime()
+        model = self.spawn_train_workers()
+        data = await self.load_data()
+        schedule = build_schedule(self.config, data)
+        self._note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_hints)])
+        await self.start_train_workers(model, schedule)
         stream = PromptStream(data.order)
-        version = await resume(config, model, stream, console)
-        restarts.resumed(version)
-        tracker = open_tracker(config, console, schedule, version)
-        closing.callback(tracker.close)
-        tracker.log(times, version)
-        cut = partial(split_batch, ranks=ranks, limit=_limit(config))
-        loader = SFTDataLoader(data.train, data.order, schedule.batch, cut, start=stream.position, version=version)
-        closing.callback(loader.close)
-        yield SFTTrainer(
-            loader=loader,
-            model=model,
-            validation=None if data.val is None else ValidationLoader(data.val, schedule.batch, cut),
-            checkpointer=Checkpointer(
-                WithRunInfo(model, config),
-                CheckpointDir(config.trainer.checkpoint_dir),
-                console,
-                keep=config.trainer.max_ckpts_to_keep,
-                deadline=deadlines(config).checkpoint,
-            ),
-            schedule=schedule,
-            tracker=tracker,
-            console=console,
-            restarts=restarts,
-            version=version,
+        version = await resume(self.config, model, stream, self.console)
+        self.restarts.resumed(version)
+        tracker = open_tracker(self.config, self.console, schedule, version)
+        self._closing.callback(tracker.close)
+        tracker.log(self.times, version)
+        split = partial(split_batch, ranks=count_train_ranks(self.config), limit=_micro_batch_limit(self.config))
+        loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
+        self._closing.callback(loader.close)
+        validation = None if data.val is None else ValidationLoader(data.val, schedule.batch, split)
+        trainer = SFTTrainer(loader, model, validation)
+        checkpointer = build_checkpointer(self.config, model, self.console)
+        return TrainLoop(trainer, schedule, checkpointer, tracker, self.console, self.restarts, version)
+
+    async def start_runtime(self) -> None:
+        """Connect to the cluster. From here on the settings fit the devices that exist."""
+        runtime = await self._closing.enter_async_context(
+            start_runtime(self.config, self.console, self.restarts, self.times)
         )
+        self.config, self.pool, self.device = runtime.config, runtime.pool, runtime.device
+
+    def spawn_train_workers(self) -> SFTWorkerGroup:
+        ranks, limits = count_train_ranks(self.config), deadlines(self.config)
+        model = SFTWorkerGroup.spawn(self.pool, ranks, share=1.0, deadlines=limits)
+        self._closing.callback(model.close)
+        return model
+
+    async def load_data(self) -> SFTData:
+        with timer(self.times, "start_data"):
+            return await asyncio.to_thread(read_sft_data, self.config)
+
+    async def start_train_workers(self, model: SFTWorkerGroup, schedule: LoopSchedule) -> None:
+        with timer(self.times, "start_train_workers"):
+            self._note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
+
+    def _note(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.console.note(line)
 
 
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
-    """What every rank is told."""
+    """Return what every rank is built from."""
     model, contents = config.model, config.checkpoint
     return RankSettings(
         actor=FsdpSettings(
@@ -113,14 +126,14 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     )
 
 
-def _limit(config: SftConfig) -> MicroBatchLimit:
+def _micro_batch_limit(config: SftConfig) -> MicroBatchLimit:
     data = config.data
     if data.packing:
         return MicroBatchLimit(samples=None, tokens=data.max_token_len_per_gpu)
     return MicroBatchLimit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
-def _schedule(config: SftConfig, data: SFTData) -> LoopSchedule:
+def build_schedule(config: SftConfig, data: SFTData) -> LoopSchedule:
     return LoopSchedule(
         batch=config.data.train_batch_size,
         total_steps=count_total_steps(config, len(data.train)),
@@ -131,7 +144,7 @@ def _schedule(config: SftConfig, data: SFTData) -> LoopSchedule:
     )
 
 
-def _outlook(schedule: LoopSchedule, data: SFTData) -> str:
+def _describe(schedule: LoopSchedule, data: SFTData) -> str:
     epochs = schedule.total_steps * schedule.batch / len(data.train)
     lengths = data.train.lengths
     return (
@@ -140,8 +153,8 @@ def _outlook(schedule: LoopSchedule, data: SFTData) -> str:
     )
 
 
-def _absolute(config: SftConfig) -> SftConfig:
-    """Local paths in full, wherever the workers are started."""
+def with_absolute_paths(config: SftConfig) -> SftConfig:
+    """Return the settings with local paths in full: workers may have another working directory."""
     paths = {"path": resolve_path(config.model.path)}
     if config.model.tokenizer_path is not None:
         paths["tokenizer_path"] = resolve_path(config.model.tokenizer_path)

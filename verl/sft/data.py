@@ -10,17 +10,15 @@ from typing import Any, Protocol
 from verl.config.schema import SftConfig
 from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
 from verl.data.validate import find_data_warnings, find_file_problems
-from verl.errors import ConfigError
+from verl.errors import ConfigError, DataError, VerlError
 from verl.sft.batches import ExampleDataset, RankBatch
 from verl.sft.examples import Example, ExampleReader, find_missing_header
+from verl.trainer.preflight import data_splits, find_model_problems, raise_problems
 from verl.trainer.run_data import (
     check_length,
-    data_splits,
-    find_model_problems,
     find_stop_tokens,
     length_cache_dir,
     open_tokenizer,
-    raise_data_problems,
 )
 from verl.training.families import family_note
 
@@ -51,16 +49,17 @@ def check_sft_files(config: SftConfig) -> None:
     """In a blink: the model and the data are there, and the data can be read and has the columns that it must."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
-    if wrong := [*find_model_problems(paths, trust_remote_code=model.trust_remote_code)]:
-        raise ConfigError(wrong)
+    problems: list[VerlError] = [
+        ConfigError([problem]) for problem in find_model_problems(paths, trust_remote_code=model.trust_remote_code)
+    ]
     keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
     if data.messages_key is not None:
         keys = {"messages_key": data.messages_key}
     if data.tools_key is not None:
         keys["tools_key"] = data.tools_key
-    raise_data_problems(
-        [problem for files in data_splits(config).values() for problem in find_file_problems(files, keys)]
-    )
+    for files in data_splits(config).values():
+        problems += map(DataError, find_file_problems(files, keys))
+    raise_problems(problems)
 
 
 def read_sft_data(config: SftConfig) -> SFTData:

@@ -1,4 +1,4 @@
-"""The loop of supervised training. One step is `SFTTrainer.step`; `fitting` decides when to validate, save and stop."""
+"""Supervised fine-tuning: the step and validation. `verl.trainer.train_loop` decides when each is due."""
 
 from __future__ import annotations
 
@@ -7,47 +7,34 @@ from typing import Any, Protocol
 
 from verl.sft.batches import RankBatch
 from verl.sft.data import SFTDataLoader, ValidationLoader
-from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, resident_gib, timer
-from verl.tracking.sinks import Sink
-from verl.trainer.checkpointing import Checkpointer
-from verl.trainer.restarts import RestartTracker
-from verl.trainer.train_loop import LoopSchedule, TrainLoop
+from verl.trainer.train_loop import Validation
 
 __all__ = ["SFTTrainer", "TrainedModel"]
 
 
 class TrainedModel(Protocol):
-    """The trained model over all ranks, as the loop needs it."""
+    """The trained model over all ranks."""
 
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]: ...
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]: ...
 
 
-class SFTTrainer(TrainLoop):
-    """Consumes batches of examples, produces versions of the weights."""
+class SFTTrainer:
+    """The task of an SFT run. Consumes batches of examples, produces versions of the weights."""
 
-    def __init__(
-        self,
-        loader: SFTDataLoader,
-        model: TrainedModel,
-        validation: ValidationLoader | None,
-        checkpointer: Checkpointer,
-        schedule: LoopSchedule,
-        tracker: Sink,
-        console: Console,
-        restarts: RestartTracker,
-        version: int = 0,
-    ) -> None:
-        super().__init__(checkpointer, schedule, tracker, console, restarts, version)
+    def __init__(self, loader: SFTDataLoader, model: TrainedModel, validation: ValidationLoader | None = None) -> None:
         self.loader, self.model, self.validation = loader, model, validation
 
+    async def begin(self, version: int) -> None:
+        """Nothing to prepare."""
+
     async def step(self, version: int) -> Metrics:
-        """One optimiser step: a batch of examples in, weights of `version + 1` out."""
+        """One optimizer step: a batch of examples in, weights of `version + 1` out."""
         times = Metrics()
         with timer(times, "step"):
             with timer(times, "data"):
-                batch = await self.loader.take(version)  # read, tokenised and cut while the former step trained
+                batch = await self.loader.take(version)  # read, tokenized and split during the previous step
             with timer(times, "update"):
                 update = await self.model.update(batch.rank_batches)
         whole = {
@@ -57,22 +44,22 @@ class SFTTrainer(TrainLoop):
         }
         return Metrics.merge(batch.metrics, update, times, whole)
 
-    async def report(self, metrics: Metrics) -> None:
-        await super().report(metrics)
-        if metrics.get("train/skipped_steps"):
-            norm = metrics["train/grad_norm"]
-            why = "no token of it is trained" if norm == 0 else f"the gradient's norm is {norm}"
-            self.console.advice(f"step {self.version} moved no weights: {why}")
+    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+        if not metrics.get("train/skipped_steps"):
+            return []
+        norm = metrics["train/grad_norm"]
+        why = "no token of it is trained" if norm == 0 else f"the gradient norm is {norm}"
+        return [f"step {version} did not change the weights: {why}"]
 
-    async def validate(self) -> None:
+    async def validate(self, version: int) -> Validation | None:
         if self.validation is None:
-            return
-        times, total, tokens = Metrics(), 0.0, 0.0
+            return None
+        times, loss, tokens = Metrics(), 0.0, 0.0
         with timer(times, "validation"):
             async for rank_batches in self.validation.batches():
-                part, count = await self.model.loss(rank_batches)
-                total, tokens = total + part, tokens + count
-        self.tracker.log({"val/loss": total / max(tokens, 1.0), **times}, self.version)
+                batch_loss, batch_tokens = await self.model.loss(rank_batches)
+                loss, tokens = loss + batch_loss, tokens + batch_tokens
+        return Validation({"val/loss": loss / max(tokens, 1.0), **times}, [])
 
-    def state(self) -> dict[str, Any]:
-        return {"data": self.loader.state(self.version)}
+    def state(self, version: int) -> dict[str, Any]:
+        return {"data": self.loader.state(version)}

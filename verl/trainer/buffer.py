@@ -74,9 +74,9 @@ class EpisodeBuffer:
 
     Dynamic sampling: with `has_signal`, a group found to be without signal does not count in that law, so the next
     prompt of the stream starts in its place at once. A take looks at groups in the order of the stream until it has
-    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound; a long search
-    is told to `say` while it lasts). So what it returns follows from the order of the stream and from which groups have
-    signal, never from which finished first.
+    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound; `warn` reports
+    a long search). So what it returns follows from the order of the stream and from which groups have signal, never
+    from which finished first.
     Nothing starts that is beyond the reach of the takes that may still use it: at version v, no group that lies
     `batch * (max_batches + max_staleness)` or more after the first that the take of v looks at. Without run-ahead no
     group is therefore left over; with it, what a take did not look at is there for the next one, and is young enough.
@@ -94,10 +94,10 @@ class EpisodeBuffer:
         max_staleness: int = 0,
         has_signal: HasSignal | None = None,
         max_batches: int = 0,
-        say: Callable[[str], None] = lambda text: None,
+        warn: Callable[[str], None] = lambda text: None,
     ) -> None:
-        self._run_group, self._stream, self._batch, self._max_staleness = run_group, stream, batch, max_staleness
-        self._has_signal, self._max_batches, self._say = has_signal, max_batches, say
+        self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness
+        self._has_signal, self._max_batches, self._warn = has_signal, max_batches, warn
         self._groups: deque[asyncio.Task[_Group]] = deque()
         self._first: int | None = None  # version that the run began with
         self._version = 0
@@ -112,7 +112,7 @@ class EpisodeBuffer:
         """The engines hold `version` now: start what that allows."""
         self._first = version if self._first is None else self._first
         self._version = version
-        ahead = self._batch * (self._max_batches + self._max_staleness)
+        ahead = self.batch * (self._max_batches + self._max_staleness)
         self._reach = self.position + ahead + self._left_out if self._max_batches else sys.maxsize
         self._start_allowed()
 
@@ -138,7 +138,7 @@ class EpisodeBuffer:
                 )
             if patience <= len(kept) + len(dropped) < bound and len(kept) < count:
                 patience *= 2
-                self._say(f"{self._found(count, kept, dropped)}. The search goes on. {_MEND}")
+                self._warn(f"{self._found(count, kept, dropped)}. The search goes on. {_MEND}")
         self._started += count - len(kept)  # the places of a smaller batch are used up all the same
         self._report(count, kept, dropped)
         self._report_left_out(len(left_out), len(kept) + len(dropped))
@@ -178,7 +178,7 @@ class EpisodeBuffer:
 
     def _start_allowed(self) -> None:
         assert self._first is not None, "nothing runs before the first version"
-        places = self._batch * (self._version - self._first + 1 + self._max_staleness)
+        places = self.batch * (self._version - self._first + 1 + self._max_staleness)
         while self._started < places and self._stream.position < self._reach:
             self._groups.append(asyncio.ensure_future(self._generate(*next(self._stream))))
             self._started += 1

@@ -1,4 +1,4 @@
-"""A run from its settings to its last step, whatever it trains by. It begins again when a part of its state is lost."""
+"""Runs training from settings to the last step, and restarts it from its last checkpoint when a process is lost."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import re
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from verl.checkpoint.lock import run_lock
 from verl.config.batch_sizes import derive_sizes, render_sizes
@@ -16,11 +16,12 @@ from verl.errors import ProcessLostError
 from verl.tracking.console import Console
 from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
-from verl.trainer.train_loop import TrainLoop
+from verl.trainer.train_loop import TrainLoop, TrainTask
 
 __all__ = ["run", "run_all", "train", "with_sweep_folder"]
 
 C = TypeVar("C", Config, SftConfig)
+Build: TypeAlias = Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop[TrainTask]]]
 
 
 async def train(config: Config, console: Console, reward: Callable[..., Any] | None = None) -> int:
@@ -28,7 +29,7 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
     `reward` is a function object, instead of the path of its file in the settings.
     """
-    from verl.trainer.build import build_trainer  # imports Ray, after the settings have been checked
+    from verl.trainer.builder.rl_builder import build_trainer  # imports Ray, after the settings have been checked
 
     console.banner(render_sizes(derive_sizes(config)), title="sizes of a step")
     return await run(
@@ -36,47 +37,43 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
     )
 
 
-async def run(
-    config: C, console: Console, build_trainer: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
-) -> int:
-    """Assemble, fit, close; the exit code. The run's folder is its own over all restarts."""
+async def run(config: C, console: Console, build: Build[C]) -> int:
+    """Build the trainer, train, close it; return the exit code. The run's folder stays locked over all restarts."""
     async with run_lock(config.trainer.checkpoint_dir, console.note):
-        return await _run(config, console, build_trainer)
+        return await _run(config, console, build)
 
 
-async def _run(
-    config: C, console: Console, build_trainer: Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop]]
-) -> int:
-    stopping = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
-    if describe_deadline := stopping.describe_deadline():
-        console.note(describe_deadline)
+async def _run(config: C, console: Console, build: Build[C]) -> int:
+    stop = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
+    if deadline := stop.describe_deadline():
+        console.note(deadline)
     restarts = RestartTracker(console, config.trainer.faults)
-    with stopping.on_sigterm():
+    with stop.on_sigterm():
         while True:
-            trainer = None
+            loop = None
             try:
-                stopping.is_starting = True
-                async with build_trainer(config, restarts) as trainer:
-                    stopping.is_starting = False
-                    await trainer.fit(stopping)
-                return stopping.exit_code
+                stop.is_starting = True
+                async with build(config, restarts) as loop:
+                    stop.is_starting = False
+                    await loop.fit(stop)
+                return stop.exit_code
             except ProcessLostError as error:
-                if trainer is not None and await trainer.checkpointer.has_saved():
+                if loop is not None and await loop.checkpointer.has_saved():
                     config = resume_from_own(config)
-                if reason := stopping.reason():
-                    console.advice(f"{error}\n    {reason}: ended; start again to go on from the last checkpoint")
-                    return stopping.exit_code
-                restarts.restart(error, None if trainer is None else trainer.version)
+                if reason := stop.reason():
+                    console.advice(f"{error}\n    {reason}: stopped; rerun the command to resume")
+                    return stop.exit_code
+                restarts.restart(error, None if loop is None else loop.version)
             except asyncio.CancelledError:
-                if not stopping.exit_code:
+                if not stop.exit_code:
                     raise
-                when = "while it started" if stopping.is_starting else "twice"
-                console.note(f"asked to end at once (SIGTERM {when})")
-                return stopping.exit_code
+                when = "during the start" if stop.is_starting else "twice"
+                console.note(f"asked to stop at once (SIGTERM {when})")
+                return stop.exit_code
 
 
 def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Coroutine[Any, Any, int]]) -> int:
-    """Every point of a sweep (one without `-m`), one after another; the exit code."""
+    """Run every point of a sweep (one without `-m`), one after another; return the exit code."""
     for loaded in points:
         console = Console()
         console.hints(loaded.hints)
@@ -88,7 +85,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
 
 
 def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
-    """The settings of one point of a sweep, with a checkpoint directory of its own: points must not resume each other.
+    """Return the settings of one point of a sweep with its own checkpoint directory: points must not resume each other.
 
     >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir
     PosixPath('checkpoints/verl/default/trainer.seed=2')
@@ -97,5 +94,5 @@ def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
         return loaded.config
     point = re.sub(r"[^\w.=+-]+", "_", ",".join(loaded.sweep))
     trainer = loaded.config.trainer
-    changed = trainer.model_copy(update={"default_local_dir": str(trainer.checkpoint_dir / point)})
-    return loaded.config.model_copy(update={"trainer": changed})
+    trainer = trainer.model_copy(update={"default_local_dir": str(trainer.checkpoint_dir / point)})
+    return loaded.config.model_copy(update={"trainer": trainer})

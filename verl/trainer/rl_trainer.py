@@ -1,8 +1,8 @@
-"""The RL loop. One step is `RLTrainer.step`; `fitting` decides when to validate, save and stop."""
+"""Reinforcement learning: the step (`RLTrainer.step`), validation and advice. `train_loop` decides when each is due."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from verl.data.plan import Plan, Planner
@@ -10,62 +10,61 @@ from verl.rewards.failures import FailureTracker
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
-from verl.tracking.sinks import Sink
 from verl.trainer.buffer import EpisodeBuffer
-from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.restarts import RestartTracker
-from verl.trainer.train_loop import LoopSchedule, TrainLoop
+from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 
-__all__ = ["LoopSchedule", "RLTrainer", "TrainedPolicy"]
+__all__ = ["Episodes", "Policy", "RLTrainer"]
 
 
-class TrainedPolicy(Protocol):
-    """The trained model over all ranks, as the loop needs it."""
+class Policy(Protocol):
+    """The trained model over all ranks."""
 
     async def prepare(self, plan: Plan) -> dict[str, float]: ...
     async def update(self, plan: Plan) -> dict[str, float]: ...
 
 
-class RLTrainer(TrainLoop):
-    """Owns the version of the weights: it is the number of steps done. Consumes finished groups, produces versions."""
+class Episodes(Protocol):
+    """The episode workers, as far as a step needs to know about them."""
+
+    failures: FailureTracker
+
+    async def preview(self, split: str) -> str: ...
+
+
+class RLTrainer:
+    """The task of an RL run. Consumes finished groups of samples, produces versions of the weights."""
 
     def __init__(
         self,
         buffer: EpisodeBuffer,
         planner: Planner,
-        policy: TrainedPolicy,
+        policy: Policy,
         weights: WeightSync,
+        episodes: Episodes,
         evaluator: Evaluator | None,
-        checkpointer: Checkpointer,
-        schedule: LoopSchedule,
-        tracker: Sink,
         console: Console,
-        tally: FailureTracker,
-        preview: Callable[[str], Awaitable[str]],
-        restarts: RestartTracker,
-        version: int = 0,
     ) -> None:
-        super().__init__(checkpointer, schedule, tracker, console, restarts, version)
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
-        self.evaluator, self.tally, self.preview, self._diagnosis = evaluator, tally, preview, Diagnosis()
+        self.episodes, self.evaluator, self.console = episodes, evaluator, console
+        self._diagnosis = Diagnosis()
 
     async def step(self, version: int) -> Metrics:
-        """One RL step: answers of `version` in, weights of `version + 1` in every engine out."""
+        """One RL step: samples of `version` in, weights of `version + 1` in every engine out."""
         times = Metrics()
         with timer(times, "step"):
             self.buffer.advance(version)  # episodes start, as many as max_staleness allows
             with timer(times, "gen"):
-                samples = await self.buffer.take(self.schedule.batch)
-                self._advise_all(self.buffer.warnings)
+                samples = await self.buffer.take(self.buffer.batch)
+                self._advise(self.buffer.warnings)
             with timer(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
-                self._advise_all(plan.warnings)
+                self._advise(plan.warnings)
             with timer(times, "prep"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):
-                async with self.weights.updating():  # no engine that was lost comes back to weights in between
+                async with self.weights.updating():  # no engine rejoins while the weights change
                     update = await self.policy.update(plan)
             sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
         whole = {
@@ -74,23 +73,25 @@ class RLTrainer(TrainLoop):
             "perf/throughput": plan.metrics["plan/tokens"] / times["timing_s/step"],
             "perf/controller_rss_gib": resident_gib(),
         }
-        return Metrics.merge(
-            self.buffer.metrics(), self.tally.end_step(), plan.metrics, stats, update, sync, times, whole
-        )
+        failures = self.episodes.failures.end_step()
+        return Metrics.merge(self.buffer.metrics(), failures, plan.metrics, stats, update, sync, times, whole)
 
-    async def begin(self) -> None:
-        await self.weights.sync(self.version)
+    async def begin(self, version: int) -> None:
+        await self.weights.sync(version)
 
-    async def report(self, metrics: Metrics) -> None:
-        await super().report(metrics)
-        preview = await self.preview("train") if is_uniform(metrics) else ""
-        self._advise_all(self._diagnosis.advise(metrics, self.version, preview))
+    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+        preview = await self.episodes.preview("train") if is_uniform(metrics) else ""
+        return self._diagnosis.advise(metrics, version, preview)
 
-    async def validate(self) -> None:
-        if self.evaluator is not None:
-            means = await self.evaluator.evaluate()
-            self.tracker.log(means, self.version)
-            self._advise_all([*self.evaluator.warnings, *self._diagnosis.advise_validation(means, self.version)])
+    async def validate(self, version: int) -> Validation | None:
+        if self.evaluator is None:
+            return None
+        means = await self.evaluator.evaluate()
+        return Validation(means, [*self.evaluator.warnings, *self._diagnosis.advise_validation(means, version)])
 
-    def state(self) -> dict[str, Any]:
+    def state(self, version: int) -> dict[str, Any]:
         return {"data": self.buffer.state()}
+
+    def _advise(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.console.advice(line)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
-from verl.config.features import uses_critic
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
@@ -16,13 +14,13 @@ from verl.data.chat import chat_template_hint, load_tokenizer
 from verl.data.dataset import PromptDataset
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import Sampler
-from verl.data.validate import find_data_warnings, find_file_problems
-from verl.errors import ConfigError, DataError, RewardError
-from verl.model_safety import model_problems
+from verl.data.validate import find_data_warnings
+from verl.errors import ConfigError, RewardError
 from verl.rewards.resolve import resolve_scorer
 from verl.rewards.reward_function import explain_no_scorer
-from verl.trainer.prompt_sampler import build_sampler, load_sampler
-from verl.training.families import family_note, family_problems, packing_length_problem
+from verl.trainer.preflight import data_splits
+from verl.trainer.prompt_sampler import build_sampler
+from verl.training.families import family_note, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
@@ -30,14 +28,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "RunData",
-    "check_files",
     "check_length",
-    "data_splits",
-    "find_model_problems",
     "find_stop_tokens",
     "length_cache_dir",
     "open_tokenizer",
-    "raise_data_problems",
     "read_data",
 ]
 
@@ -56,56 +50,6 @@ class RunData:
     @property
     def has_validation(self) -> bool:
         return bool(self.val_sources)
-
-
-def check_files(config: Config) -> None:
-    """In a blink: models and data are there, and the data can be read and has the columns that the settings name."""
-    if wrong := [*_wrong_models(config)]:
-        raise ConfigError(wrong)
-    if config.data.sampler is not None:
-        load_sampler(config.data.sampler)
-    raise_data_problems([problem for split in data_splits(config) for problem in _inspect(config, split)])
-
-
-def raise_data_problems(problems: list[str]) -> None:
-    """What is wrong with the data, if anything is: all of it at once."""
-    if len(problems) == 1:
-        raise DataError(problems[0])
-    if problems:
-        lines = [f"{len(problems)} things are wrong with the data:", *(f"  - {problem}" for problem in problems)]
-        raise DataError("\n".join(lines))
-
-
-def _wrong_models(config: Config) -> Iterator[str]:
-    """Of the models that this run will load, those of a local path where nothing is, or what must not be loaded."""
-    actor, reward = config.actor_rollout_ref.model, config.reward
-    paths = {"actor_rollout_ref.model.path": actor.path, "actor_rollout_ref.model.tokenizer_path": actor.tokenizer_path}
-    if uses_critic(config):
-        paths["critic.model.path"] = config.critic.model.path
-    if reward.prime.enable:
-        paths["reward.prime.model_path"] = reward.prime.model_path
-    if reward.reward_model.enable:
-        paths["reward.reward_model.model_path"] = reward.reward_model.model_path
-    return find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
-
-
-def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
-    """The same of the paths that these settings name."""
-    for key, path in paths.items():
-        if path is None:
-            continue
-        problems = model_problems(path, trust_remote_code=trust_remote_code)
-        yield from (f"{key}: {problem}" for problem in problems)
-        if not key.endswith(_NOT_TRAINED):
-            yield from (f"{key}: {problem}" for problem in family_problems(path))
-        if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
-            continue
-        there, near = suggest_path(Path(path).expanduser())
-        mend = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
-        yield f"{key}={path}: there is no such directory; {there}; {mend}"
-
-
-_NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
 
 def read_data(config: Config) -> RunData:
@@ -195,21 +139,6 @@ def find_stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int
     except OSError:  # the model brings none: the tokenizer's end token is all there is
         ends = None
     return tuple(sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}))
-
-
-def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
-    """The entries of the data files that there are: paths and patterns."""
-    given = {"train": config.data.train_files, "val": config.data.val_files}
-    return {split: [files] if isinstance(files, str) else files for split, files in given.items() if files}
-
-
-def _inspect(config: Config, split: str) -> list[str]:
-    """What is wrong with the files of a split, as far as can be seen without reading rows."""
-    keys = {"prompt_key": config.data.prompt_key}
-    if split == "train" and config.data.curriculum_key is not None:
-        keys["curriculum_key"] = config.data.curriculum_key
-    weighted = split == "train" and config.data.train_weights is not None
-    return find_file_problems(data_splits(config)[split], keys, weighted=weighted)
 
 
 def _streams(config: Config) -> bool | None:

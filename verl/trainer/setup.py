@@ -25,7 +25,7 @@ from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import Run, Sink, open_sinks
-from verl.trainer.checkpointing import SavedPolicy, find_checkpoint
+from verl.trainer.checkpointing import Checkpointer, SavedPolicy, find_checkpoint
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule
 from verl.trainer.worker_settings import deadlines
@@ -34,6 +34,7 @@ from verl.workers.base import RankGroup
 __all__ = [
     "Runtime",
     "WithRunInfo",
+    "build_checkpointer",
     "device_hints",
     "open_tracker",
     "resolve_path",
@@ -158,6 +159,16 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
         wandb_proxy=config.trainer.wandb_proxy,
     )
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
+
+
+def build_checkpointer(config: Config | SftConfig, policy: SavedPolicy, console: Console) -> Checkpointer:
+    return Checkpointer(
+        WithRunInfo(policy, config),
+        CheckpointDir(config.trainer.checkpoint_dir),
+        console,
+        keep=config.trainer.max_ckpts_to_keep,
+        deadline=deadlines(config).checkpoint,
+    )
 
 
 @dataclass(frozen=True, slots=True)

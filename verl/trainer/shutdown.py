@@ -1,4 +1,4 @@
-"""Ending a run before its last step: asked to by a signal, or because its time is nearly over."""
+"""Stopping a run before its last step: on a signal, or because its time is nearly over."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["OUT_OF_TIME", "TERMINATED", "StopController"]
 
 TERMINATED = 128 + signal.SIGTERM
 OUT_OF_TIME = os.EX_TEMPFAIL
-"""Exit codes of a run that has saved and ended before its last step; started again, it goes on."""
+"""Exit codes of a run that has saved and stopped before its last step; it resumes when it is started again."""
 
 
 class StopController:
-    """Whether the run should end now, and why. The loop asks before its first step, after each, and after validations.
+    """Decides whether a run should stop now. The loop asks before its first step, after each, and after validations.
 
-    A deadline is kept by what was seen so far: another step is begun if the longest step, the longest save and
-    `margin_s` fit before it. The first step is always begun: a run that makes one in every start gets on.
+    A run stops for a deadline when the longest step and the longest save so far and `margin_s` no longer fit before it.
+    The first step always runs, so that a run makes progress with every start.
     """
 
     def __init__(
@@ -34,8 +34,8 @@ class StopController:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ends_at, self._limit, self._margin_s, self._clock = ends_at, limit, margin_s, clock
-        self._asked = 0
-        self._is_asked = asyncio.Event()
+        self._request_count = 0
+        self._requested = asyncio.Event()
         self.is_starting = False  # there is nothing to save yet
         self._last = clock()
         self._longest_s = self._longest_save_s = 0.0
@@ -49,7 +49,7 @@ class StopController:
         environment: Mapping[str, str] = os.environ,
         clock: Callable[[], float] = time.time,
     ) -> StopController:
-        """The sooner of so many hours from now and the end of the Slurm job, if there are such."""
+        """Stop `max_hours` from now or at the end of the Slurm job, whichever is sooner."""
         limits = []
         if max_hours is not None:
             limits.append((clock() + max_hours * 3600, f"trainer.max_hours={max_hours:g}"))
@@ -59,48 +59,47 @@ class StopController:
         return cls(ends_at, limit, margin_s=margin_s, clock=clock)
 
     def describe_deadline(self) -> str | None:
-        """What a deadline means for the run, in words."""
         if self._ends_at is None:
             return None
         hours = (self._ends_at - self._clock()) / 3600
-        return f"the run saves and ends in time for {self._limit}, in {hours:.2g} hours"
+        return f"the run saves and stops in time for {self._limit}, in {hours:.2g} hours"
 
     def begin(self) -> None:
-        """The first step begins, or the first after a restart."""
+        """Start timing: the first step begins, or the first after a restart."""
         self._last = self._clock()
 
     def record_step(self) -> None:
-        """A step is over: all that happened since the last call was a part of it."""
+        """Count the time since the last call, or since `begin`, as one step."""
         now = self._clock()
         self._longest_s = max(self._longest_s, now - self._last)
         self._last = now
 
     def request_stop(self) -> None:
-        """End after the step in progress."""
-        self._asked += 1
-        self._is_asked.set()
+        """Stop after the step in progress."""
+        self._request_count += 1
+        self._requested.set()
 
     async def run_unless_stopped(self, work: Callable[[], Coroutine[Any, Any, None]]) -> bool:
-        """Do `work`, but break it off as soon as the run is asked to end; whether it was done."""
-        if self._asked:
+        """Run `work`, but cancel it as soon as a stop is requested; return whether it has finished."""
+        if self._request_count:
             return False
-        working, asked = asyncio.ensure_future(work()), asyncio.ensure_future(self._is_asked.wait())
+        working, requested = asyncio.ensure_future(work()), asyncio.ensure_future(self._requested.wait())
         try:
-            await asyncio.wait([working, asked], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([working, requested], return_when=asyncio.FIRST_COMPLETED)
             if working.done():
                 working.result()
             return working.done()
         finally:
             working.cancel()
-            asked.cancel()
-            await asyncio.gather(working, asked, return_exceptions=True)
+            requested.cancel()
+            await asyncio.gather(working, requested, return_exceptions=True)
 
     def reason(self, longest_save_s: float = 0.0) -> str | None:
-        """Why the run should end now, in words; None: it goes on. What a save took is remembered over restarts."""
+        """Return why the run should stop now, None to continue. The longest save is remembered over restarts."""
         self._longest_save_s = max(self._longest_save_s, longest_save_s)
-        if self._asked:
+        if self._request_count:
             self.exit_code = TERMINATED
-            return "asked to end (SIGTERM)"
+            return "asked to stop (SIGTERM)"
         if self._ends_at is None or not self._longest_s:
             return None
         left, needed = self._ends_at - self._clock(), self._longest_s + self._longest_save_s + self._margin_s
@@ -109,15 +108,15 @@ class StopController:
         self.exit_code = OUT_OF_TIME
         return (
             f"{max(left, 0):.0f} s are left until {self._limit}, and another step could need {needed:.0f} s (the "
-            f"longest so far took {self._longest_s:.0f} s, a checkpoint {self._longest_save_s:.0f} s; "
-            f"{self._margin_s:.0f} s to spare)"
+            f"longest so far took {self._longest_s:.0f} s, a checkpoint {self._longest_save_s:.0f} s; margin "
+            f"{self._margin_s:.0f} s)"
         )
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """SIGTERM ends the run after the step in progress; a second one, or one in its start, cancels what is going on.
+        """Stop after the step in progress on SIGTERM; cancel at once on a second one, or one during the start.
 
-        Only the main thread hears signals: a run beside a notebook's event loop is left to the notebook.
+        Only the main thread can handle signals: in another thread (a notebook) this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -125,14 +124,14 @@ class StopController:
         task = asyncio.current_task()
         assert task is not None
 
-        def asked() -> None:
+        def handle() -> None:
             self.request_stop()
-            if self._asked > 1 or self.is_starting:
+            if self._request_count > 1 or self.is_starting:
                 self.exit_code = TERMINATED
                 task.cancel()
 
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, asked)
+        loop.add_signal_handler(signal.SIGTERM, handle)
         try:
             yield
         finally:

@@ -1,12 +1,11 @@
-"""Steps until a run is done, whatever a step is: when to validate, to save and to stop."""
+"""The training loop: steps until a run is done, and when to validate, save and stop. What a step is, its task knows."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 from verl.errors import TrainerLostError, WorkerTimeoutError
 from verl.tracking.console import Console
@@ -16,12 +15,12 @@ from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.shutdown import StopController
 
-__all__ = ["LoopSchedule", "TrainLoop"]
+__all__ = ["LoopSchedule", "TrainLoop", "TrainTask", "Validation"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSchedule:
-    """When the loop does what; -1 is never, None after the last step alone."""
+    """When the loop validates and saves. An interval of -1 is never; None, only after the last step."""
 
     batch: int
     total_steps: int
@@ -41,102 +40,125 @@ class LoopSchedule:
         return self.validate_every > 0 and version % self.validate_every == 0
 
 
-class TrainLoop(ABC):
-    """Owns the version of the weights: it is the number of steps done."""
+@dataclass(frozen=True, slots=True)
+class Validation:
+    """The metrics of a validation, and advice for the user."""
+
+    metrics: Mapping[str, float]
+    advice: list[str]
+
+
+class TrainTask(Protocol):
+    """What the loop repeats. `version` is the version of the weights: the number of steps done."""
+
+    async def begin(self, version: int) -> None:
+        """Get ready for the first step and the first validation."""
+
+    async def step(self, version: int) -> Metrics:
+        """Train from weights of `version` to those of `version + 1`."""
+
+    async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
+        """Return advice for the user about a step that has led to `version`."""
+
+    async def validate(self, version: int) -> Validation | None:
+        """Validate the current weights; None without validation data."""
+
+    def state(self, version: int) -> dict[str, Any]:
+        """Return what a checkpoint holds in addition to the model: the position in the data."""
+
+
+T_co = TypeVar("T_co", bound=TrainTask, covariant=True)
+
+
+class TrainLoop(Generic[T_co]):
+    """Repeats the step of a task. Owns the version of the weights."""
 
     def __init__(
         self,
-        checkpointer: Checkpointer,
+        task: T_co,
         schedule: LoopSchedule,
+        checkpointer: Checkpointer,
         tracker: Sink,
         console: Console,
         restarts: RestartTracker,
         version: int = 0,
     ) -> None:
-        self.checkpointer, self.schedule, self.restarts = checkpointer, schedule, restarts
-        self.tracker, self.console, self.version = tracker, console, version
+        self.task, self.schedule, self.checkpointer = task, schedule, checkpointer
+        self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
 
-    @abstractmethod
-    async def step(self, version: int) -> Metrics:
-        """From weights of `version` to those of `version + 1`."""
+    async def fit(self, stop: StopController | None = None) -> None:
+        """Run from the current version to the end of the schedule, or until `stop` says so.
 
-    @abstractmethod
-    async def validate(self) -> None:
-        """Look at the current weights with held-out data, if there are any, and tell the tracker."""
-
-    @abstractmethod
-    def state(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the model: the place in the data."""
-
-    async def begin(self) -> None:  # noqa: B027 - most have nothing to do here
-        """Before the first step, and the first validation."""
-
-    async def report(self, metrics: Metrics) -> None:
-        """A step is done, and the version is that of its weights."""
-        self.tracker.log(metrics | self.restarts.metrics(), self.version)
-
-    async def fit(self, stopping: StopController | None = None) -> None:
-        """Steps until the timetable is done or `stopping` says so, from wherever a checkpoint left off.
-
-        However it ends, what is being written is written to its end, as far as the train workers can: a dead one says
-        so at once. One that has given no answer would not give this one either, and is not waited for again.
+        If a step fails, a checkpoint that is being written is finished first. Except after a timeout: a train worker
+        that did not reply would not reply to this call either.
         """
         if self.version >= self.schedule.total_steps:
             self.console.note(f"nothing left to do: {self.version} of {self.schedule.total_steps} steps are done")
             return
         try:
-            await self._fit(stopping or StopController())
+            await self._fit(stop or StopController())
         except Exception as error:
-            if _no_answer(error):
+            if _is_timeout(error):
                 raise
-            with suppress(Exception):  # what ended the run comes first, whatever the others of a dead rank say
+            with suppress(Exception):  # must not hide the error that ended the run
                 await self.checkpointer.finish()
             raise
 
-    async def _fit(self, stopping: StopController) -> None:
-        await self.begin()
-        began, reason = self.version, self._reason(stopping)
+    async def save(self) -> None:
+        """Start a checkpoint of the current version; it is written in the background."""
+        seconds = await self.checkpointer.save(self.version, self.task.state(self.version))
+        self.tracker.log({"timing_s/save": seconds}, self.version)
+
+    async def _fit(self, stop: StopController) -> None:
+        await self.task.begin(self.version)
+        first, reason = self.version, self._stop_reason(stop)
         if reason is None and self.schedule.validate_first:
-            reason = await self._validate(stopping)
-        stopping.begin()
+            reason = await self._validate(stop)
+        stop.begin()
         while reason is None and self.version < self.schedule.total_steps:
-            metrics = await self.step(self.version)
-            self.version += 1
-            await self.report(metrics)
+            await self._step()
             await self.checkpointer.poll()
-            stopping.record_step()
-            reason = self._reason(stopping)
+            stop.record_step()
+            reason = self._stop_reason(stop)
             if reason is None and self.schedule.validates_at(self.version):
-                reason = await self._validate(stopping)
+                reason = await self._validate(stop)
             if reason or self.schedule.saves_at(self.version):
                 await self.save()
         await self.checkpointer.finish()
         if reason:
-            ended = (
-                f"saved and ended after step {self.version}" if self.version > began else "ended before the first step"
-            )
-            self.console.note(f"{reason}: {ended}; start again to go on")
+            done = "stopped before the first step"
+            if self.version > first:
+                done = f"saved and stopped after step {self.version}"
+            self.console.note(f"{reason}: {done}; rerun the command to resume")
 
-    def _reason(self, stopping: StopController) -> str | None:
-        done = self.version == self.schedule.total_steps  # what is finished is not stopped
-        return None if done else stopping.reason(self.checkpointer.longest_s)
+    async def _step(self) -> None:
+        metrics = await self.task.step(self.version)
+        self.version += 1
+        self.tracker.log(metrics | self.restarts.metrics(), self.version)
+        self._advise(await self.task.diagnose(metrics, self.version))
 
-    async def _validate(self, stopping: StopController) -> str | None:
-        """Validate, and ask again. A save that is due comes afterwards, so that a run that resumes has validated what
-        it resumes from; but who asks a run to end may not wait for a validation, so that breaks it off."""
-        if not await stopping.run_unless_stopped(self.validate):
-            self.console.note(f"asked to end: the validation after step {self.version} is left out")
-        return self._reason(stopping)
+    async def _validate(self, stop: StopController) -> str | None:
+        """Validate, unless or until the run is asked to stop; return the reason to stop now, if any.
 
-    async def save(self) -> None:
-        """Begin a checkpoint of the current version; it is written beside what comes next."""
-        seconds = await self.checkpointer.save(self.version, self.state())
-        self.tracker.log({"timing_s/save": seconds}, self.version)
+        A save that is due comes after this, so that a resumed run has validated the version it resumes from.
+        """
+        if not await stop.run_unless_stopped(self._run_validation):
+            self.console.note(f"asked to stop: skipped the validation after step {self.version}")
+        return self._stop_reason(stop)
 
-    def _advise_all(self, lines: Iterable[str]) -> None:
+    async def _run_validation(self) -> None:
+        if (validation := await self.task.validate(self.version)) is not None:
+            self.tracker.log(validation.metrics, self.version)
+            self._advise(validation.advice)
+
+    def _stop_reason(self, stop: StopController) -> str | None:
+        is_done = self.version == self.schedule.total_steps
+        return None if is_done else stop.reason(self.checkpointer.longest_s)
+
+    def _advise(self, lines: Iterable[str]) -> None:
         for line in lines:
             self.console.advice(line)
 
 
-def _no_answer(error: Exception) -> bool:
+def _is_timeout(error: Exception) -> bool:
     return isinstance(error.__cause__ if isinstance(error, TrainerLostError) else error, WorkerTimeoutError)

@@ -39,10 +39,9 @@ from verl.rewards.function_io import pack_function
 from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.sandbox.sandbox import Limits
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
-from verl.trainer.run_data import RunData
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings, LoraSettings
-from verl.workers.episodes import EpisodeSettings, ModelReward
+from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
 
@@ -272,13 +271,13 @@ def _update_sizes(sizes: BatchSizes) -> UpdateSizes:
 
 
 def episode_settings(
-    config: Config, data: RunData, workers: int, reward: Callable[..., Any] | None = None
+    config: Config, datasets: dict[str, DatasetSettings], workers: int, reward: Callable[..., Any] | None = None
 ) -> EpisodeSettings:
     """What each of so many episode workers reads and how it scores: by `reward`, if a function was given as one."""
     model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
     return EpisodeSettings(
         model.tokenizer_path or model.path,
-        data.datasets,
+        datasets,
         reward_pool_settings(config, workers, reward) if uses_reward_function(config) else None,
         _model_reward(config),
         model.trust_remote_code,

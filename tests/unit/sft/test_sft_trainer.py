@@ -24,7 +24,7 @@ from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.shutdown import StopController
-from verl.trainer.train_loop import LoopSchedule
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
 pytestmark = pytest.mark.unit
 
@@ -68,7 +68,7 @@ class Log:
     def close(self) -> None: ...
 
 
-def trainer_of(
+def loop_of(
     tmp_path: Path,
     model: FakeModel,
     loader: SFTDataLoader,
@@ -80,17 +80,14 @@ def trainer_of(
     console = Console(out=rich.console.Console(file=out))
     checkpointer = Checkpointer(model, CheckpointDir(tmp_path), console)
     log = Log()
-    return (
-        SFTTrainer(loader, model, validation, checkpointer, schedule, log, console, RestartTracker(console), version),
-        log,
-        out,
-    )
+    task, restarts = SFTTrainer(loader, model, validation), RestartTracker(console)
+    return TrainLoop(task, schedule, checkpointer, log, console, restarts, version), log, out
 
 
 async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_path: Path) -> None:
     model, order = FakeModel(), ShuffledSampler(len(ROWS), seed=3)
-    trainer, log, _ = trainer_of(tmp_path, model, SFTDataLoader(ROWS, order, 2, CUT), LoopSchedule(2, 5, save_every=2))
-    await trainer.fit()
+    loop, log, _ = loop_of(tmp_path, model, SFTDataLoader(ROWS, order, 2, CUT), LoopSchedule(2, 5, save_every=2))
+    await loop.fit()
     drawn = [[order.row(position) for position in range(2 * step, 2 * step + 2)] for step in range(5)]
     assert model.trained == [sorted(rows) for rows in drawn]
     assert sorted(row for rows in model.trained for row in rows) == sorted(list(range(5)) * 2)
@@ -104,8 +101,8 @@ async def test_every_row_is_trained_once_an_epoch_and_the_position_is_saved(tmp_
 async def test_a_resumed_run_goes_on_at_its_position_also_with_another_batch_size(tmp_path: Path) -> None:
     model = FakeModel()
     loader = SFTDataLoader(ROWS, SequentialSampler(len(ROWS)), 3, CUT, start=4, version=2)
-    trainer, _, _ = trainer_of(tmp_path, model, loader, LoopSchedule(3, 4), version=2)
-    await trainer.fit()
+    loop, _, _ = loop_of(tmp_path, model, loader, LoopSchedule(3, 4), version=2)
+    await loop.fit()
     assert model.trained == [[0, 1, 4], [2, 3, 4]]
 
 
@@ -116,8 +113,8 @@ async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_
         SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
         LoopSchedule(1, 3, validate_every=2, validate_last=True),
     )
-    trainer, log, _ = trainer_of(tmp_path, model, loader, schedule, validation=validation)
-    await trainer.fit()
+    loop, log, _ = loop_of(tmp_path, model, loader, schedule, validation=validation)
+    await loop.fit()
     found = [(step, metrics["val/loss"]) for step, metrics in log.lines if "val/loss" in metrics]
     mean = sum(row * (len(example.tokens) - 1) for row, example in enumerate(ROWS)) / sum(
         len(e.tokens) - 1 for e in ROWS
@@ -128,14 +125,14 @@ async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_
 
 async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_path: Path) -> None:
     schedule = LoopSchedule(1, 3, validate_first=False, validate_last=True)
-    trainer, log, _ = trainer_of(
+    loop, log, _ = loop_of(
         tmp_path,
         FakeModel(),
         SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
         schedule,
         validation=ValidationLoader(ROWS, 9, CUT),
     )
-    await trainer.fit()
+    await loop.fit()
     assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
 
 
@@ -148,18 +145,18 @@ async def test_a_run_that_is_asked_to_end_saves_after_the_step_in_progress(tmp_p
             return await super().update(parts)
 
     model = Asked()
-    trainer, _, out = trainer_of(tmp_path, model, SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT), LoopSchedule(1, 5))
-    await trainer.fit(stopping)
+    loop, _, out = loop_of(tmp_path, model, SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT), LoopSchedule(1, 5))
+    await loop.fit(stopping)
     assert [state["position"] for state in model.saved_at] == [1]
-    assert "saved and ended after step 1" in out.getvalue()
+    assert "saved and stopped after step 1" in out.getvalue()
 
 
 async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
-    trainer, _, out = trainer_of(
+    loop, _, out = loop_of(
         tmp_path, FakeModel(), SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT, start=4), LoopSchedule(1, 1)
     )
-    await trainer.fit()
-    assert "step 1 moved no weights: the gradient's norm is nan" in out.getvalue()
+    await loop.fit()
+    assert "step 1 did not change the weights: the gradient norm is nan" in out.getvalue()
 
 
 async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:

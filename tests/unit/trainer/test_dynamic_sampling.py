@@ -204,7 +204,7 @@ async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
         PromptStream(SequentialSampler(9)),
         2,
         has_signal=differs("score"),
-        say=lambda text: said.append(text),
+        warn=lambda text: said.append(text),
     )
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [85, 86]

@@ -2,8 +2,6 @@
 
 import os
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,15 +11,15 @@ from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rollout.vllm.engine import VllmSettings
-from verl.trainer.run_data import check_files
+from verl.trainer.preflight import check_files
 from verl.trainer.worker_settings import episode_settings, reward_model_settings
-from verl.workers.episodes import ModelReward
+from verl.workers.episodes import DatasetSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 
 pytestmark = pytest.mark.unit
 
 MODEL = ("reward.reward_model.enable=True", "reward.reward_model.model_path=my-org/rm")
-DATA: Any = SimpleNamespace(datasets={})
+DATA: dict[str, DatasetSettings] = {}
 
 
 def config_of(*overrides: str) -> Config:
@@ -75,7 +73,7 @@ def test_a_reward_model_that_is_not_there_is_said_at_once(tmp_path: Path) -> Non
         check_files(config_of(*files, path, "reward.reward_model.enable=True"))
 
 
-def test_all_models_that_are_not_there_are_said_at_once_with_what_is(tmp_path: Path) -> None:
+def test_all_missing_models_and_files_are_reported_at_once_with_what_exists(tmp_path: Path) -> None:
     (tmp_path / "policy").mkdir()
     wrong = {
         "actor_rollout_ref.model.path": f"{tmp_path}/polcy",
@@ -83,9 +81,10 @@ def test_all_models_that_are_not_there_are_said_at_once_with_what_is(tmp_path: P
         "reward.prime.model_path": f"{tmp_path}/nowhere/at/all",
     }
     paths = [f"{key}={path}" for key, path in wrong.items()]
-    config = config_of(*paths, "algorithm.adv_estimator=gae", "data.train_files=never-looked-at.parquet")
+    config = config_of(*paths, "algorithm.adv_estimator=gae", "data.train_files=missing.parquet")
     with pytest.raises(ConfigError) as found:
         check_files(config)
-    actor, critic = str(found.value).splitlines()[-2:]  # the process reward model is not enabled
+    actor, critic, files = str(found.value).splitlines()[1:]  # the process reward model is not enabled
     assert f"set actor_rollout_ref.model.path={tmp_path}/policy" in actor
     assert f"critic.model.path={tmp_path}/critic: there is no such directory; {tmp_path} has: policy/; set" in critic
+    assert "missing.parquet does not exist" in files

@@ -17,7 +17,8 @@ from verl.data import dataset as dataset_module
 from verl.data.chat import chat_template_hint
 from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
-from verl.trainer.run_data import check_files, open_tokenizer, read_data
+from verl.trainer.preflight import check_files
+from verl.trainer.run_data import open_tokenizer, read_data
 
 pytestmark = pytest.mark.unit
 

@@ -13,7 +13,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import load, load_sft
 from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
-from verl.sft.builder import _schedule as sft_schedule
+from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
 from verl.trainer.setup import WithRunInfo, open_tracker, resume
 from verl.trainer.train_loop import LoopSchedule

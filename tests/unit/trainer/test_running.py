@@ -44,7 +44,7 @@ class Ranks:
         raise ProcessLostError("train worker 1: saved: its process has died")
 
 
-class Dying(TrainLoop):
+class Dying:
     """It saves after its first step, and loses a process in its second."""
 
     async def step(self, version: int) -> Any:
@@ -52,9 +52,14 @@ class Dying(TrainLoop):
             raise ProcessLostError("train worker 1: update: its process has died")
         return {}
 
-    async def validate(self) -> None: ...
+    async def begin(self, version: int) -> None: ...
 
-    def state(self) -> dict[str, Any]:
+    async def diagnose(self, metrics: Any, version: int) -> list[str]:
+        return []
+
+    async def validate(self, version: int) -> None: ...
+
+    def state(self, version: int) -> dict[str, Any]:
         return {}
 
 
@@ -77,9 +82,8 @@ async def modes_of_two_starts(config: SftConfig, ranks: Ranks) -> list[str]:
         modes.append(config.trainer.resume_mode)
         checkpointer = Checkpointer(ranks, CheckpointDir(config.trainer.checkpoint_dir), console)
         total = 1 if len(modes) == 2 else 10  # the second run has nothing left to do
-        yield Dying(
-            checkpointer, LoopSchedule(1, total, save_every=1), tracker, console, restarts, version=len(modes) - 1
-        )  # type: ignore[arg-type]
+        schedule = LoopSchedule(1, total, save_every=1)
+        yield TrainLoop(Dying(), schedule, checkpointer, tracker, console, restarts, version=len(modes) - 1)  # type: ignore[arg-type]
 
     assert await run(config, console, build_trainer) == 0
     return modes
@@ -117,7 +121,7 @@ async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigte
     out = io.StringIO()
     assert await run(settings(tmp_path), Console(out=rich.console.Console(file=out, width=200)), build_trainer) == 143
     assert closed == ["engines"]
-    assert "asked to end at once (SIGTERM while it started)" in out.getvalue()
+    assert "asked to stop at once (SIGTERM during the start)" in out.getvalue()
 
 
 async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_again(tmp_path: Path) -> None:
@@ -135,11 +139,11 @@ async def test_a_run_that_is_asked_to_end_and_loses_a_process_is_not_started_aga
     async def build_trainer(config: SftConfig, restarts: RestartTracker) -> AsyncIterator[TrainLoop]:
         starts.append(1)
         checkpointer = Checkpointer(Ranks(commits=False), CheckpointDir(tmp_path), console)
-        yield Asked(checkpointer, LoopSchedule(1, 10), tracker, console, restarts)  # type: ignore[arg-type]
+        yield TrainLoop(Asked(), LoopSchedule(1, 10), checkpointer, tracker, console, restarts)  # type: ignore[arg-type]
 
     assert await run(settings(tmp_path), console, build_trainer) == 143
     assert starts == [1]
-    assert "asked to end (SIGTERM): ended; start again" in out.getvalue()
+    assert "asked to stop (SIGTERM): stopped; rerun the command" in out.getvalue()
 
 
 async def test_what_was_not_written_to_its_end_is_nothing_to_go_on_from(tmp_path: Path) -> None:

@@ -6,15 +6,14 @@ import asyncio
 import os
 import signal
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from verl.errors import ProcessLostError, TrainerLostError, WorkerTimeoutError
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.rl_trainer import LoopSchedule, RLTrainer
 from verl.trainer.shutdown import OUT_OF_TIME, TERMINATED, StopController
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 
 pytestmark = pytest.mark.unit
 
@@ -74,7 +73,7 @@ def test_what_a_restart_takes_is_no_step() -> None:
     stepping(stopping, clock, 10)
     clock.now += 500
     stepping(stopping, clock, 10)
-    assert stopping.describe_deadline() == "the run saves and ends in time for the end, in 0.13 hours"
+    assert stopping.describe_deadline() == "the run saves and stops in time for the end, in 0.13 hours"
     clock.now += 465
     assert stopping.reason() is None
     clock.now += 10
@@ -88,7 +87,7 @@ async def test_sigterm_ends_after_the_step_and_a_second_one_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         while stopping.reason() is None:
             await asyncio.sleep(0)
-        assert stopping.reason() == "asked to end (SIGTERM)"
+        assert stopping.reason() == "asked to stop (SIGTERM)"
         assert stopping.exit_code == TERMINATED == 143
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(asyncio.CancelledError):
@@ -117,50 +116,38 @@ class Recorder:
     async def finish(self) -> None:
         self.finished += 1
 
-    async def publish(self, version: int) -> dict[str, float]:
-        return {}
-
     def note(self, text: str) -> None:
         self.notes.append(text)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         pass
 
-    def state(self) -> dict[str, int]:
-        return {"position": 0}
 
-
-class Stepping(RLTrainer):
-    """Its step takes `seconds` of the clock; a signal arrives in the step of `signalled`."""
+class Stepping:
+    """A task. Its step takes `seconds` of the clock; a signal arrives in the step of `signalled`."""
 
     def __init__(
         self, around: Recorder, clock: Clock, seconds: float, stopping: StopController, signalled: int = -1
     ) -> None:
-        nothing: Any = SimpleNamespace()
         seen: Any = around
-        super().__init__(
-            seen,
-            nothing,
-            nothing,
-            seen,
-            None,
-            seen,
-            LoopSchedule(1, 10),
-            seen,
-            seen,
-            nothing,
-            nothing,
-            RestartTracker(seen),
-        )
+        self.loop = TrainLoop(self, LoopSchedule(1, 10), seen, seen, seen, RestartTracker(seen))
         self.clock, self.seconds, self.stopping, self.signalled = clock, seconds, stopping, signalled
         self.validated: list[int] = []
         self.during_validation: Callable[[], None] = lambda: None
 
-    async def validate(self) -> None:
+    async def begin(self, version: int) -> None: ...
+
+    async def diagnose(self, metrics: Any, version: int) -> list[str]:
+        return []
+
+    def state(self, version: int) -> dict[str, Any]:
+        return {}
+
+    async def validate(self, version: int) -> None:
         self.during_validation()
         for _ in range(10):
             await asyncio.sleep(0)
-        self.validated.append(self.version)
+        self.validated.append(version)
 
     async def step(self, version: int) -> Any:
         self.clock.now += self.seconds
@@ -171,17 +158,17 @@ class Stepping(RLTrainer):
 
 async def test_a_run_that_is_asked_to_end_saves_once_even_if_it_never_would() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    await Stepping(around, clock, 1, stopping, signalled=3).fit(stopping)
+    await Stepping(around, clock, 1, stopping, signalled=3).loop.fit(stopping)
     assert around.saves == [4]
     assert around.finished == 1
-    assert around.notes == ["asked to end (SIGTERM): saved and ended after step 4; start again to go on"]
+    assert around.notes == ["asked to stop (SIGTERM): saved and stopped after step 4; rerun the command to resume"]
 
 
 async def test_a_run_ends_in_time_for_its_deadline() -> None:
     around, clock = Recorder(), Clock()
     around.longest_s = 5.0
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
-    await Stepping(around, clock, 20, stopping).fit(stopping)
+    await Stepping(around, clock, 20, stopping).loop.fit(stopping)
     # After 4 steps 20 s are left, and 35 are needed; after 3 it was 40.
     assert around.saves == [4]
     assert stopping.exit_code == OUT_OF_TIME
@@ -190,7 +177,7 @@ async def test_a_run_ends_in_time_for_its_deadline() -> None:
 async def test_the_step_that_has_just_ended_counts() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
-    await Stepping(around, clock, 60, stopping).fit(stopping)
+    await Stepping(around, clock, 60, stopping).loop.fit(stopping)
     assert around.saves == [1], "another step of 60 s does not end within the 40 that are left"
     assert stopping.exit_code == OUT_OF_TIME
 
@@ -208,7 +195,7 @@ def test_what_a_save_took_is_known_after_a_restart() -> None:
 
 async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
-    await Stepping(around, clock, 1, stopping).fit(stopping)
+    await Stepping(around, clock, 1, stopping).loop.fit(stopping)
     assert (around.saves, around.notes, around.finished, stopping.exit_code) == ([], [], 1, 0)
 
 
@@ -223,34 +210,34 @@ async def test_a_run_that_gets_to_its_last_step_ends_as_ever() -> None:
 )
 async def test_a_run_that_fails_still_writes_its_checkpoint_to_the_end(error: Exception, finished: int) -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
-    trainer = Stepping(around, clock, 1, stopping)
+    task = Stepping(around, clock, 1, stopping)
 
     async def fails(version: int) -> Any:
         raise error
 
-    trainer.step = fails  # type: ignore[method-assign]
+    task.step = fails  # type: ignore[method-assign]
     with pytest.raises(type(error)):
-        await trainer.fit(stopping)
+        await task.loop.fit(stopping)
     assert around.finished == finished
 
 
 async def test_who_waited_in_vain_for_a_train_worker_to_pack_does_not_wait_again() -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
-    trainer = Stepping(around, clock, 1, stopping)
+    task = Stepping(around, clock, 1, stopping)
 
     async def fails(version: int) -> Any:
         raise TrainerLostError("no answer") from WorkerTimeoutError("no answer")
 
-    trainer.step = fails  # type: ignore[method-assign]
+    task.step = fails  # type: ignore[method-assign]
     with pytest.raises(TrainerLostError):
-        await trainer.fit(stopping)
+        await task.loop.fit(stopping)
     assert around.finished == 0
 
 
 @pytest.mark.parametrize("second", [ProcessLostError, RuntimeError])
 async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second: type[Exception]) -> None:
     around, clock, stopping = Recorder(), Clock(), StopController()
-    trainer = Stepping(around, clock, 1, stopping)
+    task = Stepping(around, clock, 1, stopping)
 
     async def fails(*_: Any) -> Any:
         raise ProcessLostError("train worker 1: update: its process has died")
@@ -258,80 +245,80 @@ async def test_train_workers_that_are_dead_do_not_hide_what_ended_the_run(second
     async def fails_too() -> None:
         raise second("train worker 0: saved: connection closed by peer")
 
-    trainer.step = fails  # type: ignore[method-assign]
+    task.step = fails  # type: ignore[method-assign]
     around.finish = fails_too  # type: ignore[method-assign]
     with pytest.raises(ProcessLostError, match="update"):
-        await trainer.fit(stopping)
+        await task.loop.fit(stopping)
 
 
 async def test_no_validation_stands_between_a_signal_and_the_save() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    trainer = Stepping(around, clock, 1, stopping, signalled=3)
-    trainer.schedule = LoopSchedule(1, 10, validate_every=2)
-    await trainer.fit(stopping)
-    assert (around.saves, trainer.validated) == ([4], [0, 2])
+    task = Stepping(around, clock, 1, stopping, signalled=3)
+    task.loop.schedule = LoopSchedule(1, 10, validate_every=2)
+    await task.loop.fit(stopping)
+    assert (around.saves, task.validated) == ([4], [0, 2])
 
 
 async def test_no_validation_stands_between_a_deadline_and_the_save() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
-    trainer = Stepping(around, clock, 20, stopping)
-    trainer.schedule = LoopSchedule(1, 10, validate_every=4)
-    await trainer.fit(stopping)  # after 4 steps 20 s are left, and 30 are needed
-    assert (around.saves, trainer.validated) == ([4], [0])
+    task = Stepping(around, clock, 20, stopping)
+    task.loop.schedule = LoopSchedule(1, 10, validate_every=4)
+    await task.loop.fit(stopping)  # after 4 steps 20 s are left, and 30 are needed
+    assert (around.saves, task.validated) == ([4], [0])
 
 
 async def test_a_validation_is_broken_off_by_a_signal_and_what_comes_after_it_is_asked_anew() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    trainer = Stepping(around, clock, 1, stopping)
-    trainer.schedule = LoopSchedule(1, 10, validate_every=4, validate_first=False)
-    trainer.during_validation = stopping.request_stop
-    await trainer.fit(stopping)
-    assert (around.saves, trainer.validated, trainer.version) == ([4], [], 4)
+    task = Stepping(around, clock, 1, stopping)
+    task.loop.schedule = LoopSchedule(1, 10, validate_every=4, validate_first=False)
+    task.during_validation = stopping.request_stop
+    await task.loop.fit(stopping)
+    assert (around.saves, task.validated, task.loop.version) == ([4], [], 4)
     assert around.notes == [
-        "asked to end: the validation after step 4 is left out",
-        "asked to end (SIGTERM): saved and ended after step 4; start again to go on",
+        "asked to stop: skipped the validation after step 4",
+        "asked to stop (SIGTERM): saved and stopped after step 4; rerun the command to resume",
     ]
 
 
 async def test_what_a_validation_takes_counts_for_the_deadline() -> None:
     around, clock = Recorder(), Clock()
     stopping = StopController(clock.now + 100, "the end", margin_s=10, clock=clock)
-    trainer = Stepping(around, clock, 20, stopping)
-    trainer.schedule = LoopSchedule(1, 10, validate_every=2, validate_first=False)
-    trainer.during_validation = lambda: setattr(clock, "now", clock.now + 35)
-    await trainer.fit(stopping)  # after 2 steps and a validation 25 s are left, and 30 are needed
-    assert (around.saves, trainer.validated, stopping.exit_code) == ([2], [2], OUT_OF_TIME)
+    task = Stepping(around, clock, 20, stopping)
+    task.loop.schedule = LoopSchedule(1, 10, validate_every=2, validate_first=False)
+    task.during_validation = lambda: setattr(clock, "now", clock.now + 35)
+    await task.loop.fit(stopping)  # after 2 steps and a validation 25 s are left, and 30 are needed
+    assert (around.saves, task.validated, stopping.exit_code) == ([2], [2], OUT_OF_TIME)
 
 
 async def test_the_last_step_is_saved_without_its_validation_if_the_run_is_asked_to_end() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    trainer = Stepping(around, clock, 1, stopping, signalled=9)
-    trainer.schedule = LoopSchedule(1, 10, save_every=10, validate_every=10)
-    await trainer.fit(stopping)
-    assert (around.saves, trainer.validated, stopping.exit_code) == ([10], [0], 0)
-    assert around.notes == ["asked to end: the validation after step 10 is left out"]
+    task = Stepping(around, clock, 1, stopping, signalled=9)
+    task.loop.schedule = LoopSchedule(1, 10, save_every=10, validate_every=10)
+    await task.loop.fit(stopping)
+    assert (around.saves, task.validated, stopping.exit_code) == ([10], [0], 0)
+    assert around.notes == ["asked to stop: skipped the validation after step 10"]
 
 
 async def test_a_run_that_is_asked_to_end_before_its_first_step_makes_none_and_saves_nothing() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    trainer = Stepping(around, clock, 1, stopping)
-    trainer.during_validation = stopping.request_stop
-    await trainer.fit(stopping)
-    assert (around.saves, trainer.version, stopping.exit_code) == ([], 0, TERMINATED)
-    assert around.notes[-1] == "asked to end (SIGTERM): ended before the first step; start again to go on"
+    task = Stepping(around, clock, 1, stopping)
+    task.during_validation = stopping.request_stop
+    await task.loop.fit(stopping)
+    assert (around.saves, task.loop.version, stopping.exit_code) == ([], 0, TERMINATED)
+    assert around.notes[-1] == "asked to stop (SIGTERM): stopped before the first step; rerun the command to resume"
 
 
 async def test_an_error_of_a_validation_is_the_runs() -> None:
     around, stopping, clock = Recorder(), StopController(), Clock()
-    trainer = Stepping(around, clock, 1, stopping)
+    task = Stepping(around, clock, 1, stopping)
 
     def fails() -> None:
         raise ValueError("a reward function, perhaps")
 
-    trainer.during_validation = fails
+    task.during_validation = fails
     with pytest.raises(ValueError, match="perhaps"):
-        await trainer.fit(stopping)
+        await task.loop.fit(stopping)
 
 
 async def test_a_run_in_another_thread_leaves_signals_alone() -> None:

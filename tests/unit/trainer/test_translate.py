@@ -13,11 +13,9 @@ from verl.config.load import load_dict, load_yaml
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
-from verl.data.samplers import SequentialSampler
 from verl.errors import ConfigError
 from verl.rewards.overlong import OverlongPenalty
-from verl.trainer.build import _absolute
-from verl.trainer.run_data import RunData
+from verl.trainer.builder.rl_builder import with_absolute_paths
 from verl.trainer.setup import device_hints
 from verl.trainer.worker_settings import (
     algorithm_settings,
@@ -28,6 +26,7 @@ from verl.trainer.worker_settings import (
 )
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
+from verl.workers.episodes import DatasetSettings
 
 pytestmark = pytest.mark.unit
 
@@ -260,18 +259,14 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
 
 
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
-    data = RunData(
-        datasets={}, order=SequentialSampler(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[]
-    )
+    data: dict[str, DatasetSettings] = {}
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
     assert episode_settings(config_of(*shaped), data, 1).overlong == OverlongPenalty(20, 1.0, 100)
     assert episode_settings(config_of(), data, 1).overlong is None
 
 
 def test_episode_workers_share_the_scoring_processes() -> None:
-    data = RunData(
-        datasets={}, order=SequentialSampler(1), val_sources=[], vocabulary=64, stop_token_ids=(), reports=[]
-    )
+    data: dict[str, DatasetSettings] = {}
     prime = config_of("reward.reward_manager.name=prime", "reward.num_workers=8")
     assert episode_settings(prime, data, 3).reward.workers == 3
     assert episode_settings(config_of("reward.num_workers=8"), data, 1).reward.workers == 1
@@ -283,7 +278,7 @@ def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     for name in ("policy", "judge"):
         Path(name).mkdir()
-    found = _absolute(
+    found = with_absolute_paths(
         config_of(*PPO, "critic.model.path=judge", "reward.prime.model_path=judge", "data.train_files=[policy, far]")
     )
     assert found.actor_rollout_ref.model.path == str(tmp_path / "policy")

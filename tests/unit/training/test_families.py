@@ -7,7 +7,7 @@ from tiny import FAMILIES, tiny_family
 
 from verl.config.load import load_dict
 from verl.errors import ConfigError
-from verl.trainer.run_data import check_files
+from verl.trainer.preflight import check_files
 from verl.training.families import VERIFIED, family_note, family_problems, packing_length_problem
 
 pytestmark = pytest.mark.unit

@@ -1,0 +1,295 @@
+"""Builds an RL run from its settings: one method per stage, in the order of `RLBuilder.build`."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any, TypeVar
+
+from verl.cluster.hangs.pending_calls import MARGIN_S
+from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
+from verl.config.schema.root import Config
+from verl.config.validation import find_hints
+from verl.data.stream import PromptStream
+from verl.rewards.failures import FailureTracker
+from verl.rollout.supervisor import EngineSupervisor
+from verl.tracking.console import Console
+from verl.tracking.metrics import Metrics, timer
+from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.builder.episode_client import EpisodeClient
+from verl.trainer.builder.placement import TRAIN_SHARE, place_engines, place_reward_models
+from verl.trainer.evaluator import Evaluator
+from verl.trainer.preflight import check_rl_run
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.rl_trainer import RLTrainer
+from verl.trainer.run_data import RunData, read_data
+from verl.trainer.setup import (
+    build_checkpointer,
+    device_hints,
+    open_tracker,
+    resolve_path,
+    resume,
+    start_runtime,
+    with_changes,
+)
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
+from verl.trainer.worker_settings import (
+    build_planner,
+    compute_dtype,
+    deadlines,
+    episode_settings,
+    rollout_dtype,
+    train_settings,
+    transport_name,
+)
+from verl.weights.probe import TOLERANCES, Probe
+from verl.weights.sync import DeviceTransport, HostTransport, WeightSync
+from verl.workers.episodes import EpisodePool
+from verl.workers.rewards import RemoteRewardModel
+from verl.workers.rollout import RemoteEngine
+from verl.workers.train import PolicyGroup
+
+__all__ = ["RLBuilder", "build_trainer", "with_absolute_paths"]
+
+PROBE_LENGTH = 24
+RANKS_PER_EPISODE_WORKER = 8
+
+T = TypeVar("T")
+
+
+@asynccontextmanager
+async def build_trainer(
+    config: Config,
+    console: Console,
+    *,
+    restarts: RestartTracker | None = None,
+    reward: Callable[..., Any] | None = None,
+    model_ready: Callable[[], Awaitable[None]] | None = None,
+) -> AsyncIterator[TrainLoop[RLTrainer]]:
+    """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes.
+
+    `restarts` counts those of the run so far. `reward` is a function to use instead of the configured one.
+    `model_ready` is awaited before the weights are read, so that engines start while the model is still being made.
+    """
+    async with AsyncExitStack() as closing:
+        builder = RLBuilder(config, console, restarts or RestartTracker(console), closing)
+        yield await builder.build(reward, model_ready)
+
+
+class RLBuilder:
+    """The stages of building a run, and the parts they have built so far.
+
+    Every stage registers with `closing` how to undo it. Engines and reward models start in the background while the
+    data is read.
+    """
+
+    def __init__(self, config: Config, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
+        self.config, self.console, self.restarts = with_absolute_paths(config), console, restarts
+        self.times = Metrics()
+        self._closing = closing
+        self._starting: list[asyncio.Task[None]] = []
+
+    async def build(
+        self,
+        reward: Callable[..., Any] | None = None,
+        model_ready: Callable[[], Awaitable[None]] | None = None,
+    ) -> TrainLoop[RLTrainer]:
+        with timer(self.times, "start_reward_check"):
+            await check_rl_run(self.config, reward)
+        await self.start_runtime()
+        engines, reward_models = self.start_engines(), self.start_reward_models()
+        policy = self.spawn_train_workers()
+        data = await self.load_data()
+        schedule = self.build_schedule(data)
+        settings = train_settings(self.config, schedule.total_steps, self.device)
+        episode_pool = self.spawn_episode_workers(data, engines, reward_models, reward)
+
+        async def start_train_workers() -> None:
+            if model_ready is not None:
+                await self._timed("model", model_ready)
+            self._note(await self._timed("train_workers", lambda: policy.start(settings)))
+
+        start_episode_workers = self._timed("episode_workers", episode_pool.start)
+        await asyncio.gather(*self._starting, start_train_workers(), start_episode_workers)
+        stream = PromptStream(data.order)
+        version = await resume(self.config, policy, stream, self.console)
+        self.restarts.resumed(version)
+        tracker = open_tracker(self.config, self.console, schedule, version)
+        self._closing.callback(tracker.close)
+        tracker.log(self.times, version)
+        supervisor = self.build_supervisor(engines)
+        episodes = self.build_episode_client(data, episode_pool, supervisor)
+        trainer = RLTrainer(
+            self.build_buffer(episodes, stream),
+            build_planner(self.config, count_train_ranks(self.config)),
+            policy,
+            self.build_weight_sync(policy, engines, data, supervisor),
+            episodes,
+            self.build_evaluator(episodes, data),
+            self.console,
+        )
+        checkpointer = build_checkpointer(self.config, policy, self.console)
+        return TrainLoop(trainer, schedule, checkpointer, tracker, self.console, self.restarts, version)
+
+    async def start_runtime(self) -> None:
+        """Connect to the cluster. From here on the settings fit the devices that exist."""
+        runtime = await self._closing.enter_async_context(
+            start_runtime(self.config, self.console, self.restarts, self.times)
+        )
+        self.config, self.pool, self.device = runtime.config, runtime.pool, runtime.device
+
+    def start_engines(self) -> list[RemoteEngine]:
+        engines = place_engines(self.config, self.pool, self.device)
+        self._start_in_background("engines", engines)
+        return engines
+
+    def start_reward_models(self) -> list[RemoteRewardModel]:
+        models = place_reward_models(self.config, self.pool, self.device)
+        self._start_in_background("reward_models", models)
+        return models
+
+    def spawn_train_workers(self) -> PolicyGroup:
+        ranks, limits = count_train_ranks(self.config), deadlines(self.config)
+        policy = PolicyGroup.spawn(self.pool, ranks, share=TRAIN_SHARE, deadlines=limits)
+        self._closing.callback(policy.close)
+        return policy
+
+    async def load_data(self) -> RunData:
+        """Read the data in a thread, unless the workers run in this process too: their imports would collide."""
+
+        async def load() -> RunData:
+            if self.config.trainer.local:
+                return read_data(self.config)
+            return await asyncio.to_thread(read_data, self.config)
+
+        data = await self._timed("data", load)
+        self._note(data.reports)
+        return data
+
+    def build_schedule(self, data: RunData) -> LoopSchedule:
+        trainer, batch = self.config.trainer, self.config.data.train_batch_size
+        steps = count_total_steps(self.config, data.order.length)
+        epochs = steps * batch / data.order.length
+        self._note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
+        self._note(device_hints(self.config, self.device, find_hints))
+        return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
+
+    def spawn_episode_workers(
+        self,
+        data: RunData,
+        engines: Sequence[RemoteEngine],
+        reward_models: Sequence[RemoteRewardModel],
+        reward: Callable[..., Any] | None,
+    ) -> EpisodePool:
+        count = max(1, count_train_ranks(self.config) // RANKS_PER_EPISODE_WORKER)
+        settings = episode_settings(self.config, data.datasets, count, reward)
+        pool = EpisodePool.spawn(
+            self.pool, count, settings, engines, reward_models, deterministic=self.config.trainer.deterministic
+        )
+        self._closing.callback(pool.close)
+        return pool
+
+    def build_supervisor(self, engines: Sequence[RemoteEngine]) -> EngineSupervisor:
+        limits = deadlines(self.config)
+        return EngineSupervisor(
+            engines,
+            self.restarts.engine,
+            reply_timeout_s=limits.reply.seconds + MARGIN_S,
+            start_timeout_s=limits.start.seconds + MARGIN_S,
+            max_restarts=self.restarts.settings.max_engine_restarts,
+        )
+
+    def build_episode_client(self, data: RunData, pool: EpisodePool, supervisor: EngineSupervisor) -> EpisodeClient:
+        samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        failures = FailureTracker(self.config.reward.max_failure_rate, samples, self.console.advice)
+        return EpisodeClient(self.config, pool, supervisor, failures, data.stop_token_ids)
+
+    def build_buffer(self, episodes: EpisodeClient, stream: PromptStream) -> EpisodeBuffer:
+        dynamic = self.config.algorithm.filter_groups
+        buffer = EpisodeBuffer(
+            episodes.run_group,
+            stream,
+            self.config.data.train_batch_size,
+            max_staleness=self.config.trainer.max_staleness,
+            has_signal=differs(dynamic.metric) if dynamic.enable else None,
+            max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
+            warn=self.console.advice,
+        )
+        self._closing.push_async_callback(buffer.close)
+        return buffer
+
+    def build_weight_sync(
+        self, policy: PolicyGroup, engines: Sequence[RemoteEngine], data: RunData, supervisor: EngineSupervisor
+    ) -> WeightSync:
+        """Connect train workers and engines; from here on, lost engines are restarted and brought up to date."""
+        name = transport_name(self.config)
+        transport = HostTransport() if name == "host" else DeviceTransport(name)
+        weights = WeightSync(policy, engines, transport, self._build_probe(data), supervisor)
+        supervisor.start(weights.sync_one)
+        self._closing.push_async_callback(supervisor.close)
+        return weights
+
+    def build_evaluator(self, episodes: EpisodeClient, data: RunData) -> Evaluator | None:
+        if not data.has_validation:
+            return None
+        return Evaluator(
+            episodes.run_validation,
+            data.val_sources,
+            batch=self.config.data.val_batch_size,
+            preview=episodes.preview_validation,
+        )
+
+    def _build_probe(self, data: RunData) -> Probe:
+        dtypes = rollout_dtype(self.config, self.device), compute_dtype(self.config, self.device)
+        coarser = max(dtypes, key=TOLERANCES.__getitem__)
+        return Probe.random(
+            data.vocabulary,
+            tolerance=self.config.actor_rollout_ref.rollout.probe_tolerance or TOLERANCES[coarser],
+            length=min(PROBE_LENGTH, get_max_sequence_tokens(self.config) - 1),
+        )
+
+    def _start_in_background(self, name: str, actors: Sequence[RemoteEngine | RemoteRewardModel]) -> None:
+        async def start() -> None:
+            await asyncio.gather(*(actor.start() for actor in actors))
+
+        async def close() -> None:
+            await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
+
+        self._closing.push_async_callback(close)
+        starting = asyncio.create_task(self._timed(name, start))
+        self._closing.callback(starting.cancel)
+        self._starting.append(starting)
+
+    async def _timed(self, name: str, stage: Callable[[], Awaitable[T]]) -> T:
+        with timer(self.times, f"start_{name}"):
+            return await stage()
+
+    def _note(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            self.console.note(line)
+
+
+def with_absolute_paths(config: Config) -> Config:
+    """Return the settings with local paths in full: workers may have another working directory."""
+
+    def absolute(paths: str | list[str] | None) -> str | list[str] | None:
+        return [resolve_path(path) for path in paths] if isinstance(paths, list) else paths and resolve_path(paths)
+
+    model, reward = config.actor_rollout_ref.model, config.reward
+    return with_changes(
+        config,
+        {
+            "data": {name: absolute(getattr(config.data, name)) for name in ("train_files", "val_files")},
+            "actor_rollout_ref": {
+                "model": {"path": resolve_path(model.path), "tokenizer_path": absolute(model.tokenizer_path)}
+            },
+            "critic": {"model": {"path": absolute(config.critic.model.path)}},
+            "reward": {
+                "custom_reward_function": {"path": absolute(reward.custom_reward_function.path)},
+                "prime": {"model_path": absolute(reward.prime.model_path)},
+                "reward_model": {"model_path": absolute(reward.reward_model.model_path)},
+            },
+            "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
+        },
+    )

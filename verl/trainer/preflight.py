@@ -1,0 +1,110 @@
+"""Checks before anything starts: models, data files and the reward function. All problems are reported in one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from verl.config.features import uses_critic, uses_reward_function
+from verl.config.schema.root import Config
+from verl.config.schema.sft import SftConfig
+from verl.data.files import suggest_path
+from verl.data.validate import find_file_problems
+from verl.errors import ConfigError, DataError, RewardError, VerlError
+from verl.model_safety import model_problems
+from verl.rewards.pool.pool import open_rewards
+from verl.trainer.prompt_sampler import load_sampler
+from verl.trainer.worker_settings import reward_pool_settings
+from verl.training.families import family_problems
+
+__all__ = ["check_files", "check_reward", "check_rl_run", "data_splits", "find_model_problems", "raise_problems"]
+
+_NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
+
+
+async def check_rl_run(config: Config, reward: Callable[..., Any] | None = None) -> None:
+    """Raise one error with everything that is wrong with the files and the reward function of a run."""
+    problems = find_problems(config)
+    try:
+        await check_reward(config, reward)
+    except RewardError as error:
+        problems.append(error)
+    raise_problems(problems)
+
+
+def check_files(config: Config) -> None:
+    """Raise one error with everything that is wrong with models and data files, as far as a quick look can see."""
+    raise_problems(find_problems(config))
+
+
+def find_problems(config: Config) -> list[VerlError]:
+    problems: list[VerlError] = [ConfigError([problem]) for problem in _find_model_problems(config)]
+    if config.data.sampler is not None:
+        try:
+            load_sampler(config.data.sampler)
+        except ConfigError as error:
+            problems.append(error)
+    data = config.data
+    for split, files in data_splits(config).items():
+        keys, weighted = {"prompt_key": data.prompt_key}, False
+        if split == "train":
+            keys |= {} if data.curriculum_key is None else {"curriculum_key": data.curriculum_key}
+            weighted = data.train_weights is not None
+        problems += map(DataError, find_file_problems(files, keys, weighted=weighted))
+    return problems
+
+
+async def check_reward(config: Config, reward: Callable[..., Any] | None = None) -> None:
+    """Load the reward function once in a process of its own, so that its import cannot affect this one."""
+    if not uses_reward_function(config):
+        return
+    settings = reward_pool_settings(config, function=reward)
+    with open_rewards(replace(settings, workers=min(1, settings.workers))) as pool:
+        await pool.start()
+
+
+def raise_problems(problems: Sequence[VerlError]) -> None:
+    """Raise all problems as one error: of their own type if they share it, else as a `ConfigError`."""
+    if not problems:
+        return
+    if len(problems) == 1:
+        raise problems[0]
+    if all(isinstance(problem, DataError) for problem in problems):
+        lines = [f"{len(problems)} things are wrong with the data:", *(f"  - {problem}" for problem in problems)]
+        raise DataError("\n".join(lines))
+    raise ConfigError([text for problem in problems for text in (getattr(problem, "problems", None) or [str(problem)])])
+
+
+def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
+    """Return the paths and patterns of the data files by split, of the splits that have any."""
+    entries = {"train": config.data.train_files, "val": config.data.val_files}
+    return {split: [files] if isinstance(files, str) else files for split, files in entries.items() if files}
+
+
+def _find_model_problems(config: Config) -> Iterator[str]:
+    actor, reward = config.actor_rollout_ref.model, config.reward
+    paths = {"actor_rollout_ref.model.path": actor.path, "actor_rollout_ref.model.tokenizer_path": actor.tokenizer_path}
+    if uses_critic(config):
+        paths["critic.model.path"] = config.critic.model.path
+    if reward.prime.enable:
+        paths["reward.prime.model_path"] = reward.prime.model_path
+    if reward.reward_model.enable:
+        paths["reward.reward_model.model_path"] = reward.reward_model.model_path
+    return find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
+
+
+def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
+    """Yield what is wrong with models, by the setting that names each: missing, unsafe, or of an unsupported kind."""
+    for key, path in paths.items():
+        if path is None:
+            continue
+        yield from (f"{key}: {problem}" for problem in model_problems(path, trust_remote_code=trust_remote_code))
+        if not key.endswith(_NOT_TRAINED):
+            yield from (f"{key}: {problem}" for problem in family_problems(path))
+        if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
+            continue
+        existing, near = suggest_path(Path(path).expanduser())
+        fix = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
+        yield f"{key}={path}: there is no such directory; {existing}; {fix}"
