@@ -129,7 +129,7 @@ CHEATS = {
     ),
     "patches the test file": (
         "assertions",
-        "import os\nfor name in ('tests.json', 'tests.py', 'answer.py', 'main.py', '/tmp/tests.json'):\n"
+        "import os\nfor name in ('tests.json', 'tests.py', 'solution.py', 'main.py', '/tmp/tests.json'):\n"
         '    with open(name, "w") as file: file.write(\'{"setup": "", "tests": [], "names": []}\')\n'
         "def collatz(n): return 0\n",
     ),

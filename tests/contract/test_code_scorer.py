@@ -74,7 +74,7 @@ def test_after_a_timeout_the_rest_is_not_tried() -> None:
     ],
 )
 def test_blanks_at_the_end_do_not_count_and_floats_have_a_tolerance(said: str, expected: str, same: bool) -> None:
-    assert code._same_text(said, expected) is same
+    assert code._is_same_text(said, expected) is same
 
 
 def test_a_function_is_judged_by_its_values() -> None:
@@ -111,7 +111,7 @@ def test_arguments_may_be_lines_of_json_and_arrays_of_parquet() -> None:
     ],
 )
 def test_values_are_equal_as_json_knows_them(result: Any, expected: Any, same: bool) -> None:
-    assert code._same(result, expected) is same
+    assert code._is_same(result, expected) is same
 
 
 ASSERTS = {"assert_case": ["assert add(1, 2) == 3", "assert add('a', b='b') == 'ab'", "assert add((), (1,)) == (1,)"]}
@@ -163,7 +163,7 @@ def test_an_exception_of_the_answer_passes_no_test(raised: str) -> None:
 
 
 def test_a_test_that_cannot_be_asked_is_an_error_that_names_it() -> None:
-    with pytest.raises(RewardError, match=r"f\(lambda.*a function is no plain value"):
+    with pytest.raises(RewardError, match=r"f\(lambda.*a function is not a plain value"):
         passed("def f(g): return g()", ["assert f(lambda: 1) == 1"])
 
 
@@ -179,12 +179,12 @@ def test_an_answer_without_code_is_wrong_and_runs_nothing(monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("truth", "words"),
     [
-        ("no json", "no JSON"),
+        ("no json", "not JSON"),
         ({}, "0 inputs and 0 outputs"),
         ({"inputs": ["1"], "outputs": []}, "1 inputs and 0 outputs"),
-        ([], "no list of assertions"),
-        (3, "no list of assertions"),
-        ({"assert_case": ["assert ("]}, "no Python"),
+        ([], "not a list of assertions"),
+        (3, "not a list of assertions"),
+        ({"assert_case": ["assert ("]}, "not Python"),
     ],
 )
 def test_rows_without_tests_are_refused_with_what_was_found(truth: Any, words: str) -> None:
@@ -253,8 +253,8 @@ shapes = st.recursive(
 @settings(max_examples=50)
 @given(shapes)
 def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(told: Any) -> None:
-    assert code._same_reply(json.dumps(told), [], object()) is False
-    assert code._same_reply(json.dumps({"value": told}), [], object()) is False
+    assert code._is_expected_reply(json.dumps(told), [], object()) is False
+    assert code._is_expected_reply(json.dumps({"value": told}), [], object()) is False
 
 
 async def test_settings_reach_the_scorer_in_its_process() -> None:

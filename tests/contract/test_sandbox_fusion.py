@@ -138,5 +138,5 @@ def test_programs_and_functions_are_scored_remotely(service: Service) -> None:
     program = {"inputs": ["1"], "outputs": ["2"]}
     assert compute_score("c", "def add(a, b): return a + b", function, sandbox_url=service.url)["score"] == 1.0
     assert compute_score("c", "print(int(input()) + 1)", program, sandbox_url=service.url)["score"] == 1.0
-    with pytest.raises(RewardError, match="two sandboxes"):
+    with pytest.raises(RewardError, match="two connected sandboxes"):
         compute_score("c", "x", ["assert x"], sandbox_url=service.url)

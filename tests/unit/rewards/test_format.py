@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.scorers.format import compute_score, sections_in_order
+from verl.rewards.scorers.format import compute_score, count_sections
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 
@@ -55,7 +55,7 @@ def test_what_the_template_wrote_counts_as_written() -> None:
 
 
 def test_other_tags_and_patterns() -> None:
-    assert sections_in_order("<plan>x</plan>", ("plan",)) == (1, "")
+    assert count_sections("<plan>x</plan>", ("plan",)) == (1, "")
     assert compute_score("form", "Answer: 4\n", None, pattern=r"Answer: \d+")["score"] == 1.0
     assert compute_score("form", "Answer: 4 or 5", None, pattern=r"Answer: \d+")["score"] == 0.0
     with pytest.raises(RewardError, match=r"pattern='\(' is not a regular expression"):

@@ -68,5 +68,5 @@ def test_long_nonsense_is_read_quickly(text: str) -> None:
 
 @pytest.mark.parametrize("truth", ["", "eighteen", "nan", None, "3/4"])
 def test_a_ground_truth_without_a_number_is_an_error(truth: object) -> None:
-    with pytest.raises(RewardError, match=r"holds no number; GSM8K rows need"):
+    with pytest.raises(RewardError, match=r"has no number; set reward_model.ground_truth to a number"):
         compute_score("gsm8k", "#### 18", truth)

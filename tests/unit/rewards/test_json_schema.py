@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.scorers.json_schema import answer_text, compute_score
+from verl.rewards.scorers.json_schema import compute_score, extract_json
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 
@@ -75,7 +75,7 @@ def test_any_value_is_valid_by_its_own_constant_and_none_other(value: object) ->
 
 @given(st.text())
 def test_what_stands_in_the_last_fence_counts(text: str) -> None:
-    assert answer_text(f"```json\n1\n```\n```json\n{json.dumps(text)}\n```") == json.dumps(text)
+    assert extract_json(f"```json\n1\n```\n```json\n{json.dumps(text)}\n```") == json.dumps(text)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +91,6 @@ def test_what_stands_in_the_last_fence_counts(text: str) -> None:
     ],
 )
 def test_a_ground_truth_that_is_no_schema_is_an_error(schema: object) -> None:
-    with pytest.raises(RewardError, match="is no JSON schema") as raised:
+    with pytest.raises(RewardError, match="is not a JSON schema") as raised:
         compute_score("json", GOOD, schema)
     assert "write it as JSON text" in str(raised.value)

@@ -166,7 +166,7 @@ def test_what_would_take_for_ever_is_not_begun(answer: str) -> None:
 @pytest.mark.parametrize("truth", ["", "\\frac{", "0/0", "10^{10^{10}}", "see the figure: $?!$", "5" * 3_000])
 def test_a_ground_truth_that_cannot_be_judged_by_is_an_error(truth: str) -> None:
     with pytest.raises(
-        RewardError, match=r"data_source 'math': math-verify cannot read the ground truth .*mend the row"
+        RewardError, match=r"data_source 'math': math-verify cannot parse the ground truth .*remove the row"
     ):
         score("5", truth)
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.scorers.qa import compute_score, exact_match, f1, normalise
+from verl.rewards.scorers.qa import compute_score, exact_match, f1, normalize
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 
@@ -23,14 +23,14 @@ def test_case_blanks_articles_and_punctuation_do_not_matter(text: str) -> None:
 @given(TEXT)
 def test_the_truth_itself_is_right_and_nothing_is_wrong(truth: str) -> None:
     assert exact_match(truth, truth) == 1.0
-    assert f1(truth, truth) == (1.0 if normalise(truth).split() else 0.0)
+    assert f1(truth, truth) == (1.0 if normalize(truth).split() else 0.0)
     assert exact_match("", truth) == f1("", truth) == 0.0
 
 
 @given(st.text(), st.text())
 def test_f1_is_symmetric_bounded_and_one_for_every_exact_match_with_words(one: str, other: str) -> None:
     assert 0.0 <= f1(one, other) == f1(other, one) <= 1.0
-    if exact_match(one, other) and normalise(one).split():
+    if exact_match(one, other) and normalize(one).split():
         assert f1(one, other) == 1.0
 
 
@@ -57,7 +57,7 @@ def test_a_truth_of_articles_alone_is_not_matched_by_nothing() -> None:
 
 @pytest.mark.parametrize("truth", ["", " ", [], ["Paris", ""], {"target": []}])
 def test_a_ground_truth_without_text_is_an_error(truth: object) -> None:
-    with pytest.raises(RewardError, match="must be the answer, or a list of answers"):
+    with pytest.raises(RewardError, match="ground_truth to the answer, or to a list of answers"):
         compute_score("nq", "Paris", truth)
 
 

@@ -212,7 +212,7 @@ def test_gsm8k_survives_any_text(text: str) -> None:
 
 
 def test_gsm8k_refuses_a_ground_truth_without_a_number() -> None:
-    with pytest.raises(RewardError, match="holds no number"):
+    with pytest.raises(RewardError, match="has no number"):
         gsm8k.compute_score("gsm8k", "#### 1", "one")
 
 

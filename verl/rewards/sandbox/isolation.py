@@ -18,18 +18,6 @@ import sysconfig
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = [
-    "ENVIRONMENT",
-    "KINDS",
-    "WARNINGS",
-    "build_command",
-    "build_seccomp_filter",
-    "can_limit_processes",
-    "choose_user",
-    "package_paths",
-    "python_command",
-]
-
 KINDS = ("bubblewrap", "namespaces", "limits")
 
 WARNINGS = {

@@ -8,8 +8,6 @@ import resource
 from collections.abc import Sequence
 from pathlib import Path
 
-__all__ = ["exceeds_disk", "list_descendants", "resident_bytes", "total_memory"]
-
 _PAGE = resource.getpagesize()
 _MAX_FILES = 10_000  # each costs kernel memory, which no limit on bytes counts
 _WRITABLE = ("/tmp", "/dev/shm")

@@ -1,8 +1,8 @@
-"""What runs inside the sandboxes of the code scorer: beside the answer (`serve`), and beside the tests (`judge`).
+"""The programs inside the sandboxes of the code scorer: `serve` runs the solution, `judge` runs the tests.
 
-Sent as text, so it imports the standard library alone. The answer never meets a test: it is asked for values, and what
-leaves its sandbox is text that is read as plain values. The tests run in a second sandbox, in which every name of the
-answer is a `Remote` that asks for those values. An answer that patches, exits or overrides equality does so alone.
+Sent as source, so it imports only the standard library. The solution never sees a test: it gets requests for values,
+and its replies are read as plain values. The tests run in a second sandbox, in which every name of the solution is a
+`Remote` that sends those requests. So a solution that patches, exits or overrides equality affects only itself.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
 from typing import IO, Any
 
-_MOST_ITEMS = 10_000
-_NUMBERS_AND_TEXT: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (int, int.__int__),
-    (float, float.__float__),
-    (str, str.__str__),
+_MAX_ITEMS = 10_000
+_SCALARS: Any = ((int, int.__int__), (float, float.__float__), (str, str.__str__))
+_COMMON_IMPORTS = (
+    "import bisect, collections, functools, heapq, itertools, math, re, string\nfrom collections import *\n"
 )
-_USUAL = "import bisect, collections, functools, heapq, itertools, math, re, string\nfrom collections import *\n"
-_USUAL += "from typing import *\n"  # answers in the form of a function often take these for granted
+_COMMON_IMPORTS += "from typing import *\n"  # solutions often rely on these
 
 
 def encode(value: Any, refer: Callable[[Any], str | int]) -> Any:
-    """A plain value as JSON that keeps tuples, sets, bytes and keys; any other by the mark that `refer` gives it."""
+    """Return a plain value as JSON that keeps tuples, sets, bytes and keys; other values as the id from `refer`."""
     if value is None or isinstance(value, bool):
         return value
-    for kind, read in _NUMBERS_AND_TEXT:
+    for kind, read in _SCALARS:
         if isinstance(value, kind):
-            return read(value)  # of a subclass, the value and none of its ways
+            return read(value)  # also of a subclass, whose methods are not called
     if isinstance(value, bytes):
         return {"bytes": value.hex()}
     for kind in (list, tuple, set, frozenset):
@@ -43,15 +41,15 @@ def encode(value: Any, refer: Callable[[Any], str | int]) -> Any:
     if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
         return encode(value.tolist(), refer)
     if isinstance(value, Iterator | range):
-        return {"iterator": [encode(item, refer) for item in itertools.islice(value, _MOST_ITEMS)]}
+        return {"iterator": [encode(item, refer) for item in itertools.islice(value, _MAX_ITEMS)]}
     return {"object": refer(value)}
 
 
-def decode(told: Any, remote: Callable[[str | int], Any] | None = None) -> Any:
-    """The value that `encode` told. Whoever wrote `told`, plain values are all that can come of it."""
-    if not isinstance(told, dict):
-        return told
-    ((kind, content),) = told.items()
+def decode(encoded: Any, remote: Callable[[str | int], Any] | None = None) -> Any:
+    """Return the value that `encode` wrote. Only plain values can result, whoever wrote `encoded`."""
+    if not isinstance(encoded, dict):
+        return encoded
+    ((kind, content),) = encoded.items()
     if kind == "bytes":
         return bytes.fromhex(content)
     if kind == "dict":
@@ -59,38 +57,34 @@ def decode(told: Any, remote: Callable[[str | int], Any] | None = None) -> Any:
     if kind == "object" and remote is not None:
         return remote(content)
     items = [decode(item, remote) for item in content]
-    make: dict[str, Callable[[list[Any]], Any]] = {
-        "list": list,
-        "tuple": tuple,
-        "set": set,
-        "frozenset": frozenset,
-        "iterator": iter,
-    }
-    return make[kind](items)
+    types: Any = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset, "iterator": iter}
+    return types[kind](items)
 
 
-def request(target: str | int, attribute: str | None, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> str:
-    """One line that asks for an attribute of a name or an object, or, with `args`, for the value of a call."""
-    told = {} if args is None else {"args": encode(list(args), _mark), "kwargs": encode(kwargs, _mark)}
-    return json.dumps({"target": target, "attribute": attribute, **told})
+def format_request(
+    target: str | int, attribute: str | None, args: tuple[Any, ...] | None, kwargs: dict[str, Any]
+) -> str:
+    """Return one line that requests an attribute of a name or object or, with `args`, the result of a call."""
+    call = {} if args is None else {"args": encode(list(args), _get_target), "kwargs": encode(kwargs, _get_target)}
+    return json.dumps({"target": target, "attribute": attribute, **call})
 
 
-def _mark(value: Any) -> str | int:
-    """What the answer itself gave may be handed back to it."""
+def _get_target(value: Any) -> str | int:
+    """Objects of the solution may be passed back to it."""
     if not isinstance(value, Remote):
-        raise TypeError(f"a {type(value).__name__} is no plain value")
+        raise TypeError(f"a {type(value).__name__} is not a plain value")
     return value._target
 
 
 def serve() -> None:
-    """Loads the answer, then reads requests and writes a line for each. What the answer prints goes nowhere."""
-    requests, replies = _channel(0, "r"), _channel(1, "w")
-    module = ModuleType("answer")
-    sys.modules["answer"] = module
-    answer = vars(module)
-    exec(_USUAL, answer)
-    with open("answer.py") as file:
-        exec(compile(file.read(), "answer.py", "exec"), answer)
+    """Load the solution, then write one line per request. What the solution prints is discarded."""
+    requests, replies = _take_over(0, "r"), _take_over(1, "w")
+    module = ModuleType("solution")
+    sys.modules["solution"] = module
+    solution = vars(module)
+    exec(_COMMON_IMPORTS, solution)
+    with open("solution.py") as file:
+        exec(compile(file.read(), "solution.py", "exec"), solution)
     objects: list[Any] = []
 
     def refer(value: Any) -> int:
@@ -99,40 +93,40 @@ def serve() -> None:
 
     for line in requests:
         try:
-            replies.write(json.dumps({"value": encode(_do(json.loads(line), answer, objects), refer)}) + "\n")
-        except Exception as error:  # noqa: BLE001 - of the answer's: told to whoever asked
+            replies.write(json.dumps({"value": encode(_evaluate(json.loads(line), solution, objects), refer)}) + "\n")
+        except Exception as error:  # noqa: BLE001 - raised by the solution: sent to the tests
             replies.write(json.dumps({"error": type(error).__name__, "message": str(error)[:500]}) + "\n")
         replies.flush()
 
 
-def _do(asked: dict[str, Any], answer: dict[str, Any], objects: list[Any]) -> Any:
+def _evaluate(request: dict[str, Any], solution: dict[str, Any], objects: list[Any]) -> Any:
     def find(target: str | int) -> Any:
         if isinstance(target, int):
             return objects[target]
-        if target in answer or "Solution" not in answer:
-            return answer[target]
-        return getattr(answer["Solution"](), target)  # a method, as on sites where an answer is a class
+        if target in solution or "Solution" not in solution:
+            return solution[target]
+        return getattr(solution["Solution"](), target)  # a method, in the style of LeetCode
 
-    found = find(asked["target"])
-    if asked["attribute"] is not None:
-        found = getattr(found, asked["attribute"])
-    return found(*decode(asked["args"], find), **decode(asked["kwargs"], find)) if "args" in asked else found
+    value = find(request["target"])
+    if request["attribute"] is not None:
+        value = getattr(value, request["attribute"])
+    return value(*decode(request["args"], find), **decode(request["kwargs"], find)) if "args" in request else value
 
 
 class RemoteError(Exception):
-    """The answer raised something that is no plain exception of Python's."""
+    """An exception of the solution that is not a built-in one."""
 
 
-class _GoneError(BaseException):
-    """The answer's process has ended: no `except Exception` of a test mistakes that for an answer."""
+class _SolutionExitedError(BaseException):
+    """The process of the solution has ended. Not an Exception, so that no test catches it."""
 
 
-class _CannotAskError(BaseException):
-    """The test hands the answer something that is no plain value."""
+class _InvalidTestError(BaseException):
+    """The test passes a value to the solution that is not plain."""
 
 
 class Remote:
-    """A name or an object of the answer: can be called, has attributes, and is equal to nothing, not even unequal."""
+    """A name or object of the solution: it can be called and has attributes, but cannot be compared."""
 
     def __init__(self, ask: Callable[..., Any], target: str | int) -> None:
         self._ask, self._target = ask, target
@@ -146,56 +140,53 @@ class Remote:
         return self._ask(self._target, name, None, {})
 
     def _refuse(self, *_: Any) -> Any:
-        raise TypeError("the answer gave an object where the test compares a value")
+        raise TypeError("the solution returned an object where the test compares a value")
 
     __eq__ = __ne__ = __bool__ = _refuse
     __hash__ = None  # type: ignore[assignment]
 
 
 def judge() -> None:
-    """Runs the tests of `tests.json` and writes `pass`, `fail` or `cannot ask` for each, as far as it comes."""
-    replies, requests, verdicts = _channel(0, "r"), _channel(1, "w"), _channel(2, "w")
+    """Run the tests of `tests.json`, and write `pass`, `fail` or `invalid` for each until the solution exits."""
+    replies, requests, verdicts = _take_over(0, "r"), _take_over(1, "w"), _take_over(2, "w")
 
     def ask(target: str | int, attribute: str | None, args: tuple[Any, ...] | None, kwargs: dict[str, Any]) -> Any:
         try:
-            line = request(target, attribute, args, kwargs)
+            line = format_request(target, attribute, args, kwargs)
         except TypeError as error:
-            raise _CannotAskError(str(error)) from None
+            raise _InvalidTestError(str(error)) from None
         try:
             requests.write(line + "\n")
             requests.flush()
             reply = json.loads(replies.readline())
         except (OSError, ValueError):
-            raise _GoneError from None
+            raise _SolutionExitedError from None
         if "error" in reply:
-            raise _as_raised(reply["error"], reply["message"])
-        return decode(reply["value"], lambda number: Remote(ask, number))
+            raise _make_exception(reply["error"], reply["message"])
+        return decode(reply["value"], lambda index: Remote(ask, index))
 
     with open("tests.json") as file:
-        told = json.load(file)
-    for test in told["tests"]:
-        space = {"__name__": "tests", **{name: Remote(ask, name) for name in told["names"]}}
+        task = json.load(file)
+    for test in task["tests"]:
+        namespace = {"__name__": "tests", **{name: Remote(ask, name) for name in task["names"]}}
         try:
-            exec(compile(told["setup"] + "\n" + test, "tests.py", "exec"), space)
+            exec(compile(task["setup"] + "\n" + test, "tests.py", "exec"), namespace)
             verdict = "pass"
-        except _GoneError:
+        except _SolutionExitedError:
             return
-        except _CannotAskError as error:
-            verdict = f"cannot ask: {error}"
-        except BaseException as error:  # noqa: BLE001 - a failed assertion, or what a wrong value led to
+        except _InvalidTestError as error:
+            verdict = f"invalid: {error}"
+        except BaseException as error:  # noqa: BLE001 - a failed assertion, or the effect of a wrong value
             verdict = f"fail: {type(error).__name__}"
         verdicts.write(verdict + "\n")
         verdicts.flush()
 
 
-def _as_raised(name: str, message: str) -> Exception:
-    """The exception to raise for one of the answer's. StopIteration would end a test's loop as if it had passed."""
-    kind = getattr(builtins, str(name), None)
-    if (
-        isinstance(kind, type)
-        and issubclass(kind, Exception)
-        and not issubclass(kind, StopIteration | StopAsyncIteration)
-    ):
+def _make_exception(name: str, message: str) -> Exception:
+    """Return the exception to raise for one of the solution. A StopIteration would end a loop of the test early."""
+    kind: Any = getattr(builtins, str(name), None)
+    is_exception = isinstance(kind, type) and issubclass(kind, Exception)
+    if is_exception and not issubclass(kind, StopIteration | StopAsyncIteration):
         try:
             return kind(message)
         except TypeError:
@@ -203,10 +194,10 @@ def _as_raised(name: str, message: str) -> Exception:
     return RemoteError(f"{name}: {message}")
 
 
-def _channel(fd: int, mode: str) -> IO[str]:
-    """The descriptor as a channel of its own; its number then leads nowhere, so that nothing printed gets in."""
+def _take_over(fd: int, mode: str) -> IO[str]:
+    """Return the file of a descriptor, and redirect its number to /dev/null, so that prints do not reach the file."""
     channel = os.fdopen(os.dup(fd), mode)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, fd)
-    os.close(nowhere)
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, fd)
+    os.close(null)
     return channel

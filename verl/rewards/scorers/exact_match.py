@@ -1,4 +1,4 @@
-"""The plainest scorer: the answer is the ground truth, or it is not."""
+"""Exact match: the whole response equals the ground truth."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ __all__ = ["compute_score"]
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 when the answer equals the ground truth, blanks around either aside; else 0.0."""
+    """Return 1.0 if the response equals the ground truth, ignoring surrounding whitespace; else 0.0."""
     return float(solution_str.strip() == str(ground_truth).strip())

@@ -1,6 +1,6 @@
-"""Form alone: sections in tags, such as `<think>...</think><answer>...</answer>`, or a regular expression.
+"""Format only: sections in tags, such as `<think>...</think><answer>...</answer>`, or a regular expression.
 
-It knows nothing of what is right, so it is a part of a reward and not one by itself.
+It does not check correctness, so it is meant as one part of a reward.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "sections_in_order"]
+__all__ = ["compute_score", "count_sections"]
 
 
 def compute_score(
@@ -25,36 +25,36 @@ def compute_score(
     pattern: str | None = None,
     partial: float = 0.0,
 ) -> dict[str, float]:
-    """1.0 when the whole answer is the sections `tags`, in order, each once and filled; or matches `pattern`, if given.
+    """Return 1.0 if the response is exactly the sections `tags`, in order and not empty, or matches `pattern` if given.
 
-    Else `partial` times the share of the sections that are there once, closed and in order. `prefix` is what the chat
-    template has written already, such as `<think>`. The ground truth is not looked at.
+    Otherwise return `partial` times the fraction of sections that occur once, closed and in order. `prefix` is text
+    that the chat template already wrote, such as `<think>`. The ground truth is not used.
     """
     text = (prefix + solution_str).strip()
     if pattern is not None:
         try:
             well_formed = re.fullmatch(pattern, text, re.DOTALL) is not None
         except re.error as error:
-            raise RewardError(f"format: pattern={pattern!r} is not a regular expression ({error}); mend it") from None
+            raise RewardError(f"format: pattern={pattern!r} is not a regular expression ({error}); fix it") from None
         return {"score": float(well_formed), "well_formed": float(well_formed)}
-    found, outside = sections_in_order(text, tags)
-    well_formed = found == len(tags) and not outside
-    return {"score": 1.0 if well_formed else partial * found / len(tags), "well_formed": float(well_formed)}
+    count, outside = count_sections(text, tags)
+    well_formed = count == len(tags) and not outside
+    return {"score": 1.0 if well_formed else partial * count / len(tags), "well_formed": float(well_formed)}
 
 
-def sections_in_order(text: str, tags: Sequence[str]) -> tuple[int, str]:
-    """How many sections are there once, filled, and after the one before; and the text outside of them.
+def count_sections(text: str, tags: Sequence[str]) -> tuple[int, str]:
+    """Return how many sections occur once, not empty, and after the previous one; and the text outside of them.
 
-    >>> sections_in_order("<think>2 + 2</think> so <answer>4</answer>", ("think", "answer"))
+    >>> count_sections("<think>2 + 2</think> so <answer>4</answer>", ("think", "answer"))
     (2, 'so')
     """
-    place, found, outside = 0, 0, ""
+    position, count, outside = 0, 0, ""
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"
-        start, end = text.find(opening, place), text.find(closing, place)
-        once = text.count(opening) == text.count(closing) == 1
-        if once and 0 <= start < end and text[start + len(opening) : end].strip():
-            outside += text[place:start]
-            place = end + len(closing)
-            found += 1
-    return found, (outside + text[place:]).strip()
+        start, end = text.find(opening, position), text.find(closing, position)
+        is_unique = text.count(opening) == text.count(closing) == 1
+        if is_unique and 0 <= start < end and text[start + len(opening) : end].strip():
+            outside += text[position:start]
+            position = end + len(closing)
+            count += 1
+    return count, (outside + text[position:]).strip()

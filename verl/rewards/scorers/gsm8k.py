@@ -1,4 +1,4 @@
-"""GSM8K: the answer is the number after the last `####`, as in the data set's own solutions."""
+"""GSM8K: the number after the last `####`, as in the solutions of the data set."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ __all__ = ["compute_score", "final_number"]
 
 _NUMBER = re.compile(
     r"[\s*]*(?P<sign>-?)\$?(?P<minus>-?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
-    # Not a piece of something else: a longer number, a list without blanks, a fraction, a formula, a range.
+    # Not part of a longer number, a list without spaces, a fraction, a formula or a range.
     r"(?![\d,.]*\d|[eE][-+]?\d|\s*[-+*/^=×÷:]\s*[\d(])"
 )
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number right after the last `####` that has one, without thousands separators; None when there is none.
+    """Return the number right after the last `####` that has one, without thousands separators; None without one.
 
-    A dollar sign and bold type are passed over. What is more than one number (`18/2`, `17-19`, `1,2,3`) is none.
+    A dollar sign and bold type are skipped. More than one number (`18/2`, `17-19`, `1,2,3`) counts as none.
 
     >>> final_number("5 * 250 = 1250\\n#### 1,250")
     Decimal('1250')
     """
     for piece in reversed(text.replace("−", "-").split("####")[1:]):
-        if found := _NUMBER.match(piece):
-            sign = -1 if found["sign"] or found["minus"] else 1
-            return sign * Decimal(found["digits"].replace(",", ""))
+        if match := _NUMBER.match(piece):
+            sign = -1 if match["sign"] or match["minus"] else 1
+            return sign * Decimal(match["digits"].replace(",", ""))
     return None
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> float:
-    """1.0 when the marked number equals the ground truth (a number, or a whole solution that ends in `#### number`)."""
+    """Return 1.0 if the final number equals the ground truth (a number, or a solution that ends in `#### number`)."""
     truth = str(ground_truth)
     expected = final_number(truth if "####" in truth else f"#### {truth}")
     if expected is None:
         raise RewardError(
-            f"data_source {data_source!r}: the ground truth {truth[:80]!r} holds no number; GSM8K rows need a number, "
-            "or a solution that ends in '#### number', in reward_model.ground_truth"
+            f"data_source {data_source!r}: the ground truth {truth[:80]!r} has no number; set "
+            "reward_model.ground_truth to a number, or to a solution that ends in '#### number'"
         )
     return float(final_number(solution_str) == expected)

@@ -1,7 +1,7 @@
-"""JSON by a schema: the answer is JSON that is valid by the row's own JSON schema, or it is not.
+"""JSON schema: the response is JSON that is valid under the schema of its row.
 
-What stands in the last fenced block counts, or the whole answer where there is none; thoughts up to `</think>` are left
-out. Nothing is searched for in prose: an answer that must be dug out is not one that a program can use.
+Graded is the last fenced block after `</think>`, or all of that text without one. JSON is not searched for in prose:
+no program could use such a response.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from verl.errors import RewardError
 
-__all__ = ["answer_text", "compute_score"]
+__all__ = ["compute_score", "extract_json"]
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 
@@ -21,26 +21,26 @@ _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    """1.0 when the answer is valid by the ground truth: a JSON schema, as text or as a dict. `parsed`: it is JSON."""
+    """Return 1.0 if the response is valid under the ground truth: a JSON schema, as text or dict."""
     text = ground_truth if isinstance(ground_truth, str) else json.dumps(ground_truth)
     validator = _validator(data_source, text)
     try:
-        answer = json.loads(answer_text(solution_str), object_pairs_hook=_unique, parse_constant=_refuse)
+        value = json.loads(extract_json(solution_str), object_pairs_hook=_reject_duplicates, parse_constant=_reject)
     except (ValueError, RecursionError):
         return {"score": 0.0, "acc": 0.0, "parsed": 0.0}
     from referencing.exceptions import Unresolvable
 
     try:
-        valid = float(validator.is_valid(answer))
+        valid = float(validator.is_valid(value))
     except Unresolvable as error:
-        raise _bad_schema(data_source, text, error) from error
+        raise _schema_error(data_source, text, error) from error
     return {"score": valid, "acc": valid, "parsed": 1.0}
 
 
-def answer_text(text: str) -> str:
-    """The last fenced block, else everything.
+def extract_json(text: str) -> str:
+    """Return the last fenced block, or everything without one.
 
-    >>> answer_text('<think>{}</think> Here it is:\\n```json\\n{"a": 1}\\n```')
+    >>> extract_json('<think>{}</think> Here it is:\\n```json\\n{"a": 1}\\n```')
     '{"a": 1}'
     """
     text = text.rpartition("</think>")[2]
@@ -62,24 +62,24 @@ def _validator(data_source: str, text: str) -> Any:
         kind = validator_for(schema)
         kind.check_schema(schema)
     except (ValueError, TypeError, AttributeError, SchemaError) as error:
-        raise _bad_schema(data_source, text, error) from error
-    return kind(schema, registry=Registry())  # an own registry: a $ref is never fetched from the network
+        raise _schema_error(data_source, text, error) from error
+    return kind(schema, registry=Registry())  # an empty registry: a $ref is never fetched from the network
 
 
-def _bad_schema(data_source: str, text: str, error: Exception) -> RewardError:
+def _schema_error(data_source: str, text: str, error: Exception) -> RewardError:
     reason = getattr(error, "message", None) or str(error)
     return RewardError(
-        f"data_source {data_source!r}: the ground truth {text[:200]!r} is no JSON schema ({reason.splitlines()[0]}); "
-        "reward_model.ground_truth must be a complete schema; write it as JSON text, since columns of dicts in parquet "
-        "gain every key of every row"
+        f"data_source {data_source!r}: the ground truth {text[:200]!r} is not a JSON schema "
+        f"({reason.splitlines()[0]}); set reward_model.ground_truth to a complete schema, and write it as JSON text: "
+        "dicts in Parquet columns gain the keys of all rows"
     )
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _reject_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len({key for key, _ in pairs}) < len(pairs):
-        raise ValueError("a key twice")
+        raise ValueError("duplicate key")
     return dict(pairs)
 
 
-def _refuse(constant: str) -> NoReturn:
+def _reject(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")

@@ -1,12 +1,11 @@
-r"""MATH and its kin: what stands in the last `\boxed{...}`, held against the ground truth by math-verify.
+r"""MATH and similar: the content of the last `\boxed{...}`, compared with the ground truth by math-verify.
 
-The last box counts, whatever stands before it; an answer without one, or one that cannot be read as maths, is wrong. So
-is one that leaves the work to the grader: a sum, an integral or a limit where the ground truth has none. A ground truth
-that cannot be read is an error.
+A response without a box, or with one that cannot be parsed, is wrong. So is one that leaves the work to the grader: a
+sum, an integral or a limit where the ground truth has none. A ground truth that cannot be parsed is an error.
 
-math-verify's own limits of time are switched off: they are alarm signals, which fail outside of a main thread, and in
-one end as "not equal", a 0 that nobody sees. What would take for ever is not begun (`math_limits`); the rest is
-bounded by the deadline of whoever calls.
+The timeouts of math-verify are disabled: they are alarm signals, which fail outside the main thread, and inside it end
+as "not equal", a wrong 0. Expressions that would take too long are not evaluated (`math_limits`); the caller's deadline
+bounds the rest.
 """
 
 from __future__ import annotations
@@ -19,54 +18,54 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.scorers.math_limits import is_immense, plainly_differ
+from verl.rewards.scorers.math_limits import differ_at_a_point, is_too_large
 
 __all__ = ["compute_score", "last_boxed"]
 
-LONGEST = 1_000  # characters
-DEEPEST = 12  # arguments in braces; other brackets, at which the parser tries everything twice, count double
+MAX_LENGTH = 1_000  # characters
+MAX_DEPTH = 12  # arguments in braces; other brackets, where the parser backtracks, count twice
 
-_UNDONE = ("Sum", "Product", "Integral", "Limit", "Derivative")
+_UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
 _BRACKET = re.compile(
     r"(?P<argument>(?<=[A-Za-z^_}\]])\{)|(?P<open>[(\[{]|\\l(?:floor|ceil)\b)|[)\]}]|\\r(?:floor|ceil)\b"
 )
-# Computed while it is read, so its size must be known before.
-_HOPELESS = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
+# Evaluated while parsing, so its size must be checked before.
+_TOO_LARGE = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
 
 
 def compute_score(
     data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
 ) -> dict[str, float]:
-    r"""1.0 when the last box equals the ground truth: an answer in LaTeX, or a solution that holds a `\boxed` one.
+    r"""Return 1.0 if the last box equals the ground truth: an answer in LaTeX, or a solution with a `\boxed` one.
 
-    `parsed` says whether the box could be read; `undecided` whether math-verify failed to compare what it had read. It
-    does so for some pairs of different forms, such as x > 3 and x \neq 3, and they count as different.
+    `parsed` is whether the box could be parsed, `undecided` whether math-verify failed to compare it, as it does for
+    some pairs of different forms, such as x > 3 and x \neq 3; they count as different.
     """
-    truth = _truth(str(ground_truth))
+    truth = _parse_truth(str(ground_truth))
     boxed = last_boxed(solution_str)
-    answer = _read(boxed) if boxed is not None else _NOTHING
+    answer = _parse(boxed) if boxed is not None else _NOTHING
     if answer.text and answer.text == truth.text:
-        return _outcome(right=True)
+        return _result(is_right=True)
     if truth.value is None:
         raise RewardError(
-            f"data_source {data_source!r}: math-verify cannot read the ground truth {str(ground_truth)[:200]!r}; "
-            "reward_model.ground_truth must be one answer in LaTeX, such as \\frac{1}{2}, or a solution with a \\boxed "
-            "one: mend the row or drop it"
+            f"data_source {data_source!r}: math-verify cannot parse the ground truth {str(ground_truth)[:200]!r}; "
+            "set reward_model.ground_truth to one answer in LaTeX, such as \\frac{1}{2}, or to a solution with a "
+            "\\boxed one, or remove the row"
         )
-    if answer.value is None or (_leaves_work(answer.value) and not _leaves_work(truth.value)):
-        return _outcome(parsed=answer.value is not None)
-    if not truth.percent and not answer.percent and plainly_differ(truth.value, answer.value):
-        return _outcome()
+    if answer.value is None or (_is_unevaluated(answer.value) and not _is_unevaluated(truth.value)):
+        return _result(is_parsed=answer.value is not None)
+    if not truth.is_percent and not answer.is_percent and differ_at_a_point(truth.value, answer.value):
+        return _result()
     try:
-        return _outcome(right=_equal(truth, answer))
+        return _result(is_right=_are_equal(truth, answer))
     except MemoryError:
         raise
-    except Exception:  # noqa: BLE001 - foreign code on foreign text; what it is worth is said above
-        return _outcome(undecided=True)
+    except Exception:  # noqa: BLE001 - math-verify on arbitrary text
+        return _result(is_undecided=True)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last `\boxed{...}` or `\fbox{...}`; None without one, or if it is never closed.
+    r"""Return the content of the last `\boxed{...}` or `\fbox{...}`; None without one, or if it is not closed.
 
     >>> last_boxed(r"\boxed{1}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
@@ -82,73 +81,70 @@ def last_boxed(text: str) -> str | None:
 
 @dataclass(frozen=True, slots=True)
 class _Answer:
-    """An answer as tidied text, as a sympy expression (None when it cannot be read), and whether it ended in a %."""
+    """An answer as cleaned text, as a sympy expression (None if it cannot be parsed), and whether it ends in a %."""
 
     text: str
     value: Any
-    percent: bool
+    is_percent: bool
 
 
 _NOTHING = _Answer("", None, False)
 
 
 @lru_cache(maxsize=256)
-def _truth(ground_truth: str) -> _Answer:
-    """A ground truth is of use if math-verify can read it and finds it equal to itself: not so for 0/0."""
+def _parse_truth(ground_truth: str) -> _Answer:
+    """Return the parsed ground truth, without a value if it does not equal itself, like 0/0."""
     boxed = last_boxed(ground_truth)
-    truth = _read(ground_truth if boxed is None else boxed)
+    truth = _parse(ground_truth if boxed is None else boxed)
     try:
-        return truth if truth.value is not None and _equal(truth, truth) else replace(truth, value=None)
-    except Exception:  # noqa: BLE001 - the reader of the message can do nothing with the library's traceback
+        return truth if truth.value is not None and _are_equal(truth, truth) else replace(truth, value=None)
+    except Exception:  # noqa: BLE001 - the traceback of the library would not help the user
         return replace(truth, value=None)
 
 
 @lru_cache(maxsize=256)
-def _read(answer: str) -> _Answer:
+def _parse(answer: str) -> _Answer:
     text = " ".join(answer.replace("$", " ").split())
-    percent = re.search(r"%\W*$", text) is not None
-    text = re.sub(r"\s*\\?%", "", text)  # math-verify 0.9 fails on a percent sign, and says nothing
-    if not text or len(text) > LONGEST or _depth(text) > DEEPEST or _HOPELESS.search(text):
-        return _Answer(text, None, percent)
+    is_percent = re.search(r"%\W*$", text) is not None
+    text = re.sub(r"\s*\\?%", "", text)  # math-verify 0.9 fails silently on a percent sign
+    if not text or len(text) > MAX_LENGTH or _bracket_depth(text) > MAX_DEPTH or _TOO_LARGE.search(text):
+        return _Answer(text, None, is_percent)
     try:
-        value = _parse(text)
-        return _Answer(text, None if is_immense(value) else value, percent)
+        value = _parse_latex(text)
+        return _Answer(text, None if is_too_large(value) else value, is_percent)
     except RecursionError:
-        return _Answer(text, None, percent)
+        return _Answer(text, None, is_percent)
 
 
-def _parse(text: str) -> Any:
+def _parse_latex(text: str) -> Any:
     library = _math_verify()
-    found = library.parse(
+    values = library.parse(
         f"$${text}$$",
         [library.LatexExtractionConfig(boxed_match_priority=-1)],
-        fallback_mode="no_fallback",  # only what was understood
-        extraction_mode="first_match",  # no second choice when the last is not
+        fallback_mode="no_fallback",  # only a complete parse
+        extraction_mode="first_match",  # no other candidate if the first fails
         parsing_timeout=None,
         raise_on_error=True,
     )
-    return found[0] if found else None
+    return values[0] if values else None
 
 
-def _equal(truth: _Answer, answer: _Answer) -> bool:
-    """Whether they are the same, 50% being 50 and 0.5 alike where the other has no percent sign."""
+def _are_equal(truth: _Answer, answer: _Answer) -> bool:
+    """Return whether they are equal; 50% is both 50 and 0.5 if the other has no percent sign."""
 
-    def readings(one: _Answer, other: _Answer) -> list[Any]:
-        is_both = one.percent and not other.percent and getattr(one.value, "is_number", False)
-        return [one.value, one.value / 100] if is_both else [one.value]
+    def values(one: _Answer, other: _Answer) -> list[Any]:
+        is_ambiguous = one.is_percent and not other.is_percent and getattr(one.value, "is_number", False)
+        return [one.value, one.value / 100] if is_ambiguous else [one.value]
 
-    return bool(
-        _math_verify().verify(
-            readings(truth, answer), readings(answer, truth), timeout_seconds=None, raise_on_error=True
-        )
-    )
+    verify = _math_verify().verify
+    return bool(verify(values(truth, answer), values(answer, truth), timeout_seconds=None, raise_on_error=True))
 
 
-def _leaves_work(expression: Any) -> bool:
-    return type(expression).__name__ in _UNDONE or any(map(_leaves_work, getattr(expression, "args", ())))
+def _is_unevaluated(expression: Any) -> bool:
+    return type(expression).__name__ in _UNEVALUATED or any(map(_is_unevaluated, getattr(expression, "args", ())))
 
 
-def _depth(text: str) -> int:
+def _bracket_depth(text: str) -> int:
     depth = deepest = 0
     open_brackets: list[int] = []
     for bracket in _BRACKET.finditer(text):
@@ -161,8 +157,9 @@ def _depth(text: str) -> int:
     return deepest
 
 
-def _outcome(*, right: bool = False, parsed: bool = True, undecided: bool = False) -> dict[str, float]:
-    return {"score": float(right), "acc": float(right), "parsed": float(parsed), "undecided": float(undecided)}
+def _result(*, is_right: bool = False, is_parsed: bool = True, is_undecided: bool = False) -> dict[str, float]:
+    right = float(is_right)
+    return {"score": right, "acc": right, "parsed": float(is_parsed), "undecided": float(is_undecided)}
 
 
 @lru_cache(maxsize=1)
@@ -171,8 +168,8 @@ def _math_verify() -> ModuleType:
         import math_verify
     except ImportError as error:
         raise RewardError(
-            f"the scorer for MATH needs math-verify, which cannot be imported here ({error}); "
+            f"The math scorer needs math-verify, which cannot be imported ({error}); "
             "install it with: pip install 'verl[math]'"
         ) from error
-    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its limits of time are off: they are
+    logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
     return math_verify

@@ -1,6 +1,6 @@
-"""Questions with short answers: exact match and F1 over words, after the usual normalisation of SQuAD.
+"""Questions with short answers: exact match and word F1 with the normalization of SQuAD.
 
-What stands in the last `<answer>...</answer>` counts, or the whole answer where there is none.
+Graded is the last `<answer>...</answer>`, or the whole response without one.
 """
 
 from __future__ import annotations
@@ -12,34 +12,34 @@ from typing import Any, Literal
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "exact_match", "f1", "normalise"]
+__all__ = ["compute_score", "exact_match", "f1", "normalize"]
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalise(text: str) -> str:
-    """Small letters without punctuation, articles and extra blanks; the plain text where nothing would be left.
+def normalize(text: str) -> str:
+    """Return the text in lowercase without punctuation, articles and extra spaces; with them if nothing else is left.
 
-    >>> normalise("The  Beatles!"), normalise("A")
+    >>> normalize("The  Beatles!"), normalize("A")
     ('beatles', 'a')
     """
-    small = " ".join(text.lower().split())
-    return " ".join(_ARTICLES.sub(" ", small.translate(_PUNCTUATION)).split()) or small
+    lower = " ".join(text.lower().split())
+    return " ".join(_ARTICLES.sub(" ", lower.translate(_PUNCTUATION)).split()) or lower
 
 
 def exact_match(answer: str, truth: str) -> float:
-    """1.0 when both are the same after normalisation."""
-    return float(normalise(answer) == normalise(truth))
+    """Return 1.0 if both are equal after normalization."""
+    return float(normalize(answer) == normalize(truth))
 
 
 def f1(answer: str, truth: str) -> float:
-    """The harmonic mean of the share of the answer's words that are right, and of the truth's words that are there.
+    """Return the harmonic mean of precision and recall over words.
 
     >>> f1("in Paris, France", "Paris")
     0.5
     """
-    given, expected = normalise(answer).split(), normalise(truth).split()
+    given, expected = normalize(answer).split(), normalize(truth).split()
     common = (Counter(given) & Counter(expected)).total()
     return 2 * common / (len(given) + len(expected)) if common else 0.0
 
@@ -52,25 +52,25 @@ def compute_score(
     *,
     metric: Literal["exact", "f1"] = "exact",
 ) -> dict[str, float]:
-    """The best of all ground truths: one text, several, or `{"target": ...}` of either. `metric` chooses the score."""
+    """Return the best score over all ground truths: a text, a list of texts, or `{"target": ...}` with either."""
     if metric not in ("exact", "f1"):
         raise RewardError(f"qa: metric={metric!r} is unknown; choose 'exact' or 'f1'")
-    truths = _texts(ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth)
+    truths = _to_texts(ground_truth["target"] if isinstance(ground_truth, dict) else ground_truth)
     if not truths or not all(truth.strip() for truth in truths):
         raise RewardError(
-            f"data_source {data_source!r}: the ground truth {str(ground_truth)[:80]!r} holds no text, or an empty one; "
-            "reward_model.ground_truth must be the answer, or a list of answers"
+            f"data_source {data_source!r}: the ground truth {str(ground_truth)[:80]!r} is empty or has an empty "
+            "text; set reward_model.ground_truth to the answer, or to a list of answers"
         )
-    answer = _answer(solution_str)
+    answer = _extract_answer(solution_str)
     exact = max(exact_match(answer, truth) for truth in truths)
     overlap = max(f1(answer, truth) for truth in truths)
     return {"score": exact if metric == "exact" else overlap, "acc": exact, "f1": overlap}
 
 
-def _texts(truth: Any) -> list[str]:
+def _to_texts(truth: Any) -> list[str]:
     return [str(truth)] if isinstance(truth, str) or not hasattr(truth, "__iter__") else [str(each) for each in truth]
 
 
-def _answer(text: str) -> str:
+def _extract_answer(text: str) -> str:
     start = text.rfind("<answer>")
     return text if start < 0 else text[start + len("<answer>") :].partition("</answer>")[0]

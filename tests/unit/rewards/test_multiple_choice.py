@@ -95,7 +95,7 @@ def test_ground_truths_are_letters_or_indices_within_the_letters_of_the_row() ->
     assert compute_score("mmlu", "The answer is C", 2) == 1.0
     assert compute_score("mmlu", "The answer is E", "D", letters="ABCD") == 0.0
     for truth in ("E", "AB", "", 4, "Paris"):
-        with pytest.raises(RewardError, match="must be one of the letters ABCD, or an index from 0 to 3"):
+        with pytest.raises(RewardError, match="to one of the letters ABCD, or an index from 0 to 3"):
             compute_score("mmlu", "The answer is E", truth, letters="ABCD")
 
 
