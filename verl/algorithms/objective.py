@@ -53,24 +53,15 @@ class ValueOutput(NamedTuple):
 class Batch(Protocol):
     """A micro-batch: mask [T], offsets [B+1]; the others are [T], or None if not computed."""
 
-    @property
-    def mask(self) -> Tensor: ...
-    @property
-    def offsets(self) -> Tensor: ...
-    @property
-    def old_logprobs(self) -> Tensor | None: ...
-    @property
-    def ref_logprobs(self) -> Tensor | None: ...
-    @property
-    def advantages(self) -> Tensor | None: ...
-    @property
-    def values(self) -> Tensor | None: ...
-    @property
-    def returns(self) -> Tensor | None: ...
-    @property
-    def weights(self) -> Tensor | None: ...
-    @property
-    def chosen(self) -> Tensor | None: ...
+    mask: Tensor
+    offsets: Tensor
+    old_logprobs: Tensor | None
+    ref_logprobs: Tensor | None
+    advantages: Tensor | None
+    values: Tensor | None
+    returns: Tensor | None
+    weights: Tensor | None
+    chosen: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)

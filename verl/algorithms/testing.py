@@ -9,11 +9,8 @@ responses in any order, a response without generated tokens, ranks without respo
 
 from __future__ import annotations
 
-import itertools
 import random
-import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
@@ -78,46 +75,37 @@ def check_loss(loss: LossFunction, options: LossOptions | None = None) -> None:
 def run_on_ranks(parts: Sequence[Part], run: Callable[[Part, int, Callable[[Tensor], Tensor]], Result]) -> list[Result]:
     """Call `run(part, rank, gather)` on every part, as if each were on a separate rank.
 
-    The ranks are threads that take turns: each runs until it gathers or ends, then the next one.
+    `run` must be pure: it is called again after every gather, with the results of all gathers before.
     """
-    world, turns, running = len(parts), [threading.Semaphore(0) for _ in parts], list(range(len(parts)))
-    gathered: list[list[Tensor]] = []
-
-    def pass_turn(rank: int) -> None:
-        if running:
-            turns[min(running, key=lambda other: (other - rank - 1) % world)].release()
-
-    def run_rank(rank: int) -> Result:
-        rounds = itertools.count()
-
-        def gather(rows: Tensor) -> Tensor:
-            if (k := next(rounds)) == len(gathered):
-                gathered.append([])
-            gathered[k].append(rows)
-            pass_turn(rank)
-            turns[rank].acquire()
-            if len(gathered[k]) < world:
-                raise _MissingRankError("invariant violated: all ranks gather equally often, even without sequences")
-            return torch.cat(gathered[k])
-
-        turns[rank].acquire()
-        try:
-            return run(parts[rank], rank, gather)
-        finally:
-            running.remove(rank)
-            pass_turn(rank)
-
-    with ThreadPoolExecutor(world) as pool:
-        futures = [pool.submit(run_rank, rank) for rank in range(world)]
-        turns[0].release()
-    errors = [error for future in futures if (error := future.exception())]
-    if errors:  # prefer the cause over its effect on other ranks
-        raise min(errors, key=lambda error: isinstance(error, _MissingRankError))
-    return [future.result() for future in futures]
+    gathered: list[Tensor] = []
+    while True:
+        results, pending = [], []
+        for rank, part in enumerate(parts):
+            try:
+                results.append(run(part, rank, _Replay(gathered)))
+            except _Pending as gather:
+                pending.append(gather.rows)
+        if not pending:
+            return results
+        assert not results, "invariant violated: all ranks gather equally often, even without sequences"
+        gathered.append(torch.cat(pending))
 
 
-class _MissingRankError(AssertionError):
-    """A rank gathers while others do not."""
+class _Replay:
+    """A gather that returns known results first, then interrupts its rank."""
+
+    def __init__(self, gathered: Sequence[Tensor]) -> None:
+        self._known = iter(gathered)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        for result in self._known:
+            return result
+        raise _Pending(rows)
+
+
+class _Pending(BaseException):
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
 
 
 def _select_sequences(x: Record, indices: Sequence[int]) -> Record:

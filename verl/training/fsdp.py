@@ -149,15 +149,9 @@ class FsdpEngine:
 
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather rows [n, k], n differing by rank -> [N, k] on the CPU."""
-        rows = rows.cpu().contiguous()
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
-        dist.all_gather(counts, torch.tensor([len(rows)]))
-        sizes = [int(count) for count in counts]
-        padded = rows.new_zeros(max(sizes), *rows.shape[1:])
-        padded[: len(rows)] = rows
-        parts = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(parts, padded)
-        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+        parts = [rows] * self.world_size
+        dist.all_gather_object(parts, rows.cpu().clone())  # a view would be sent with its whole storage
+        return torch.cat(parts)
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights with their Hugging Face names; an adapter is merged into them."""

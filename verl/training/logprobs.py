@@ -7,7 +7,7 @@ one number per position (the log of the normalizer), and the backward pass recom
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -33,10 +33,27 @@ class LastLayer(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def logprobs(self, rows: slice, temperature: float) -> Tensor:
-        """Return the log-probs of the whole vocabulary at C positions, [C, V]."""
+    def chunks(self, chunk: int | None) -> Iterator[tuple[slice, LastLayer]]:
+        """Split the positions into chunks of `chunk`, or of `CHUNK_ELEMENTS` logits."""
+        chunk = chunk or max(1, CHUNK_ELEMENTS // len(self.weight))
+        for start in range(0, len(self.hidden), chunk):
+            rows = slice(start, start + chunk)
+            yield rows, self._replace(hidden=self.hidden[rows])
+
+    def logits(self, temperature: float) -> Tensor:
+        """Return the logits [N, V], at least float32, as a new tensor."""
         hidden, weight, bias, scale, softcap = self
-        return _logits(hidden[rows], weight, bias, scale, softcap, temperature).log_softmax(-1)
+        logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if softcap is not None:
+            logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
+        elif scale != temperature:
+            logits.mul_(scale / temperature)
+        return logits
+
+    def logprobs(self, temperature: float) -> Tensor:
+        """Return the log-probs of the whole vocabulary, [N, V]."""
+        return self.logits(temperature).log_softmax(-1)
 
 
 class Kernels(NamedTuple):
@@ -55,11 +72,13 @@ def token_logprobs(
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions."""
-    chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
-    hidden, weight, bias, scale, softcap = layer
-    form = scale, softcap, temperature
-    logprobs, entropy = _TokenLogprobs.apply(hidden, weight, bias, targets, form, chunk, kernels or PLAIN)
+    logprobs, entropy = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN)
     return logprobs, entropy
+
+
+def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
+    """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients."""
+    return _VocabularyKl.apply(*layer[:3], layer, other, temperature, chunk)
 
 
 def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels, str | None]:
@@ -73,30 +92,9 @@ def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels,
     return kernels, forward.error or backward.error
 
 
-def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
-    """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients."""
-    chunk = chunk or max(1, CHUNK_ELEMENTS // len(layer.weight))
-    return _VocabularyKl.apply(layer.hidden, layer.weight, layer.bias, layer, other, temperature, chunk)
-
-
-def _logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float, softcap: float | None, temperature: float
-) -> Tensor:
-    """Return one chunk of logits [C, V], at least float32, as a new tensor."""
-    logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    if softcap is not None:
-        logits.mul_(scale / softcap).tanh_().mul_(softcap / temperature)
-    elif scale != temperature:
-        logits.mul_(scale / temperature)
-    return logits
-
-
-def _forward(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: float, softcap: float | None, t: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of the targets, entropies, and logs of the normalizers at C positions, each [C]."""
-    logits = _logits(hidden, weight, bias, scale, softcap, t)
+def _forward(layer: LastLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return log-probs of the targets, entropies, and logs of the normalizers of one chunk, each [C]."""
+    logits = layer.logits(temperature)
     normalizer = logits.logsumexp(-1)
     log_p = logits.sub_(normalizer[:, None])
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
@@ -104,20 +102,16 @@ def _forward(
 
 
 def _backward(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
+    layer: LastLayer,
     targets: Tensor,
-    scale: float,
-    softcap: float | None,
     temperature: float,
     normalizer: Tensor,
     entropy: Tensor,
     d_logprobs: Tensor | None,
     d_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient [C, V] of hidden @ weight.T."""
-    logits = _logits(hidden, weight, bias, scale, softcap, temperature)
+    """Return the gradient [C, V] of hidden @ weight.T for one chunk."""
+    logits, softcap = layer.logits(temperature), layer.softcap
     slope = (logits * (temperature / softcap)).square_().neg_().add_(1.0) if softcap is not None else None
     log_p = logits.sub_(normalizer[:, None])
     grad = log_p.exp()  # d logprob / d logits = onehot - p;  d entropy / d logits = -p * (log p + entropy)
@@ -131,7 +125,7 @@ def _backward(
         grad.mul_(factor)
     if d_logprobs is not None:
         grad.scatter_add_(-1, targets[:, None], d_logprobs[:, None])
-    grad.mul_(scale / temperature)
+    grad.mul_(layer.scale / temperature)
     return grad if slope is None else grad.mul_(slope)
 
 
@@ -139,44 +133,48 @@ PLAIN = Kernels(_forward, _backward)
 
 
 class _TokenLogprobs(torch.autograd.Function):
+    """`token_logprobs`. hidden, weight and bias are those of `layer`, as inputs that autograd sees."""
+
     @staticmethod
     def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
+        layer: LastLayer,
         targets: Tensor,
-        form: tuple[float, float | None, float],
-        chunk: int,
+        temperature: float,
+        chunk: int | None,
         kernels: Kernels,
     ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        logprobs, entropy, normalizer = (hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            outputs = kernels.forward(hidden[rows], weight, bias, targets[rows], *form)
-            logprobs[rows], entropy[rows], normalizer[rows] = outputs
+        outputs = logprobs, entropy, normalizer = [hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3)]
+        for rows, part in layer.chunks(chunk):
+            for output, values in zip(outputs, kernels.forward(part, targets[rows], temperature), strict=True):
+                output[rows] = values
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
-        ctx.settings = form, chunk, kernels
+        ctx.settings = layer.scale, layer.softcap, temperature, chunk, kernels
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
-        form, chunk, kernels = ctx.settings
+        scale, softcap, temperature, chunk, kernels = ctx.settings
         if all(grad is None for grad in grads):
-            return (None,) * 7
-        gradients = _Gradients(ctx, hidden, weight, bias, normalizer.dtype)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
+            return (None,) * 8
+        layer = LastLayer(hidden, weight, bias, scale, softcap)
+        gradients = _Gradients(ctx, layer, normalizer.dtype)
+        for rows, part in layer.chunks(chunk):
             upstream = [None if grad is None else grad[rows] for grad in grads]
-            saved = normalizer[rows], entropy[rows]
-            gradients.add(rows, kernels.backward(hidden[rows], weight, bias, targets[rows], *form, *saved, *upstream))
-        return *gradients.result(), None, None, None, None
+            saved = targets[rows], temperature, normalizer[rows], entropy[rows]
+            gradients.add(rows, kernels.backward(part, *saved, *upstream))
+        return *gradients.result(), None, None, None, None, None
 
 
 class _VocabularyKl(torch.autograd.Function):
+    """`vocabulary_kl`. hidden, weight and bias are those of `layer`, as inputs that autograd sees."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -186,31 +184,29 @@ class _VocabularyKl(torch.autograd.Function):
         layer: LastLayer,
         other: LastLayer,
         temperature: float,
-        chunk: int,
+        chunk: int | None,
     ) -> Tensor:
         kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            log_p = layer.logprobs(rows, temperature)
-            kl[rows] = (log_p.exp() * log_p.sub_(other.logprobs(rows, temperature))).sum(-1)
-        ctx.save_for_backward(hidden, weight, bias, other.hidden, other.weight, other.bias, kl)
-        ctx.settings = layer.scale, layer.softcap, other.scale, other.softcap, temperature, chunk
+        for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
+            log_p = part.logprobs(temperature)
+            kl[rows] = (log_p.exp() * log_p.sub_(other_part.logprobs(temperature))).sum(-1)
+        ctx.save_for_backward(*layer[:3], *other[:3], kl)
+        ctx.settings = layer[3:], other[3:], temperature, chunk
         return kl
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, other_hidden, other_weight, other_bias, kl = ctx.saved_tensors
-        scale, softcap, other_scale, other_softcap, temperature, chunk = ctx.settings
-        other = LastLayer(other_hidden, other_weight, other_bias, other_scale, other_softcap)
-        gradients = _Gradients(ctx, hidden, weight, bias, kl.dtype)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
-            logits = _logits(hidden[rows], weight, bias, scale, softcap, temperature)
+        *tensors, kl = ctx.saved_tensors
+        settings, other_settings, temperature, chunk = ctx.settings
+        layer, other = LastLayer(*tensors[:3], *settings), LastLayer(*tensors[3:], *other_settings)
+        gradients = _Gradients(ctx, layer, kl.dtype)
+        for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
+            logits = part.logits(temperature)
             grad = logits.softmax(-1)  # d kl / d logits = p * (log p - log q - kl)
-            factor = logits.log_softmax(-1).sub_(other.logprobs(rows, temperature)).sub_(kl[rows, None])
-            grad.mul_(factor).mul_(grads[0][rows, None] * (scale / temperature))
-            if softcap is not None:
-                grad.mul_(logits.mul_(temperature / softcap).square_().neg_().add_(1.0))
+            factor = logits.log_softmax(-1).sub_(other_part.logprobs(temperature)).sub_(kl[rows, None])
+            grad.mul_(factor).mul_(grads[0][rows, None] * (layer.scale / temperature))
+            if layer.softcap is not None:
+                grad.mul_(logits.mul_(temperature / layer.softcap).square_().neg_().add_(1.0))
             gradients.add(rows, grad)
         return *gradients.result(), None, None, None, None
 
@@ -221,30 +217,24 @@ class _Gradients:
     Accumulated in float32 whatever the dtype of the weights: there are thousands of small terms.
     """
 
-    def __init__(self, ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> None:
+    def __init__(self, ctx: Any, layer: LastLayer, dtype: torch.dtype) -> None:
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
-        self._hidden, self._weight = hidden, weight
-        self._d_hidden = torch.empty_like(hidden) if need_hidden else None
-        self._d_weight = torch.zeros_like(weight, dtype=dtype) if need_weight else None
-        self._d_bias = torch.zeros_like(bias, dtype=dtype) if need_bias and bias is not None else None
+        self._layer = layer
+        self._hidden = torch.empty_like(layer.hidden) if need_hidden else None
+        self._weight = torch.zeros_like(layer.weight, dtype=dtype) if need_weight else None
+        self._bias = torch.zeros_like(layer.bias, dtype=dtype) if need_bias and layer.bias is not None else None
 
     def add(self, rows: slice, grad: Tensor) -> None:
         """Add the gradient [C, V] of hidden @ weight.T at `rows`."""
-        if self._d_bias is not None:
-            self._d_bias += grad.sum(0)
-        grad = grad.to(self._hidden.dtype)
-        if self._d_hidden is not None:
-            self._d_hidden[rows] = grad @ self._weight
-        if self._d_weight is not None:
-            _accumulate(self._d_weight, grad, self._hidden[rows])
+        if self._bias is not None:
+            self._bias += grad.sum(0)
+        grad = grad.to(self._layer.hidden.dtype)
+        if self._hidden is not None:
+            self._hidden[rows] = grad @ self._layer.weight
+        if self._weight is not None and self._weight.dtype == grad.dtype:
+            self._weight.addmm_(grad.T, self._layer.hidden[rows])
+        elif self._weight is not None:
+            self._weight += grad.T @ self._layer.hidden[rows]
 
     def result(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self._d_hidden, self._d_weight, self._d_bias
-
-
-def _accumulate(total: Tensor, grad: Tensor, hidden: Tensor) -> None:
-    """total [V, H] += grad [C, V]^T @ hidden [C, H]."""
-    if total.dtype == grad.dtype:
-        total.addmm_(grad.T, hidden)
-    else:
-        total += grad.T @ hidden
+        return self._hidden, self._weight, self._bias
