@@ -32,15 +32,20 @@ async def run_lock(
     The lock is the system's: it goes with its process, however that ends, and whoever is started right after waits a
     moment for it. Where there are no such locks, or nothing can be written, the run goes on without.
     """
-    descriptor = await asyncio.to_thread(_open, root)
-    if descriptor is None:
-        yield
-        return
-    try:
-        await _take(descriptor, root, say, sleep)
-        yield
-    finally:
-        os.close(descriptor)
+    while (descriptor := await asyncio.to_thread(_open, root)) is not None:
+        try:
+            await _take(descriptor, root, say, sleep)
+            if not await asyncio.to_thread(_is_current, descriptor, root):
+                continue  # its holder has removed the file in the meantime, and others lock a new one
+            try:
+                yield
+            finally:
+                with suppress(OSError):
+                    os.unlink(root / LOCK)  # before the lock is released, so that no one else can hold this file
+            return
+        finally:
+            os.close(descriptor)
+    yield
 
 
 async def _take(
@@ -83,6 +88,16 @@ def _is_taken(descriptor: int) -> bool:
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         os.pwrite(descriptor, f"{socket.gethostname()}\nprocess {os.getpid()}, since {since}\n".encode(), 0)
     return True
+
+
+def _is_current(descriptor: int, root: Path) -> bool:
+    """Whether the locked file is still the one that others would open."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(root / LOCK))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
 
 
 def _holder(descriptor: int) -> tuple[str, str]:

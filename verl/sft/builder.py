@@ -19,6 +19,7 @@ from verl.sft.trainer import SFTTrainer
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
+from verl.trainer.memory_advice import format_memory_advice, list_offload_settings
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.setup import (
     build_checkpointer,
@@ -123,7 +124,16 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         save_contents={"actor": contents.save_contents},
         load_contents={"actor": contents.load_contents},
         deadlines=deadlines(config),
+        memory_advice=_memory_advice(config),
     )
+
+
+def _memory_advice(config: SftConfig) -> str:
+    data, model = config.data, config.model
+    name = "max_token_len_per_gpu" if data.packing else "micro_batch_size_per_gpu"
+    switches = {"model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
+    switches |= list_offload_settings("model.fsdp_config", model.fsdp_config)
+    return format_memory_advice({f"data.{name}": getattr(data, name)}, switches)
 
 
 def _micro_batch_limit(config: SftConfig) -> MicroBatchLimit:

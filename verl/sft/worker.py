@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from verl.sft.batches import RankBatch
 from verl.tracking.metrics import resident_gib
 from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
+from verl.workers.out_of_memory import explain_out_of_memory
 
 __all__ = ["SFTWorker", "SFTWorkerGroup"]
 
@@ -14,6 +15,7 @@ __all__ = ["SFTWorker", "SFTWorkerGroup"]
 class SFTWorker(BaseTrainWorker):
     """The actor of one rank of a model that is trained on examples."""
 
+    @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: RankSettings) -> list[str]:
         """Join the other ranks and load the model. New weights are the same everywhere, later draws differ by rank.
 
@@ -31,9 +33,11 @@ class SFTWorker(BaseTrainWorker):
         torch.manual_seed(settings.seed + 1 + self._rank)
         return engine.notes
 
+    @explain_out_of_memory
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
         return self._model.update(rank_batch) | {"perf/train_worker_rss_gib": resident_gib()}
 
+    @explain_out_of_memory
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
         return self._model.loss(rank_batch)
 

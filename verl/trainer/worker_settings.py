@@ -39,6 +39,7 @@ from verl.rewards.function_io import pack_function
 from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.sandbox.sandbox import Limits
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.trainer.memory_advice import rl_memory_advice
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings, LoraSettings
 from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
@@ -98,6 +99,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
+        memory_advice=rl_memory_advice(config),
         actor=FsdpSettings(
             model.path,
             lora=adapter,

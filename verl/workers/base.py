@@ -35,6 +35,7 @@ class RankSettings:
     save_contents: Mapping[str, Sequence[str]] | None = None  # by folder of a checkpoint; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
     deadlines: Deadlines = DEFAULT_DEADLINES
+    memory_advice: str = ""  # the settings that reduce memory use, for the message of an out-of-memory error
 
 
 class Trained(Protocol):

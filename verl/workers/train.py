@@ -15,6 +15,7 @@ from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
 from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
+from verl.workers.out_of_memory import explain_out_of_memory
 
 __all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
 
@@ -38,6 +39,7 @@ class TrainSettings(RankSettings):
 class TrainWorker(BaseTrainWorker):
     """The actor of one rank of a policy."""
 
+    @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
         """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank.
 
@@ -72,6 +74,7 @@ class TrainWorker(BaseTrainWorker):
         self._deadlines = settings.deadlines
         return actor.notes
 
+    @explain_out_of_memory
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Pull this rank's samples out of the object store and compute what the update needs."""
         samples = fetch(
@@ -79,12 +82,15 @@ class TrainWorker(BaseTrainWorker):
         )
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
+    @explain_out_of_memory
     def update(self, plan: RankPlan) -> dict[str, float]:
         return self._policy.update(plan)
 
+    @explain_out_of_memory
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return self._policy.compute_logprobs(sequences)
 
+    @explain_out_of_memory
     def pack_weights(self) -> list[Any]:
         """Gather the weights, or the adapter alone; rank 0 lays them into the object store and says where."""
         import torch

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,34 @@ async def test_runs_one_after_another_do_not_meet(tmp_path: Path) -> None:
     for _ in range(3):
         async with run_lock(tmp_path, pytest.fail):
             pass
+
+
+async def test_nothing_is_left_of_a_lock_after_a_run_that_failed(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="at start"):
+        async with run_lock(tmp_path, pytest.fail):
+            raise ValueError("fails at start")
+    assert list(tmp_path.iterdir()) == []
+
+
+async def test_a_lock_file_that_was_removed_while_waiting_for_it_is_not_taken(tmp_path: Path) -> None:
+    async with AsyncExitStack() as first, AsyncExitStack() as second, AsyncExitStack() as third:
+        await first.enter_async_context(run_lock(tmp_path, pytest.fail))
+
+        async def others_come_first(_: float) -> None:
+            await first.aclose()
+            await third.enter_async_context(run_lock(tmp_path, pytest.fail))
+
+        with pytest.raises(CheckpointError, match="another run"):
+            await second.enter_async_context(run_lock(tmp_path, lambda _: None, _once(others_come_first)))
+
+
+def _once(first: Callable[[float], Awaitable[None]]) -> Callable[[float], Awaitable[None]]:
+    calls = iter([first])
+
+    async def sleep(seconds: float) -> None:
+        await next(calls, Sleeping())(seconds)
+
+    return sleep
 
 
 async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Path) -> None:

@@ -103,7 +103,7 @@ async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_star
     async with lock.run_lock(tmp_path, print):
         with pytest.raises(CheckpointError, match="the folder of another run"):
             await modes_of_two_starts(settings(tmp_path), Ranks(commits=True))
-    assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
+        assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 
 
 async def test_sigterm_while_a_run_starts_ends_it_at_once_with_the_code_of_sigterm(tmp_path: Path) -> None:

@@ -1,0 +1,46 @@
+"""Which settings reduce the memory use of train workers, for the message of an out-of-memory error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verl.config.features import uses_critic
+from verl.config.schema.actor import FsdpConfig
+from verl.config.schema.root import Config
+
+__all__ = ["format_memory_advice", "list_offload_settings", "rl_memory_advice"]
+
+
+def rl_memory_advice(config: Config) -> str:
+    model, actor, rollout = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+    )
+    name = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    limits = {f"actor_rollout_ref.actor.{name}": getattr(actor, name)}
+    switches = {"actor_rollout_ref.model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
+    switches |= list_offload_settings("actor_rollout_ref.actor.fsdp_config", actor.fsdp_config)
+    if uses_critic(config):
+        critic = config.critic
+        limits |= {f"critic.{name}": value} if (value := getattr(critic, name)) else {}
+        switches["critic.model.enable_gradient_checkpointing"] = critic.model.enable_gradient_checkpointing
+        switches |= list_offload_settings("critic.fsdp_config", critic.fsdp_config)
+    limits["actor_rollout_ref.rollout.gpu_memory_utilization"] = rollout.gpu_memory_utilization
+    return format_memory_advice(limits, switches)
+
+
+def list_offload_settings(section: str, fsdp: FsdpConfig) -> dict[str, bool]:
+    names = ("param_offload", "optimizer_offload")
+    return {f"{section}.{name}": fsdp.offload_policy or getattr(fsdp, name) for name in names}
+
+
+def format_memory_advice(limits: Mapping[str, float], switches: Mapping[str, bool]) -> str:
+    """Name limits to decrease, with their values, and switches that are still off.
+
+    >>> format_memory_advice({"data.micro_batch_size_per_gpu": 8}, {"model.enable_gradient_checkpointing": False})
+    'Decrease data.micro_batch_size_per_gpu (now 8), or set model.enable_gradient_checkpointing=True.'
+    """
+    decrease = " or ".join(f"{name} (now {value:g})" for name, value in limits.items())
+    enable = " or ".join(f"{name}=True" for name, is_on in switches.items() if not is_on)
+    return f"Decrease {decrease}{f', or set {enable}' if enable else ''}."
