@@ -70,7 +70,7 @@ def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFix
     changed = [line.split("#")[0].strip() for line in printed.out.splitlines() if "[changed from" in line]
     assert changed == ["train_batch_size: 256", "n: 8"]
     assert "answers a step                     2,048" in printed.out
-    assert printed.err == "hint: rollout.n is a second spelling of actor_rollout_ref.rollout.n\n"
+    assert printed.err == "hint: rollout.n is an alias of actor_rollout_ref.rollout.n\n"
 
 
 def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +83,7 @@ def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.Cap
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "data.train_batch_size", "rollout.name", "trainer.nnodes", "trainer.max_staleness"]) == 0
     text = capsys.readouterr().out
-    assert "Prompts drawn a step" in text
+    assert "Prompts per step" in text
     assert "default: 1024" in text
     assert "vllm | sglang* | hf" in text
     assert "also:    trainer.nnode" in text
@@ -102,7 +102,7 @@ def test_wrong_settings_end_with_code_2_and_the_message_alone(
     assert main(["config", *arguments]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert "the nearest is data.train_batch_size" in printed.err
+    assert "did you mean data.train_batch_size?" in printed.err
     assert "Traceback" not in printed.err
 
 

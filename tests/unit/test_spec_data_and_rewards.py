@@ -249,7 +249,7 @@ def test_the_second_spelling_reaches_the_function(tmp_path: Path) -> None:
     path = reward_file(tmp_path)
     loaded = settings(f"reward_model.reward_fn.path={path}", "reward_model.reward_fn.name=compute_reward")
     assert resolve_scorer(loaded.config, "anything") == f"{path}:compute_reward"
-    assert any(f"second spelling of {FUNCTION}.path" in hint for hint in loaded.hints)
+    assert any(f"alias of {FUNCTION}.path" in hint for hint in loaded.hints)
 
 
 @pytest.mark.parametrize("signature", ["prompt: str, response: str", "prompt, response, ground_truth", "response"])
@@ -397,7 +397,7 @@ async def test_several_rewards_are_added_up_and_each_is_seen(tmp_path: Path) -> 
 
 def test_workers_need_the_manager_that_uses_them() -> None:
     [hint] = [hint for hint in settings("reward.num_workers=8").hints if hint.startswith("reward.num_workers=8")]
-    assert hint.endswith("has no effect: only reward.reward_manager.name=prime scores in several processes")
+    assert hint.endswith("has no effect: only reward.reward_manager.name=prime uses it")
     assert not any(
         "num_workers" in hint for hint in settings("reward.num_workers=8", "reward.reward_manager.name=prime").hints
     )

@@ -1,4 +1,4 @@
-"""The settings of the algorithm against each other: what cannot work, and what is probably not meant."""
+"""Checks of the algorithm's settings against each other."""
 
 from __future__ import annotations
 
@@ -11,126 +11,128 @@ from verl.config.schema import Config
 __all__ = ["find_conflicts", "find_hints"]
 
 _LOSS = f"{ACTOR}.policy_loss"
-_IN_GROUPS = (
-    "grpo",
-    "grpo_vectorized",
-    "rloo",
-    "rloo_vectorized",
-    "opo",
-    "gpg",
+_KL = "algorithm.kl_ctrl"
+_GROUP_ESTIMATORS = (
+    *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
     "reinforce_plus_plus_baseline",
 )
-"""Estimators that compare an answer with the others to its prompt; alone, it keeps its score, or gets zero."""
+"""Estimators that compare a response with its group; in a group of one, the advantage is the raw score or zero."""
 
 
 def find_conflicts(config: Config) -> Iterator[ConfigProblem]:
-    """Settings of the algorithm that cannot work together."""
-    loss, trainer = config.actor_rollout_ref.actor.policy_loss, config.trainer
-    yield from _lonely_answers(config)
-    yield from _critic_without_use(config)
+    """Yield settings of the algorithm that cannot work together."""
+    loss, trainer, control = config.actor_rollout_ref.actor.policy_loss, config.trainer, config.algorithm.kl_ctrl
+    yield from _check_group_size(config)
+    yield from _check_critic(config)
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
-        yield ConfigProblem(
-            (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub", f"{_LOSS}.loss_mode"),
-            f"{_LOSS}.clip_cov_lb: {loss.clip_cov_lb} must be below clip_cov_ub={loss.clip_cov_ub}; "
+        yield ConfigProblem.at(
+            f"{_LOSS}.clip_cov_lb",
+            f"{loss.clip_cov_lb} must be below clip_cov_ub={loss.clip_cov_ub}; "
             f"set {_LOSS}.clip_cov_lb={loss.clip_cov_ub - 4}",
+            *(f"{_LOSS}.clip_cov_ub", f"{_LOSS}.loss_mode"),
         )
     overlong, longest = config.reward.overlong_buffer, config.data.max_response_length
     if overlong.enable and not 1 <= overlong.len <= longest:
-        yield ConfigProblem(
-            ("reward.overlong_buffer.len", "reward.overlong_buffer.enable", "data.max_response_length"),
-            f"reward.overlong_buffer.len: {overlong.len} must be 1 to data.max_response_length={longest}; "
+        yield ConfigProblem.at(
+            "reward.overlong_buffer.len",
+            f"{overlong.len} must be 1 to data.max_response_length={longest}; "
             f"set reward.overlong_buffer.len={max(1, longest // 5)}",
+            *("reward.overlong_buffer.enable", "data.max_response_length"),
         )
     steps = trainer.total_training_steps
     if uses_critic(config) and steps is not None and trainer.critic_warmup >= steps:
-        yield ConfigProblem(
-            ("trainer.critic_warmup", "trainer.total_training_steps", "algorithm.adv_estimator"),
-            f"trainer.critic_warmup: {trainer.critic_warmup} must be below trainer.total_training_steps={steps}, or "
-            f"the policy is never trained; set trainer.critic_warmup={steps // 10}",
+        yield ConfigProblem.at(
+            "trainer.critic_warmup",
+            f"{trainer.critic_warmup} must be below trainer.total_training_steps={steps}, or the policy is never "
+            f"trained; set trainer.critic_warmup={steps // 10}",
+            *("trainer.total_training_steps", "algorithm.adv_estimator"),
         )
-    yield from _overshooting_kl(config)
-    if config.reward.prime.enable:
-        yield from _process_rewards_unused(config)
-
-
-def _overshooting_kl(config: Config) -> Iterator[ConfigProblem]:
-    """An adaptive weight of the KL that changes by more than itself in one step turns negative: KL is then rewarded."""
-    control, samples = config.algorithm.kl_ctrl, config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    samples = config.data.train_batch_size * config.actor_rollout_ref.rollout.n
+    # The controller changes its coefficient by up to 0.2 * samples / horizon of it, so it could become negative.
     if config.algorithm.use_kl_in_reward and control.type == "adaptive" and 0.2 * samples >= control.horizon:
-        yield ConfigProblem(
-            ("algorithm.kl_ctrl.horizon", "data.train_batch_size", f"{ROLLOUT}.n", "algorithm.kl_ctrl.type"),
-            f"algorithm.kl_ctrl.horizon: {control.horizon:g} must be above a fifth of the {samples} answers of a step, "
-            f"or the weight of the KL turns negative; set algorithm.kl_ctrl.horizon={10 * samples}",
+        yield ConfigProblem.at(
+            f"{_KL}.horizon",
+            f"{control.horizon:g} must be above a fifth of the {samples} samples of a step, or the KL coefficient can "
+            f"become negative; set {_KL}.horizon={10 * samples}",
+            *("data.train_batch_size", f"{ROLLOUT}.n", f"{_KL}.type"),
         )
+    if config.reward.prime.enable:
+        yield from _check_prime(config)
 
 
-def _lonely_answers(config: Config) -> Iterator[ConfigProblem]:
-    """What compares the answers to a prompt needs at least two of them."""
+def _check_group_size(config: Config) -> Iterator[ConfigProblem]:
+    """Check that there are two responses per prompt where they are compared."""
     n, algorithm = config.actor_rollout_ref.rollout.n, config.algorithm
-    needs = []
+    reasons = []
     if uses_preferences(config):
-        needs.append((f"{_LOSS}.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode))
+        reasons.append((f"{_LOSS}.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode))
     elif algorithm.adv_estimator == "grpo_passk":
-        needs.append(("algorithm.adv_estimator", algorithm.adv_estimator))
+        reasons.append(("algorithm.adv_estimator", algorithm.adv_estimator))
     if algorithm.filter_groups.enable:
-        needs.append(("algorithm.filter_groups.enable", "true"))
-    if needs and n < 2:
-        why = " and ".join(f"{key}={value}" for key, value in needs)
-        yield ConfigProblem(
-            (f"{ROLLOUT}.n", *(key for key, _ in needs)),
-            f"{ROLLOUT}.n: {n} must be at least 2 with {why}: answers to the same prompt are compared; "
-            f"set {ROLLOUT}.n=8",
+        reasons.append(("algorithm.filter_groups.enable", "true"))
+    if reasons and n < 2:
+        shown = " and ".join(f"{key}={value}" for key, value in reasons)
+        yield ConfigProblem.at(
+            f"{ROLLOUT}.n",
+            f"{n} must be at least 2 with {shown}, since responses to the same prompt are compared; set {ROLLOUT}.n=8",
+            *(key for key, _ in reasons),
         )
 
 
-def _critic_without_use(config: Config) -> Iterator[ConfigProblem]:
-    """A critic is for those that return what it is trained on: gae, which needs it, and functions of the user."""
-    wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
-    if wanted is None or is_custom_function(estimator) or uses_preferences(config) or wanted == (estimator == "gae"):
+def _check_critic(config: Config) -> Iterator[ConfigProblem]:
+    """Check critic.enable: gae requires a critic, and only gae and custom estimators return targets for it."""
+    enable, estimator = config.critic.enable, config.algorithm.adv_estimator
+    if enable is None or is_custom_function(estimator) or uses_preferences(config) or enable == (estimator == "gae"):
         return
-    why = "gives no returns to train it on" if wanted else "needs its values"
-    yield ConfigProblem(
-        ("critic.enable", "algorithm.adv_estimator"),
-        f"critic.enable: {str(wanted).lower()}, but algorithm.adv_estimator={estimator} {why}; leave critic.enable "
-        f"out, or set algorithm.adv_estimator={'gae' if wanted else 'grpo'}",
+    reason = "returns nothing to train it on" if enable else "requires its values"
+    yield ConfigProblem.at(
+        "critic.enable",
+        f"{str(enable).lower()}, but algorithm.adv_estimator={estimator} {reason}; remove critic.enable, or set "
+        f"algorithm.adv_estimator={'gae' if enable else 'grpo'}",
+        "algorithm.adv_estimator",
     )
 
 
-def _process_rewards_unused(config: Config) -> Iterator[ConfigProblem]:
-    estimator = config.algorithm.adv_estimator
+def _check_prime(config: Config) -> Iterator[ConfigProblem]:
+    estimator, mode = config.algorithm.adv_estimator, config.actor_rollout_ref.actor.policy_loss.loss_mode
     if uses_preferences(config):
-        mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
-        yield ConfigProblem(
-            ("reward.prime.enable", f"{_LOSS}.loss_mode"),
-            f"reward.prime.enable: true rewards tokens, and {_LOSS}.loss_mode={mode} sees whole answers alone; "
+        yield ConfigProblem.at(
+            "reward.prime.enable",
+            f"true gives rewards per token, but {_LOSS}.loss_mode={mode} uses only whole responses; "
             f"set {_LOSS}.loss_mode=vanilla",
+            f"{_LOSS}.loss_mode",
         )
     elif estimator not in ("rloo", "rloo_vectorized") and not is_custom_function(estimator):
-        yield ConfigProblem(
-            ("reward.prime.enable", "algorithm.adv_estimator"),
-            f"reward.prime.enable: true needs returns with leave-one-out baselines, and algorithm.adv_estimator="
-            f"{estimator} has others; set algorithm.adv_estimator=rloo",
+        yield ConfigProblem.at(
+            "reward.prime.enable",
+            f"true requires leave-one-out baselines, which algorithm.adv_estimator={estimator} does not have; "
+            "set algorithm.adv_estimator=rloo",
+            "algorithm.adv_estimator",
         )
 
 
 def find_hints(config: Config) -> Iterator[ConfigProblem]:
-    """What the algorithm can do, but is probably not meant to."""
+    """Yield settings of the algorithm that work but are probably a mistake."""
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in _IN_GROUPS and n < 2 and not uses_preferences(config):
-        yield ConfigProblem(
-            (f"{ROLLOUT}.n", "algorithm.adv_estimator"),
-            f"{ROLLOUT}.n: {n} answer a prompt leaves algorithm.adv_estimator={algorithm.adv_estimator} no group to "
-            f"compare with: its advantages are the raw scores, or zero; set {ROLLOUT}.n=8",
+    if algorithm.adv_estimator in _GROUP_ESTIMATORS and n < 2 and not uses_preferences(config):
+        yield ConfigProblem.at(
+            f"{ROLLOUT}.n",
+            f"{n} response per prompt leaves algorithm.adv_estimator={algorithm.adv_estimator} no group to compare "
+            f"with: advantages are the raw scores, or zero; set {ROLLOUT}.n=8",
+            "algorithm.adv_estimator",
         )
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
-        yield ConfigProblem(
-            ("algorithm.use_kl_in_reward", f"{ACTOR}.use_kl_loss"),
-            f"algorithm.use_kl_in_reward: with {ACTOR}.use_kl_loss=true the KL to the reference counts twice; "
-            "set algorithm.use_kl_in_reward=false to keep that of the loss",
+        yield ConfigProblem.at(
+            "algorithm.use_kl_in_reward",
+            f"with {ACTOR}.use_kl_loss=true the KL to the reference counts twice; set algorithm.use_kl_in_reward=false "
+            "to keep only that of the loss",
+            f"{ACTOR}.use_kl_loss",
         )
-    if algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0:
-        yield ConfigProblem(
-            ("algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"),
-            "algorithm.kl_ctrl.kl_coef: 0 computes the KL to the reference for nothing, also if adaptive; "
-            "set algorithm.use_kl_in_reward=false",
-        )
+    for switch, key, is_unused in (
+        (f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", actor.use_kl_loss and actor.kl_loss_coef == 0),
+        ("algorithm.use_kl_in_reward", f"{_KL}.kl_coef", algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0),
+    ):
+        if is_unused:
+            yield ConfigProblem.at(
+                key, f"with 0 the KL to the reference is computed but not used; set {switch}=false", switch
+            )

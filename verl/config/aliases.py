@@ -1,4 +1,4 @@
-"""Second spellings: accepted, turned into the canonical key, and answered with a one-line hint."""
+"""Aliases of keys and values: accepted, replaced by the canonical one, and reported with a hint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PEFT = f"{_ACTOR}.peft"
 
 KEYS: dict[str, str] = {
-    # the sections of the policy, without their common roof
+    # the sections of the policy, without their common parent
     "actor": _ACTOR,
     "rollout": "actor_rollout_ref.rollout",
     "ref": "actor_rollout_ref.ref",
@@ -65,13 +65,16 @@ KEYS: dict[str, str] = {
     f"{_ACTOR}.optim.lr_scheduler": f"{_ACTOR}.optim.lr_scheduler_type",
     f"{_ACTOR}.optim.warmup_style": f"{_ACTOR}.optim.lr_scheduler_type",
 }
-"""Second spelling -> canonical key. A name stands for everything below it too, and the longest match wins."""
+"""Alias -> canonical key. An alias of a section covers all keys below it; the longest match wins."""
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+_MODEL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 
 VALUES: dict[str, dict[str, str]] = {
     f"{_ACTOR}.strategy": {"fsdp": "fsdp2"},
     "critic.strategy": {"fsdp": "fsdp2"},
-    "critic.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    "critic.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "critic.fsdp_config.dtype": _DTYPES,
+    "critic.fsdp_config.model_dtype": _MODEL_DTYPES,
     "trainer.resume_mode": {"resume_path": "path"},
     "reward.custom_reward_function.path": {
         f"verl.rewards.{old}": f"verl.rewards.scorers.{new}"
@@ -81,17 +84,15 @@ VALUES: dict[str, dict[str, str]] = {
             "exact": "exact_match",
         }.items()
     },
-    "actor_rollout_ref.rollout.dtype": {"half": "float16", "bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    f"{_ACTOR}.fsdp_config.dtype": {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"},
-    f"{_ACTOR}.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "actor_rollout_ref.rollout.dtype": {"half": "float16", **_DTYPES},
+    f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
+    f"{_ACTOR}.fsdp_config.model_dtype": _MODEL_DTYPES,
 }
-"""Canonical key -> second spelling of a value -> canonical value."""
-
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+"""Canonical key -> alias of a value -> canonical value."""
 
 
 class Aliases(NamedTuple):
-    """The second spellings of one kind of run: of keys, and of values by key."""
+    """The aliases of one run type: of keys, and of values by key."""
 
     keys: Mapping[str, str]
     values: Mapping[str, Mapping[str, str]]
@@ -116,7 +117,7 @@ SFT_ALIASES = Aliases(
     {
         "trainer.resume_mode": VALUES["trainer.resume_mode"],
         "model.fsdp_config.dtype": _DTYPES,
-        "model.fsdp_config.model_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+        "model.fsdp_config.model_dtype": _MODEL_DTYPES,
     },
 )
 
@@ -124,17 +125,17 @@ _STEPS = re.compile(r"global_steps_(\d+)")
 
 
 def canonicalize(path: Path, value: Any, hints: list[str], aliases: Aliases = TRAIN_ALIASES) -> tuple[Path, Any]:
-    """The canonical path and value of one setting; a hint is added for each spelling that was not canonical."""
+    """Return the canonical path and value of a setting, and add a hint for each alias that was used."""
     target = resolve_alias(path, aliases)
     if target != path:
-        hints.append(f"{join_path(path)} is a second spelling of {join_path(target)}")
+        hints.append(f"{join_path(path)} is an alias of {join_path(target)}")
     return target, _canonical_value(join_path(target), value, hints, aliases)
 
 
 def canonicalize_tree(
     tree: Mapping[str, Any], hints: list[str], problems: list[str], aliases: Aliases = TRAIN_ALIASES
 ) -> Tree:
-    """The same settings under their canonical keys. One setting under two spellings must not have two values."""
+    """Return the same settings under their canonical keys; one setting with two values is a problem."""
     result: Tree = {}
     seen: dict[Path, tuple[Path, Any]] = {}
     for path, value in iter_leaves(tree):
@@ -151,13 +152,13 @@ def canonicalize_tree(
 
 
 def list_section_aliases(aliases: Aliases = TRAIN_ALIASES) -> Iterable[tuple[str, str]]:
-    """Sections that are also known by one word, for interpolations such as ${rollout.n}."""
+    """Return the sections that have a one-word alias, for interpolations such as ${rollout.n}."""
     return ((short, full) for short, full in aliases.keys.items() if "." not in short)
 
 
 def resolve_alias(path: Path, aliases: Aliases = TRAIN_ALIASES) -> Path:
-    """The path that a second spelling stands for; any other path as it is."""
-    for _ in range(len(aliases.keys)):  # a canonical key may itself be a second spelling below: actor.lora_rank
+    """Return the canonical path of an alias, and any other path unchanged."""
+    for _ in range(len(aliases.keys)):  # a canonical key may start with another alias: actor.lora_rank
         for length in range(len(path), 0, -1):
             target = aliases.keys.get(join_path(path[:length]))
             if target is not None:
@@ -165,7 +166,7 @@ def resolve_alias(path: Path, aliases: Aliases = TRAIN_ALIASES) -> Path:
                 break
         else:
             return path
-    raise AssertionError(f"the second spellings of {join_path(path)} run in a circle")
+    raise AssertionError(f"the aliases of {join_path(path)} are circular")
 
 
 def _canonical_value(key: str, value: Any, hints: list[str], aliases: Aliases) -> Any:
@@ -175,5 +176,5 @@ def _canonical_value(key: str, value: Any, hints: list[str], aliases: Aliases) -
     if key == "trainer.resume_from_path" and not File(value).expanduser().exists():
         meant = _STEPS.sub(r"global_step_\1", value)
     if meant != value:
-        hints.append(f"{key}={value} is a second spelling of {key}={meant}")
+        hints.append(f"{key}={value} is an alias of {key}={meant}")
     return meant

@@ -1,11 +1,15 @@
-"""What a run needs beside the policy, as its algorithm says: the checks and the assembly of a run ask here."""
+"""Which models and functions a run uses, derived from its settings."""
 
 from __future__ import annotations
 
 from verl.config.schema import Config, SftConfig
+from verl.config.schema.actor import CheckpointConfig, PeftConfig
+from verl.config.schema.rules import is_custom_function
 
 __all__ = [
+    "get_checkpoint_settings",
     "is_custom_function",
+    "list_adapters",
     "may_score_code",
     "prime_shares_reference",
     "saves_hf",
@@ -18,66 +22,80 @@ __all__ = [
 ]
 
 
-def is_custom_function(name: str) -> bool:
-    """Whether an estimator or a loss is the user's own, written as package.module:function."""
-    return ":" in name
-
-
 def uses_reward_function(config: Config) -> bool:
-    """Whether a function scores answers, shipped or the user's own. A reward model alone needs none."""
+    """Whether a reward function scores responses, built-in or custom; a reward model alone needs none."""
     reward = config.reward
     return not reward.reward_model.enable or bool(reward.functions) or reward.custom_reward_function.path is not None
 
 
 def may_score_code(config: Config) -> bool:
-    """Whether the shipped scorer of code may be called: chosen by the data source of a row, or by its name."""
+    """Whether the built-in code scorer may be called: by the data source of a row, or by its path."""
     functions = config.reward.functions
-    paths = [one.get("path") for one in functions] if functions else [config.reward.custom_reward_function.path]
+    paths = (
+        [function.get("path") for function in functions] if functions else [config.reward.custom_reward_function.path]
+    )
     return uses_reward_function(config) and (None in paths or "verl.rewards.scorers.code" in paths)
 
 
 def saves_hf(config: Config | SftConfig) -> bool:
     """Whether checkpoints also hold the model for `from_pretrained`, requested by either setting."""
-    checkpoint = config.checkpoint if isinstance(config, SftConfig) else config.actor_rollout_ref.actor.checkpoint
+    _, checkpoint = get_checkpoint_settings(config)
     return config.trainer.save_hf or "hf_model" in checkpoint.save_contents
 
 
+def get_checkpoint_settings(config: Config | SftConfig) -> tuple[str, CheckpointConfig]:
+    """Return the settings for the policy's checkpoints, with their key."""
+    if isinstance(config, SftConfig):
+        return "checkpoint", config.checkpoint
+    return "actor_rollout_ref.actor.checkpoint", config.actor_rollout_ref.actor.checkpoint
+
+
+def list_adapters(config: Config | SftConfig) -> list[tuple[str, PeftConfig]]:
+    """Return the adapter settings of the models that are trained, each with its key."""
+    if isinstance(config, SftConfig):
+        return [("model.peft", config.model.peft)]
+    adapters = [("actor_rollout_ref.actor.peft", config.actor_rollout_ref.actor.peft)]
+    return [*adapters, ("critic.peft", config.critic.peft)] if uses_critic(config) else adapters
+
+
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The largest ranks of adapters that vLLM makes room for."""
+"""The values of vLLM's max_lora_rank."""
 
 
 def syncs_adapter_only(config: Config) -> bool:
-    """Whether the engines hold the model's own weights and get the adapter alone."""
+    """Whether the engines load the base model and weight sync sends only the adapter."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
-    can = rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_LORA_RANKS[-1]
-    return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and can))
+    is_possible = (
+        rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_LORA_RANKS[-1]
+    )
+    return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
 
 
 def uses_preferences(config: Config) -> bool:
-    """Whether the loss compares the scored answers to a prompt with each other: it needs two, and no advantages."""
+    """Whether the loss compares the scored responses of a group; it needs two of them, and no advantages."""
     return config.actor_rollout_ref.actor.policy_loss.loss_mode in ("dpo", "sppo")
 
 
 def uses_critic(config: Config) -> bool:
-    """Whether a value model is trained beside the policy."""
-    wanted, estimator = config.critic.enable, config.algorithm.adv_estimator
-    return (estimator == "gae" if wanted is None else wanted) and not uses_preferences(config)
+    """Whether a value model is trained."""
+    enable, estimator = config.critic.enable, config.algorithm.adv_estimator
+    return (estimator == "gae" if enable is None else enable) and not uses_preferences(config)
 
 
 def prime_shares_reference(config: Config) -> bool:
-    """Whether PRIME's model is compared with the policy's reference, being the same, and not with one of its own."""
+    """Whether PRIME uses the policy's reference as its own, since both start from the same model."""
     prime, model = config.reward.prime, config.actor_rollout_ref.model
     return prime.enable and prime.model_path in (None, model.path) and config.trainer.ref_update_freq < 1
 
 
 def uses_policy_as_reference(config: Config) -> bool:
-    """Whether the reference is the policy with its adapter off, and no second copy of the weights."""
+    """Whether the reference is the policy with its adapter disabled, instead of a second copy of the weights."""
     adapted = config.actor_rollout_ref.actor.peft.lora_rank > 0
     return adapted and config.trainer.ref_update_freq < 1 and uses_reference(config)
 
 
 def uses_reference(config: Config) -> bool:
-    """Whether anything looks at the log-probs of the reference."""
+    """Whether anything uses the log-probs of the reference policy."""
     return (
         config.actor_rollout_ref.actor.use_kl_loss
         or config.algorithm.use_kl_in_reward

@@ -1,8 +1,8 @@
-"""Keys and trees: a tree of settings is nested dicts, a path is a tuple of names, a key is a path joined by dots."""
+"""Trees of settings: a tree is nested dicts, a path is a tuple of names, a key is a path joined by dots."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
@@ -24,20 +24,22 @@ __all__ = [
 Path = tuple[str, ...]
 Tree = dict[str, Any]
 
-_SIMILAR = 0.62  # below this, two keys have nothing to do with each other
-_LAST = 0.65  # weight of the last name, against the whole key
-_BUILT = 0.05  # of two keys that are equally like, the one that does something
-_POLICY = 0.05  # and the policy's own, before those of the models beside it
+_SIMILAR = 0.75  # minimum similarity of the last names of two keys
+_SAME = 0.85  # similarity above which they are the same name with a typo
+_LAST_WEIGHT = 0.65  # weight of the last name, against the full key
+_BONUS = 0.05  # for keys that are supported, and for keys of the policy
+_SECURITY = ("trust_remote_code", "require")
 
 
 def join_path(path: Path) -> str:
+    """Return the key of a path."""
     return ".".join(str(name) for name in path)
 
 
-def iter_leaves(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Every value that is not a dict with something in it, with its path."""
+def iter_leaves(tree: Mapping[Any, Any], parent: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield every value that is not a non-empty dict, with its path."""
     for name, value in tree.items():
-        path = (*above, name)
+        path = (*parent, name)
         if isinstance(value, Mapping) and value:
             yield from iter_leaves(value, path)
         else:
@@ -45,7 +47,7 @@ def iter_leaves(tree: Mapping[Any, Any], above: Path = ()) -> Iterator[tuple[Pat
 
 
 def set_path(tree: Tree, path: Path, value: Any) -> None:
-    """Put `value` at `path`, making the dicts on the way; a dict joins what is there, anything else replaces it."""
+    """Set `value` at `path`, creating dicts as needed; a dict is merged, anything else replaces the old value."""
     for name in path[:-1]:
         below = tree.get(name)
         if not isinstance(below, dict):
@@ -59,7 +61,7 @@ def set_path(tree: Tree, path: Path, value: Any) -> None:
 
 
 def delete_path(tree: Tree, path: Path) -> bool:
-    """Take away what is at `path`, and the dicts above that become empty; False if nothing was there."""
+    """Delete the value at `path`, and dicts above it that become empty; return whether there was one."""
     name, *rest = path
     if name not in tree:
         return False
@@ -73,51 +75,53 @@ def delete_path(tree: Tree, path: Path) -> bool:
 
 
 def get_path(tree: Any, path: Path) -> Any:
-    """The value at `path` of a tree or of a `Config`; None where there is none."""
+    """Return the value at `path` of a tree or a `Config`; None if there is none."""
     for name in path:
         tree = tree.get(name) if isinstance(tree, Mapping) else getattr(tree, name, None)
     return tree
 
 
 def find_setting(path: Path, root: type[Section] = Config) -> Setting | None:
-    """The setting that `path` names, or the open dictionary that it lies in; None if the key is unknown."""
-    known = collect_settings(root)
-    found = known.get(join_path(path))
-    if found is not None:
-        return found
-    for length in range(len(path) - 1, 0, -1):
-        found = known.get(join_path(path[:length]))
-        if found is not None:
-            return found if found.open else None
+    """Return the setting at `path`, or the open dictionary that contains it; None if the key is unknown."""
+    settings = collect_settings(root)
+    for length in range(len(path), 0, -1):
+        setting = settings.get(join_path(path[:length]))
+        if setting is not None:
+            return setting if length == len(path) or setting.open else None
     return None
 
 
-def suggest_key(key: str, candidates: Iterable[str] | None = None, root: type[Section] = Config) -> str | None:
-    """The known key that `key` was probably meant to be: like it in its last name first, then as a whole."""
-    known = collect_settings(root)
+def suggest_key(
+    key: str,
+    candidates: Iterable[str] | None = None,
+    root: type[Section] = Config,
+    accepts_value: Callable[[str], bool] = lambda candidate: True,
+) -> str | None:
+    """Return the known key that `key` was probably meant to be, compared by its last name first.
+
+    A setting that does not accept the given value is suggested only if its name is nearly the same. Settings that
+    decide what code may run are never suggested.
+    """
+    settings = collect_settings(root)
     if candidates is None:
-        candidates = [found.key for found in known.values() if found.section is None]
-    whole, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])
-
-    def end_likeness(candidate: str) -> float:
-        last.set_seq1(candidate.rpartition(".")[2])
-        return last.ratio()
-
-    best, most = None, _SIMILAR
-    for end, candidate in sorted(((end_likeness(candidate), candidate) for candidate in candidates), reverse=True):
-        if _LAST * end + (1 - _LAST) + _BUILT + _POLICY < most:
-            break  # no candidate from here on can be liker
-        whole.set_seq1(candidate)
-        built = candidate in known and known[candidate].planned_parent is None
-        policy = candidate.startswith("actor_rollout_ref.")
-        likeness = _LAST * end + (1 - _LAST) * whole.ratio() + _BUILT * built + _POLICY * policy
-        if likeness > most:
-            best, most = candidate, likeness
-    return best
+        candidates = [setting.key for setting in settings.values() if setting.section is None]
+    full, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])
+    ranked: list[tuple[float, float, str]] = []
+    for candidate in candidates:
+        name = candidate.rpartition(".")[2]
+        last.set_seq1(name)
+        if name in _SECURITY or last.real_quick_ratio() < _SIMILAR or (similarity := last.ratio()) < _SIMILAR:
+            continue
+        full.set_seq1(candidate)
+        is_supported = candidate in settings and settings[candidate].planned_parent is None
+        bonus = _BONUS * (is_supported + candidate.startswith("actor_rollout_ref."))
+        ranked.append((_LAST_WEIGHT * similarity + (1 - _LAST_WEIGHT) * full.ratio() + bonus, similarity, candidate))
+    ranked.sort(key=lambda item: (-item[0], item[2]))
+    return next((key for _, same, key in ranked if same >= _SAME or accepts_value(key)), None)
 
 
 def format_value(value: Any) -> str:
-    """A value as it is written in an override."""
+    """Return a value as it is written in an override."""
     if value is None:
         return "null"
     if isinstance(value, bool):

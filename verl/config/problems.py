@@ -1,13 +1,13 @@
-"""What a check of the settings finds, and how the checks look at settings."""
+"""Problems that the validation of settings reports, and access to settings by key."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from verl.config.paths import get_path
-from verl.config.schema import Config, Section, collect_settings
+from verl.config.schema import Section, collect_settings
 
-__all__ = ["ACTOR", "REF", "ROLLOUT", "ConfigProblem", "get_value", "is_overridden", "list_keys_below", "prefix_keys"]
+__all__ = ["ACTOR", "REF", "ROLLOUT", "ConfigProblem", "get_value", "is_overridden"]
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -16,28 +16,23 @@ REF = "actor_rollout_ref.ref"
 
 @dataclass(frozen=True, slots=True)
 class ConfigProblem:
-    """What was found, and the settings that it rests on: if one of them is wrong in itself, this is not said."""
+    """A problem, and the settings it depends on: if one of them is itself invalid, the problem is not reported."""
 
     keys: tuple[str, ...]
     text: str
 
-
-def prefix_keys(section: str, *names: str) -> tuple[str, ...]:
-    """The keys of these settings of a section."""
-    return tuple(f"{section}.{name}" for name in names)
-
-
-def list_keys_below(section: str, root: type[Section] = Config) -> tuple[str, ...]:
-    """The keys of all settings of a section, those of the sections in it too."""
-    known = collect_settings(root).values()
-    return tuple(found.key for found in known if found.section is None and found.key.startswith(f"{section}."))
+    @classmethod
+    def at(cls, key: str, text: str, *other_keys: str) -> ConfigProblem:
+        """A problem of the setting `key`, named first in its text."""
+        return cls((key, *other_keys), f"{key}: {text}")
 
 
 def get_value(config: Section, key: str) -> object:
+    """Return the value of a setting by its dotted key."""
     return get_path(config, tuple(key.split(".")))
 
 
 def is_overridden(config: Section, key: str) -> bool:
-    """Whether the setting has another value than its default."""
+    """Whether the setting has a value other than its default."""
     setting = collect_settings(type(config))[key]
     return setting.section is None and get_value(config, key) != setting.default

@@ -1,4 +1,4 @@
-"""Settings for the eye: all of them as YAML with their documentation, or one of them in full."""
+"""Rendering settings for `verl config`: all of them as documented YAML, or the description of one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import redacted
 
-__all__ = ["describe", "documentation", "render", "type_in_words"]
+__all__ = ["describe", "describe_type", "document", "render"]
 
 _COLUMN = 52
-"""Where the comments start, if the value leaves room."""
+"""Column of the comments."""
 
 
 def render(config: Section) -> str:
-    """The settings as YAML that can be loaded again, but for secrets, which are hidden. Comments document each, and
-    mark what differs from its default."""
+    """Return the settings as YAML that can be loaded again, except for secrets, which are hidden.
+
+    Comments document each setting and mark values that differ from the default.
+    """
     lines: list[str] = []
     for setting in collect_settings(type(config)).values():
         indent = "  " * (len(setting.path) - 1)
@@ -33,59 +35,63 @@ def render(config: Section) -> str:
             extra: dict[str, Any] = value.model_extra or {}
             lines += [f"{indent}  {name}: {_yaml(redacted(item, name))}" for name, item in extra.items()]
             continue
-        is_overridden = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
+        marker = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
         required = "[required] " if value == MISSING else ""
-        text = is_overridden + required + _marks(setting) + documentation(setting)
+        text = marker + required + _marks(setting) + document(setting)
         lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redacted(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
 def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
-    """All that is declared about a setting, or the settings of a section; second spellings are understood."""
+    """Return the full description of a setting, or of the settings of a section; `key` may be an alias."""
     path = resolve_alias(tuple(key.split(".")), run_type.aliases)
     setting = find_setting(path, run_type.root)
     if setting is None:
         near = suggest_key(join_path(path), root=run_type.root)
-        raise ConfigError([f"{key}: is not a setting; " + (f"the nearest is {near}" if near else "try `verl config`")])
+        raise ConfigError(
+            [f"{key}: is not a setting; " + (f"did you mean {near}?" if near else "run `verl config` to list them")]
+        )
     if setting.section is None:
-        return _in_full(setting, run_type)
-    below = [found for found in collect_settings(run_type.root).values() if found.key.startswith(f"{setting.key}.")]
-    width = max(len(found.key) for found in below if found.section is None)
-    rows = [
-        f"  {found.key:<{width}}  {_marks(found)}{documentation(found)}" for found in below if found.section is None
+        return _describe_setting(setting, run_type)
+    children = [
+        child
+        for child in collect_settings(run_type.root).values()
+        if child.section is None and child.key.startswith(f"{setting.key}.")
     ]
+    width = max(len(child.key) for child in children)
+    rows = [f"  {child.key:<{width}}  {_marks(child)}{document(child)}" for child in children]
     return "\n".join([f"{setting.key}: {setting.doc}", *rows]) + "\n"
 
 
-def type_in_words(setting: Setting) -> str:
-    """The type in words, with the values that are not built yet marked by a star."""
+def describe_type(setting: Setting) -> str:
+    """Return the type in words; values that are not supported yet are marked with a star."""
     planned = setting.planned if isinstance(setting.planned, tuple) else ()
     if not setting.choices:
         return setting.type_name
     return " | ".join(f"{part}*" if part in planned else part for part in setting.type_name.split(" | "))
 
 
-def _in_full(setting: Setting, run_type: AnyRunType) -> str:
-    lines = [setting.key, f"  {setting.doc}", f"  type:    {type_in_words(setting)}"]
-    lines.append("  default: " + ("none, it is required" if setting.required else format_value(setting.default)))
+def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
+    lines = [setting.key, f"  {setting.doc}", f"  type:    {describe_type(setting)}"]
+    lines.append("  default: " + ("none, required" if setting.required else format_value(setting.default)))
     if setting.unit:
         lines.append(f"  unit:    {setting.unit}")
     also = [short for short, full in run_type.aliases.keys.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
     if setting.planned is True or setting.planned_parent is not None:
-        lines.append("  Not built yet: only the default is accepted.")
+        lines.append("  Not supported yet: only the default is accepted.")
     elif setting.planned:
-        lines.append("  * not built yet")
+        lines.append("  * not supported yet")
     return "\n".join(lines) + "\n"
 
 
 def _marks(setting: Setting) -> str:
-    return "[not built yet] " if setting.planned is True and setting.planned_parent is None else ""
+    return "[not supported yet] " if setting.planned is True and setting.planned_parent is None else ""
 
 
-def documentation(setting: Setting) -> str:
-    """The one line about a setting, with its unit."""
+def document(setting: Setting) -> str:
+    """Return the one-line documentation of a setting, with its unit."""
     return f"{setting.doc.removesuffix('.')} ({setting.unit})." if setting.unit else setting.doc
 
 

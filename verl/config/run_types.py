@@ -1,4 +1,4 @@
-"""The kinds of runs that there are settings for: what can be set, how else it may be spelled, what is checked."""
+"""The run types: the settings, aliases and checks of each."""
 
 from __future__ import annotations
 
@@ -19,30 +19,20 @@ Check = Callable[[C], Iterator[ConfigProblem]]
 
 @dataclass(frozen=True, slots=True)
 class RunType(Generic[C]):
-    """`command` is the one of `verl` that runs it."""
+    """A type of run; `command` is the `verl` command that starts it."""
 
     command: str
     root: type[C]
     aliases: Aliases
-    find_missing: Check[C]
     find_conflicts: Check[C]
     find_hints: Check[C]
 
 
-TRAIN = RunType(
-    "train", Config, TRAIN_ALIASES, validation.find_missing, validation.find_conflicts, validation.find_hints
-)
-SFT = RunType(
-    "sft", SftConfig, SFT_ALIASES, validation.find_missing, sft_validation.find_conflicts, sft_validation.find_hints
-)
+TRAIN = RunType("train", Config, TRAIN_ALIASES, validation.find_conflicts, validation.find_hints)
+SFT = RunType("sft", SftConfig, SFT_ALIASES, sft_validation.find_conflicts, sft_validation.find_hints)
 GENERATE = RunType(
-    "generate",
-    Config,
-    TRAIN_ALIASES,
-    validation.find_missing,
-    validation.find_generation_conflicts,
-    validation.find_generation_hints,
+    "generate", Config, TRAIN_ALIASES, validation.find_generation_conflicts, validation.find_generation_hints
 )
-"""Of the commands that write and score answers with the settings of training: what they do not use is not checked."""
+"""Commands that generate and score responses with the training settings; only the settings they use are checked."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
 RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)

@@ -70,8 +70,8 @@ class Updates:
 class RankPlan:
     """The samples and the work of one rank in one step. Indices refer to its own `refs`.
 
-    All ranks have the same number of `forward` micro-batches, of updates, and of micro-batches in each update (some may
-    be empty), because every one of them is a collective operation.
+    All ranks have the same number of `forward` and `reference` micro-batches, of updates, and of micro-batches in each
+    update (some may be empty), because every one of them is a collective operation.
     """
 
     rank: int
@@ -81,6 +81,7 @@ class RankPlan:
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy response, if requested
     forward: RaggedIndices  # micro-batches of forward passes over all samples
+    reference: RaggedIndices  # the same, for the reference policy
     policy: Updates
     critic: Updates | None = None
 
@@ -173,7 +174,8 @@ class UpdateSizes:
 class Planner:
     """Splits the samples of a step.
 
-    Forward passes use the policy's micro-batch size unless they are given their own. With a `shuffle_seed` prompts are
+    Forward passes use the policy's micro-batch size unless they are given their own, and those of the reference policy
+    use the size of forward passes unless they are given their own. With a `shuffle_seed` prompts are
     assigned to mini-batches at random, and every epoch after the first visits the mini-batches in a new order. A
     mini-batch keeps its prompts in all epochs, so that its tokens stay balanced over ranks. A critic is updated on the
     same samples with its own sizes.
@@ -185,6 +187,7 @@ class Planner:
         policy: UpdateSizes,
         *,
         forward: MicroBatchLimit | None = None,
+        reference: MicroBatchLimit | None = None,
         shuffle_seed: int | None = None,
         critic: UpdateSizes | None = None,
     ) -> None:
@@ -192,6 +195,7 @@ class Planner:
             raise ValueError(f"ranks is {ranks}, it must be at least 1")
         self.ranks, self.policy, self.critic = ranks, policy, critic
         self._update, self._forward = policy.limit, forward or policy.limit
+        self._reference = reference or self._forward
         self._shuffle_seed = shuffle_seed
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
@@ -206,7 +210,9 @@ class Planner:
             random = np.random.default_rng([self._shuffle_seed, abs(int(groups.min()))])
         order = _order_by_group(groups, random)
         split = self._split_policy(order, lengths)
-        forward = self._forward.split([[lengths[i] for i in of_rank] for of_rank in split.samples])
+        rank_lengths = [[lengths[i] for i in of_rank] for of_rank in split.samples]
+        forward = self._forward.split(rank_lengths)
+        reference = forward if self._reference == self._forward else self._reference.split(rank_lengths)
         schedule = _schedule(split.counts, self.policy.epochs, random)
         critic = self._split_critic(order, split.samples, lengths, random)
         plans = [
@@ -218,6 +224,7 @@ class Planner:
                 scores=scores[samples],
                 baselines=_baselines([handles[i] for i in samples]),
                 forward=RaggedIndices.of(forward[rank]),
+                reference=RaggedIndices.of(reference[rank]),
                 policy=Updates(RaggedIndices.of(split.micro_batches[rank]), schedule),
                 critic=critic[rank],
             )
@@ -283,7 +290,7 @@ class Planner:
         return [Updates(RaggedIndices.of(parts), schedule) for parts in micro_batches]
 
     def _warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
-        limits = [limit.tokens for limit in (self._update, self._forward) if limit.tokens is not None]
+        limits = [limit.tokens for limit in (self._update, self._forward, self._reference) if limit.tokens is not None]
         if not limits or not (alone := longer_than(lengths, min(limits))):
             return []
         longest = handles[alone[0]]

@@ -155,7 +155,7 @@ class _Trainer:
             "actor_rollout_ref.actor.clip_ratio": config.clip_range,
             "actor_rollout_ref.rollout.name": "hf" if self.local else "vllm",
             "actor_rollout_ref.rollout.temperature": config.temperature,
-            "trainer.total_epochs": config.total_epochs,
+            **({"trainer.total_epochs": config.total_epochs} if config.total_steps is None else {}),
             "trainer.total_training_steps": config.total_steps,
             "trainer.n_gpus_per_node": _devices() if config.devices is None else config.devices,
             "trainer.local": self.local,

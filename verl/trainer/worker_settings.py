@@ -29,8 +29,9 @@ from verl.config.features import (
     uses_reference,
     uses_reward_function,
 )
-from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
 from verl.config.schema.reward import RewardConfig
+from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
@@ -246,25 +247,21 @@ def optimizer_settings(section: str, optim: OptimConfig, updates: int) -> dict[s
 
 def build_planner(config: Config, ranks: int) -> Planner:
     """How the samples of a step are split."""
-    actor, rollout, sizes = (
-        config.actor_rollout_ref.actor,
-        config.actor_rollout_ref.rollout,
-        get_actor_batch_sizes(config),
-    )
-    if actor.use_dynamic_bsz:
-        forward = _limit(None, rollout.log_prob_max_token_len_per_gpu)
-    else:
-        forward = _limit(rollout.log_prob_micro_batch_size_per_gpu, None)
+    actor = config.actor_rollout_ref.actor
     return Planner(
         ranks,
-        _update_sizes(sizes),
-        forward=forward,
+        _update_sizes(get_actor_batch_sizes(config)),
+        forward=_forward_limit(config.actor_rollout_ref.rollout, actor.use_dynamic_bsz),
+        reference=_forward_limit(config.actor_rollout_ref.ref, actor.use_dynamic_bsz),
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
     )
 
 
-def _limit(samples: int | None, tokens: int | None) -> MicroBatchLimit | None:
+def _forward_limit(section: RolloutConfig | RefConfig, by_tokens: bool) -> MicroBatchLimit | None:
+    """Return the micro-batch size of log-prob passes; None if the settings leave it open."""
+    samples = None if by_tokens else section.log_prob_micro_batch_size_per_gpu
+    tokens = section.log_prob_max_token_len_per_gpu if by_tokens else None
     return None if samples is None and tokens is None else MicroBatchLimit(samples, tokens)
 
 

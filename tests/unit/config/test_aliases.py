@@ -1,4 +1,4 @@
-"""The settings as users write them: whole examples, and second spellings, each read and answered."""
+"""Settings as users write them: whole examples, and aliases."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def find_unsupported(text: str, *overrides: str) -> set[str]:
     """The keys that are refused; fails if any is refused for another reason than not being built."""
     with pytest.raises(ConfigError) as raised:
         read(text, *overrides)
-    assert all("not built yet" in problem for problem in raised.value.problems), raised.value.problems
+    assert all("not supported yet" in problem for problem in raised.value.problems), raised.value.problems
     return {problem.split(":")[0] for problem in raised.value.problems}
 
 
@@ -93,8 +93,8 @@ def test_the_grpo_example_is_refused_for_its_wide_engines_alone() -> None:
         load_dict(yaml.safe_load(GRPO))
     [text] = raised.value.problems
     assert text == (
-        "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not built yet: an engine has one device, and "
-        "actor_rollout_ref.rollout.num_engines says how many engines; "
+        "actor_rollout_ref.rollout.tensor_model_parallel_size: 2 is not supported yet: an engine uses one device, and "
+        "actor_rollout_ref.rollout.num_engines sets the number of engines; "
         "set actor_rollout_ref.rollout.tensor_model_parallel_size=1"
     )
 
@@ -111,7 +111,8 @@ def test_the_ppo_example_loads() -> None:
     assert loaded.config.algorithm.adv_estimator == "gae"
     assert loaded.config.critic.ppo_micro_batch_size_per_gpu == 4
     assert [hint.partition("=")[0] for hint in loaded.hints] == [
-        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu",  # nothing uses a reference
+        "algorithm.kl_ctrl.kl_coef",
     ]
 
 
@@ -198,7 +199,7 @@ def test_second_spellings_are_read_and_answered(override: str, key: str, value: 
     [loaded] = load(override.split(" ") if "{" not in override else [override], complete=False)
     expected = "x/global_step_500" if value is None else value
     assert get_path(loaded.config, tuple(key.split("."))) == expected
-    assert any(("second spelling of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
+    assert any(("alias of" in hint or "not needed" in hint) and key in hint for hint in loaded.hints)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import pytest
 
 from verl.config.algorithm_validation import find_conflicts
 from verl.config.features import uses_critic, uses_preferences, uses_reference
-from verl.config.ignored import find_ignored_rule
+from verl.config.ignored import find_unmet_condition
 from verl.config.load import load
 from verl.config.paths import set_path
 from verl.config.schema import Config, collect_settings
@@ -164,7 +164,7 @@ def algorithm(estimator: str, loss: str, *more: tuple[str, Any]) -> Config:
 def test_every_setting_of_an_algorithm_is_in_the_table_and_the_table_has_no_other() -> None:
     known = {key for key, found in collect_settings(Config).items() if found.section is None}
     of_algorithms = {key for key in known if key.startswith(tuple(f"{section}." for section in SECTIONS))}
-    assert of_algorithms - set(EFFECTS) == set(), "say in EFFECTS when it has an effect, and in verl/config/ignored"
+    assert of_algorithms - set(EFFECTS) == set(), "say in EFFECTS when it has an effect, and in only_if of the setting"
     assert set(EFFECTS) - known == set()
 
 
@@ -172,7 +172,7 @@ def test_every_setting_of_an_algorithm_is_in_the_table_and_the_table_has_no_othe
 def test_a_setting_has_an_effect_or_is_mute_with_each_algorithm_as_the_table_says(key: str) -> None:
     effect = EFFECTS[key]
     for estimator, loss in product(ESTIMATORS, LOSSES):
-        mute = find_ignored_rule(algorithm(estimator, loss, *effect.switches), key)
+        mute = find_unmet_condition(algorithm(estimator, loss, *effect.switches), key)
         used = estimator in effect.estimators and loss in effect.losses
         assert (mute is None) == used, (estimator, loss, mute)
 
@@ -181,16 +181,16 @@ def test_a_setting_has_an_effect_or_is_mute_with_each_algorithm_as_the_table_say
 def test_a_setting_is_mute_while_one_of_its_switches_is_off(key: str) -> None:
     effect = EFFECTS[key]
     estimator, loss = next(iter(effect.estimators)), next(iter(effect.losses))
-    assert find_ignored_rule(algorithm(estimator, loss, *effect.switches), key) is None
+    assert find_unmet_condition(algorithm(estimator, loss, *effect.switches), key) is None
     for off in effect.switches:
         switches = [switch for switch in effect.switches if switch != off]
-        assert find_ignored_rule(algorithm(estimator, loss, *switches), key) is not None, off
+        assert find_unmet_condition(algorithm(estimator, loss, *switches), key) is not None, off
 
 
 @pytest.mark.parametrize("key", EFFECTS)
 def test_a_function_of_ones_own_may_use_every_setting_but_those_of_models_that_are_not_there(key: str) -> None:
-    of_own_estimator = find_ignored_rule(algorithm(OWN, "vanilla", *EFFECTS[key].switches), key)
-    of_own_loss = find_ignored_rule(algorithm("gae", OWN, *EFFECTS[key].switches), key)
+    of_own_estimator = find_unmet_condition(algorithm(OWN, "vanilla", *EFFECTS[key].switches), key)
+    of_own_loss = find_unmet_condition(algorithm("gae", OWN, *EFFECTS[key].switches), key)
     critics = EFFECTS[key].estimators == ["gae"]  # a critic is trained only where critic.enable says so
     assert (of_own_estimator is None) == ("vanilla" in EFFECTS[key].losses and not critics)
     assert (of_own_loss is None) == ("gae" in EFFECTS[key].estimators)
@@ -198,8 +198,8 @@ def test_a_function_of_ones_own_may_use_every_setting_but_those_of_models_that_a
 
 @pytest.mark.parametrize("term", [(f"{A}.use_kl_loss", True), (f"{A}.entropy_coeff", 0.01)])
 def test_a_loss_over_sequences_leaves_the_aggregation_to_the_other_terms(term: tuple[str, Any]) -> None:
-    assert find_ignored_rule(algorithm("grpo", "gspo"), f"{A}.loss_agg_mode") is not None
-    assert find_ignored_rule(algorithm("grpo", "gspo", term), f"{A}.loss_agg_mode") is None
+    assert find_unmet_condition(algorithm("grpo", "gspo"), f"{A}.loss_agg_mode") is not None
+    assert find_unmet_condition(algorithm("grpo", "gspo", term), f"{A}.loss_agg_mode") is None
 
 
 @pytest.mark.parametrize(
@@ -209,9 +209,9 @@ def test_a_loss_over_sequences_leaves_the_aggregation_to_the_other_terms(term: t
 def test_the_reference_and_its_settings_are_there_only_if_something_looks_at_it(need: tuple[str, Any]) -> None:
     keys = ("trainer.ref_update_freq", f"{REF}.fsdp_config.param_offload")
     assert not uses_reference(config())
-    assert all(find_ignored_rule(config(), key) for key in keys)
+    assert all(find_unmet_condition(config(), key) for key in keys)
     assert uses_reference(config(need))
-    assert not any(find_ignored_rule(config(need), key) for key in keys)
+    assert not any(find_unmet_condition(config(need), key) for key in keys)
 
 
 def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
@@ -222,7 +222,7 @@ def test_a_critic_is_trained_with_gae_alone_and_preferences_need_none() -> None:
         own = algorithm(OWN, "vanilla", ("critic.enable", wanted))
         assert uses_critic(own) == wanted
         assert not [*find_conflicts(own)]
-        assert (find_ignored_rule(own, "critic.optim.lr") is None) == wanted
+        assert (find_unmet_condition(own, "critic.optim.lr") is None) == wanted
 
 
 @pytest.mark.parametrize(("estimator", "wanted"), [("grpo", True), ("rloo", True), ("gae", False)])
@@ -244,12 +244,12 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
         (
             ["algorithm.kl_ctrl.kl_coef=0.01"],
             "algorithm.kl_ctrl.kl_coef=0.01 has no effect: algorithm.use_kl_in_reward=false; set it to "
-            f"true, or weigh the KL of the loss by {A}.kl_loss_coef",
+            f"true, or set {A}.use_kl_loss=true and {A}.kl_loss_coef",
         ),
         (
             ["critic.optim.lr=1e-4"],
-            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic, or one of your "
-            "own with critic.enable=true",
+            "critic.optim.lr=0.0001 has no effect: only algorithm.adv_estimator=gae trains a critic, or your "
+            "own estimator with critic.enable=true",
         ),
         (
             ["algorithm.adv_estimator=rloo", f"{LOSS}.loss_mode=dpo"],

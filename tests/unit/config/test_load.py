@@ -76,8 +76,8 @@ def test_tilde_takes_a_setting_back_to_its_default_and_an_entry_out_of_a_diction
 
 
 def test_tilde_refuses_what_is_unknown_absent_or_different() -> None:
-    assert "nearest is data.train_batch_size" in problems("~data.train_batch_sizes")[0]
-    assert "not there to be removed" in problems("~ray_kwargs.ray_init.nothing")[0]
+    assert "did you mean data.train_batch_size?" in problems("~data.train_batch_sizes")[0]
+    assert "does not exist, so it cannot be removed" in problems("~ray_kwargs.ray_init.nothing")[0]
     assert "the value is 8" in problems("data.train_batch_size=8", "~data.train_batch_size=9")[0]
 
 
@@ -92,7 +92,7 @@ def test_paths_with_a_tilde_are_text() -> None:
 
 def test_an_override_that_cannot_be_read_is_named_with_its_remedy() -> None:
     [problem] = problems("data.prompt_key=[a")
-    assert problem.startswith("data.prompt_key=[a: cannot be read as key=value")
+    assert problem.startswith("data.prompt_key=[a: is not a valid override")
 
 
 def test_unknown_options_name_the_known_one() -> None:
@@ -169,7 +169,7 @@ def test_yaml_with_a_defaults_list_groups_and_overrides(tmp_path: Path) -> None:
 
 def test_a_yaml_file_that_is_missing_or_broken_is_a_problem(tmp_path: Path) -> None:
     (tmp_path / "grpo.yaml").write_text("data: {train_files: [\n")
-    with pytest.raises(ConfigError, match="there are: grpo"):
+    with pytest.raises(ConfigError, match="available: grpo"):
         load(["--config-path", str(tmp_path), "--config-name", "gpro"])
     with pytest.raises(ConfigError, match="cannot be read"):
         load_yaml(tmp_path / "grpo.yaml")
@@ -217,14 +217,14 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
     expected = {
         "data.train_batch_size": "0 must be at least 1; set data.train_batch_size=1024",
         "data.truncation": "lift must be one of error, left, right, middle; set data.truncation=left",
-        "data.trian_max_samples": "is not a setting; the nearest is data.train_max_samples: set data.train_max",
+        "data.trian_max_samples": "is not a setting; did you mean data.train_max_samples? Set data.train_max",
         "actor_rollout_ref.actor.optim.lr": "fast must be a number; set actor_rollout_ref.actor.optim.lr=1e-06",
         "actor_rollout_ref.rollout.n": "true must be a whole number; set actor_rollout_ref.rollout.n=1",
         "critic": "3 must be a section",
         "trainer.save_freq": "0 must be -1 (never) or at least 1; set trainer.save_freq=-1",
         "trainer.logger": "wnadb must be one of console, jsonl",
-        "trainer.max_staleness": "1 is not built yet; set trainer.max_staleness=0",
-        "trainer.test_freq": "5 needs data to validate on; set data.val_files=test.parquet",
+        "trainer.max_staleness": "1 is not supported yet; set trainer.max_staleness=0",
+        "trainer.test_freq": "5 requires validation data; set data.val_files=test.parquet",
         "actor_rollout_ref.actor.fsdp_config.dtype": "int8 must be one of auto, float32, bfloat16, float16",
     }
     for problem in found:
@@ -279,7 +279,7 @@ def test_unknown_keys_find_their_neighbour(typed: str, meant: str | None) -> Non
 @given(st.sampled_from([s.key for s in collect_settings(Config).values() if s.section is None]), st.data())
 def test_a_key_with_one_letter_dropped_finds_a_neighbour_in_its_section(key: str, data: st.DataObject) -> None:
     last = key.rpartition(".")[2]
-    if len(last) < 4:
+    if len(last) < 4 or last in ("trust_remote_code", "require"):  # security settings are never suggested
         return
     at = data.draw(st.integers(len(key) - len(last), len(key) - 1))
     typed = key[:at] + key[at + 1 :]
@@ -287,6 +287,26 @@ def test_a_key_with_one_letter_dropped_finds_a_neighbour_in_its_section(key: str
         found = suggest_key(typed)  # `top_` may be top_p or top_k: the section is certain
         assert found is not None
         assert found.rpartition(".")[0] == key.rpartition(".")[0]
+
+
+@pytest.mark.parametrize(
+    ("override", "suggestion"),
+    [
+        ("actor_rollout_ref.model.use_remove_padding=True", None),
+        ("actor_rollout_ref.rollout.free_cache_engine=True", None),
+        ("actor_rollout_ref.model.trust_remote_cod=True", None),
+        ("data.train_bach_size=0", "data.train_batch_size=..."),
+        ("data.train_bach_size=64", "data.train_batch_size=64"),
+        ("trainer.logger_name=true", None),
+    ],
+)
+def test_only_a_similar_name_is_suggested_and_only_with_a_value_that_it_accepts(
+    override: str, suggestion: str | None
+) -> None:
+    [problem] = problems(override)
+    assert problem.startswith(f"{override.partition('=')[0]}: is not a setting; ")
+    assert ("Set " in problem) == (suggestion is not None), problem
+    assert suggestion is None or problem.endswith(f"Set {suggestion}")
 
 
 # --- trees

@@ -60,8 +60,8 @@ def test_the_documented_file_loads_as_written(tmp_path: Path) -> None:
     assert (config.data.response_key, config.data.micro_batch_size_per_gpu) == ("response", 4)
     assert config.trainer.checkpoint_dir.as_posix() == "checkpoints/my-sft/default"
     assert sorted(loaded.hints) == [
-        "optim.lr_scheduler is a second spelling of optim.lr_scheduler_type",
-        "optim.warmup_steps_proportion is a second spelling of optim.lr_warmup_steps_ratio",
+        "optim.lr_scheduler is an alias of optim.lr_scheduler_type",
+        "optim.warmup_steps_proportion is an alias of optim.lr_warmup_steps_ratio",
     ]
 
 
@@ -73,9 +73,9 @@ def test_what_is_required_is_asked_for() -> None:
 
 def test_a_setting_of_the_other_command_is_named_as_such() -> None:
     assert problems("actor_rollout_ref.rollout.n=8") == [
-        "actor_rollout_ref.rollout.n: is a setting of `verl train`, not of `verl sft`; leave it out"
+        "actor_rollout_ref.rollout.n: is a setting of `verl train`, not of `verl sft`; remove it"
     ]
-    assert "the nearest is optim.lr_scheduler_type" in problems("optim.lr_scheduler_typ=cosine")[0]
+    assert "did you mean optim.lr_scheduler_type?" in problems("optim.lr_scheduler_typ=cosine")[0]
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
@@ -120,7 +120,7 @@ def test_an_adapter_is_asked_for_in_either_spelling_and_needs_a_rank() -> None:
 
 
 def test_fewer_examples_than_ranks_and_a_budget_below_an_example_are_hinted_at() -> None:
-    assert any("without work" in text for text in hints("data.train_batch_size=1"))
+    assert any("idle" in text for text in hints("data.train_batch_size=1"))
     assert any("will exceed it" in text for text in hints("data.packing=True", "data.max_token_len_per_gpu=100"))
 
 

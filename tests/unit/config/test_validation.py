@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,7 @@ from verl.config.batch_sizes import (
     render_sizes,
 )
 from verl.config.load import load, load_dict
+from verl.config.render import render
 from verl.config.schema import Config
 from verl.errors import ConfigError
 
@@ -136,16 +138,16 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
             "set critic.ppo_max_token_len_per_gpu=1024",
         ),
         ([f"{R}.temperature=1.7"], "mostly noise"),
-        ([f"{R}.val_kwargs.n=4"], "4 greedy answers are all the same"),
-        (["data.train_batch_size=64"], "each step is one mini-batch"),
+        ([f"{R}.val_kwargs.n=4"], "4 greedy responses are all equal"),
+        (["data.train_batch_size=64"], "so each step is one mini-batch"),
         (["data.train_batch_size=1000"], "the last mini-batch of a step has 232 prompts"),
-        ([f"{A}.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"], "without work"),
+        ([f"{A}.ppo_mini_batch_size=1", "trainer.n_gpus_per_node=16"], "idle"),
         ([f"{A}.use_dynamic_bsz=true", f"{A}.ppo_max_token_len_per_gpu=1000"], "less than the longest sequence"),
         ([f"{A}.clip_ratio_low=0.3"], "is above clip_ratio_high=0.2"),
         ([f"{R}.top_p=0.9"], f"set {R}.top_p=1.0"),
         ([f"{R}.top_k=50"], f"set {R}.top_k=-1"),
-        ([f"{A}.use_torch_compile=true", "trainer.device=cpu"], "on a CPU (trainer.device) nothing is compiled"),
-        ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "for nothing"),
+        ([f"{A}.use_torch_compile=true", "trainer.device=cpu"], "on CPU (trainer.device) nothing is compiled"),
+        ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "computed but not used"),
     ],
 )
 def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> None:
@@ -220,11 +222,60 @@ def test_what_narrows_the_sampling_of_validation_needs_a_temperature(mute: str) 
     assert not any("has no effect" in hint for hint in hints(mute, f"{R}.val_kwargs.temperature=0.7"))
 
 
+def test_log_probs_cannot_be_turned_off_and_that_is_reported() -> None:
+    ignored = f"{R}.calculate_log_probs=false"
+    assert any(hint.startswith(f"{ignored} has no effect") for hint in hints(ignored))
+    assert hints(f"{R}.calculate_log_probs=true") == []
+
+
+def test_the_micro_batch_of_the_reference_has_an_effect_if_there_is_one() -> None:
+    key = "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"
+    assert any(hint.startswith(f"{key} has no effect") for hint in hints(key))
+    assert hints(key, f"{A}.use_kl_loss=true") == []
+
+
+def test_the_dapo_reward_manager_is_naive_and_a_hint_names_the_settings_of_dapo() -> None:
+    [hint] = hints("reward.reward_manager.name=dapo")
+    assert "reward.overlong_buffer.enable=true" in hint
+    assert "algorithm.filter_groups.enable=true" in hint
+
+
 @pytest.mark.parametrize(
-    "mute", [f"{R}.calculate_log_probs=false", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4"]
+    ("given_default", "reason"),
+    [
+        ("algorithm.kl_ctrl.kl_coef=0.001", "algorithm.use_kl_in_reward=false"),
+        (f"{A}.kl_loss_type=low_var_kl", f"{A}.use_kl_loss=false"),
+        (f"{A}.peft.lora_alpha=16", "means no adapter"),
+        ("critic.optim.lr=1e-5", "trains a critic"),
+        ("reward.custom_reward_function.name=compute_score", "path is not given"),
+    ],
 )
-def test_what_the_recipes_of_others_set_and_is_always_as_it_is_here_is_said(mute: str) -> None:
-    assert any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, f"{A}.use_kl_loss=true"))
+def test_a_setting_that_is_given_with_its_default_and_has_no_effect_is_reported(
+    given_default: str, reason: str
+) -> None:
+    [hint] = hints(given_default)
+    assert "has no effect" in hint
+    assert reason in hint
+
+
+@pytest.mark.parametrize(
+    "off",
+    [
+        f"{A}.fsdp_config.param_offload=false",
+        "trainer.ref_update_freq=-1",
+        "trainer.resume_from_path=null",
+        "reward.overlong_buffer.len=0",
+        "reward.prime.model_path=null",
+    ],
+)
+def test_what_is_turned_off_where_it_has_no_effect_is_not_reported(off: str) -> None:
+    assert hints(off, "trainer.device=cpu") == []
+
+
+def test_a_file_that_lists_all_settings_gets_no_hints_about_their_defaults() -> None:
+    assert load_dict(yaml.safe_load(render(Config())), [f"{R}.n=8"], complete=False).hints == ()
+    listed = load_dict(yaml.safe_load(render(Config())), [f"{R}.n=8", "algorithm.kl_ctrl.kl_coef=0.01"], complete=False)
+    assert [hint.partition("=")[0] for hint in listed.hints] == ["algorithm.kl_ctrl.kl_coef"]
 
 
 def test_an_adaptive_kl_that_would_turn_negative_is_refused() -> None:
@@ -292,7 +343,7 @@ def test_an_adapter_without_peft_is_a_problem_of_a_run(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # another test may have imported it
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
-    with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 needs the package PEFT; pip install "verl\[lora\]"'):
+    with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 requires the package PEFT; pip install "verl\[lora\]"'):
         load_dict(given_, [f"{A}.peft.lora_rank=8"])
 
 
@@ -301,14 +352,14 @@ def test_vllm_that_is_missing_or_too_old_is_a_problem_of_a_run(monkeypatch, tmp_
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
-    with pytest.raises(ConfigError, match=rf'{R}.name: vllm needs its package; pip install "verl\[vllm\]"'):
+    with pytest.raises(ConfigError, match=rf'{R}.name: vllm requires a package; pip install "verl\[vllm\]"'):
         load_dict(given_)
     load_dict(given_, [f"{R}.name=hf"])
     (tmp_path / "vllm.py").touch()
     (tmp_path / "vllm-0.5.4.dist-info").mkdir()
     (tmp_path / "vllm-0.5.4.dist-info" / "METADATA").write_text("Name: vllm\nVersion: 0.5.4+cu121\n")
     importlib.invalidate_caches()
-    with pytest.raises(ConfigError, match=rf"{R}.name: vllm 0.5.4\+cu121 is too old: 0.32 is the least"):
+    with pytest.raises(ConfigError, match=rf"{R}.name: vllm 0.5.4\+cu121 is too old: 0.32 or newer is required"):
         load_dict(given_)
 
 
@@ -324,7 +375,7 @@ def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypa
         load_dict(given_)
     [text] = raised.value.problems
     assert (
-        text == "trainer.logger: wandb needs its package; pip install wandb, or set trainer.logger=[tensorboard,jsonl]"
+        text == "trainer.logger: wandb requires a package; pip install wandb, or set trainer.logger=[tensorboard,jsonl]"
     )
     load_dict(given_, complete=False)
 

@@ -217,6 +217,16 @@ def test_metrics_describe_the_answers() -> None:
     assert plan.warnings == []
 
 
+def test_the_reference_has_its_own_micro_batches_if_they_are_given() -> None:
+    handles = [handle(i, group=i, tokens=10) for i in range(8)]
+    sizes, forward = UpdateSizes(8, 8, None), MicroBatchLimit(4, None)
+    own = Planner(1, sizes, forward=forward, reference=MicroBatchLimit(2, None)).plan(handles).rank(0)
+    assert (len(own.forward), len(own.reference)) == (2, 4)
+    assert sorted(i for micro_batch in own.reference for i in micro_batch) == list(range(8))
+    same = Planner(1, sizes, forward=forward).plan(handles).rank(0)
+    assert len(same.reference) == len(same.forward) == 2
+
+
 def test_samples_longer_than_the_budget_are_named() -> None:
     handles = [handle(i, group=i, tokens=n) for i, n in enumerate([50, 150, 2000])]
     [warning] = Planner(1, UpdateSizes(4, None, 100)).plan(handles).warnings

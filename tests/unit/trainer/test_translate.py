@@ -258,6 +258,30 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
     assert build_planner(config_of(*GRPO, *common), ranks=1).plan(handles).rank(0).critic is None
 
 
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ((), (4, 4)),
+        (("actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=2",), (4, 16)),
+        (("actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=16",), (2, 2)),
+        (
+            (
+                "actor_rollout_ref.actor.use_dynamic_bsz=True",
+                "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=400",
+            ),
+            (1, 8),
+        ),
+    ],
+)
+def test_the_reference_log_probs_use_their_own_micro_batch_size(
+    overrides: tuple[str, ...], counts: tuple[int, int]
+) -> None:
+    common = ("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
+    handles = [SampleHandle(k, group=k, tokens=100, generated=50, score=0.0, version=0) for k in range(32)]
+    own = build_planner(config_of(*GRPO, *common, *overrides), ranks=1).plan(handles).rank(0)
+    assert (len(own.forward), len(own.reference)) == counts
+
+
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
     data: dict[str, DatasetSettings] = {}
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
@@ -350,5 +374,5 @@ def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
     assert device_hints(config_of(f"{key}=true"), "cuda", find_hints) == []
     [said] = device_hints(config_of(f"{key}=true"), "cpu", find_hints)
-    assert said.startswith(f"{key}=true has no effect: on a CPU")
+    assert said.startswith(f"{key}=true has no effect: on CPU")
     assert device_hints(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", find_hints) == []  # it was said before

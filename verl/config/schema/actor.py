@@ -1,4 +1,4 @@
-"""`actor_rollout_ref.{model,actor,ref}.*`: the policy, how it is trained, and the reference it is held to."""
+"""`actor_rollout_ref.{model,actor,ref}.*`: the policy, its training, and the reference policy."""
 
 from __future__ import annotations
 
@@ -7,6 +7,15 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl.config.schema.base import CustomFunction, Dtype, Section, section, setting
+from verl.config.schema.rules import (
+    BATCHES_BY_SAMPLES,
+    BATCHES_BY_TOKENS,
+    HAS_DEVICE_MEMORY,
+    OnlyIf,
+    needs,
+    unless,
+    unless_given,
+)
 
 __all__ = [
     "ActorCheckpointConfig",
@@ -43,164 +52,273 @@ PolicyLoss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "cli
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
+_CLIP_COV = needs(".loss_mode", "clip_cov")
+_OFFLOAD = (
+    HAS_DEVICE_MEMORY,
+    unless(".offload_policy", True, reason="{section}.offload_policy=true already keeps everything in host memory"),
+)
+_HAS_ADAPTER = unless(".lora_rank", 0, reason="{section}.lora_rank=0 means no adapter")
+_CLIPPED = needs(".policy_loss.loss_mode", "vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
+_CLIP_RATIO = OnlyIf(
+    (".clip_ratio_low", ".clip_ratio_high"),
+    lambda low, high: low is None or high is None,
+    "clip_ratio_low and clip_ratio_high are both given",
+)
+_AGGREGATES = OnlyIf(
+    (".policy_loss.loss_mode", ".use_kl_loss", ".entropy_coeff"),
+    lambda loss, kl, entropy: loss not in ("gspo", "geo_mean", "dpo", "sppo") or kl or entropy != 0,
+    "{section}.policy_loss.loss_mode=gspo, geo_mean, dpo and sppo average over sequences by definition",
+)
+_COMPILES = OnlyIf(
+    (".use_torch_compile", "trainer.device"),
+    lambda compiles, device: not compiles or device != "cpu",
+    "on CPU (trainer.device) nothing is compiled, since compiling takes longer than it saves",
+)
+
 
 class ModelConfig(Section):
     path: str = setting(None, "Hugging Face name or local directory of the model.", required=True)
-    tokenizer_path: str | None = setting(None, "Where the tokenizer lies; null: beside the model.")
-    trust_remote_code: bool = setting(False, "Allow Python code that comes with the model to run.")
+    tokenizer_path: str | None = setting(
+        None, "Hugging Face name or local directory of the tokenizer; null: that of the model."
+    )
+    trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
     enable_gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about a third more time."
     )
 
 
 class OptimConfig(Section):
-    lr: float = setting(1e-6, "Learning rate of AdamW; steps once per optimiser step.", gt=0)
+    lr: float = setting(1e-6, "Learning rate of AdamW.", gt=0)
     weight_decay: float = setting(0.01, "Weight decay of AdamW.", ge=0)
     betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
-    eps: float = setting(1e-8, "Added to the denominator of AdamW.", gt=0)
+    eps: float = setting(1e-8, "Epsilon of AdamW.", gt=0)
     lr_warmup_steps: int | None = setting(
-        None,
-        "Optimiser steps in which the learning rate rises from 0; null: lr_warmup_steps_ratio decides.",
-        unit="steps",
+        None, "Optimizer steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
+    )
+    lr_warmup_steps_ratio: float = setting(
+        0.0,
+        "Warm-up as a fraction of all optimizer steps.",
+        unit="fraction",
         ge=0,
+        le=1,
+        only_if=unless_given(".lr_warmup_steps"),
     )
-    lr_warmup_steps_ratio: float = setting(0.0, "The same as a share of all optimiser steps.", unit="share", ge=0, le=1)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
-        "constant", "What the learning rate does after the warm-up."
+        "constant", "Learning rate schedule after the warm-up."
     )
-    min_lr_ratio: float = setting(0.0, "Where linear and cosine end, as a share of lr.", unit="share", ge=0, le=1)
+    min_lr_ratio: float = setting(
+        0.0,
+        "Final learning rate of linear and cosine, as a fraction of lr.",
+        unit="fraction",
+        ge=0,
+        le=1,
+        only_if=unless(".lr_scheduler_type", "constant"),
+    )
 
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLoss | CustomFunction = setting(
-        "vanilla", "Policy loss; dpo and sppo compare the scored answers to a prompt, against the reference."
+        "vanilla", "Policy loss; dpo and sppo compare the scored responses of a group, against the reference."
     )
-    tau_pos: float = setting(1.0, "How steeply sapo's gate closes where the advantage is positive.", gt=0)
-    tau_neg: float = setting(1.05, "The same where it is negative.", gt=0)
+    tau_pos: float = setting(
+        1.0, "Temperature of the sapo gate for positive advantages.", gt=0, only_if=needs(".loss_mode", "sapo")
+    )
+    tau_neg: float = setting(
+        1.05, "Temperature of the sapo gate for negative advantages.", gt=0, only_if=needs(".loss_mode", "sapo")
+    )
     clip_cov_ratio: float = setting(
         2e-4,
-        "Of all tokens, so many lose their gradient (clip_cov): drawn from those within its bounds.",
-        unit="share",
+        "Fraction of tokens whose gradient is dropped (clip_cov), drawn from those within the bounds.",
+        unit="fraction",
         ge=0,
         le=1,
+        only_if=_CLIP_COV,
     )
-    clip_cov_lb: float = setting(1.0, "Lower bound of the covariance of log-prob and advantage (clip_cov).")
-    clip_cov_ub: float = setting(5.0, "Upper bound of it (clip_cov).")
+    clip_cov_lb: float = setting(
+        1.0, "Lower bound of the covariance of log-prob and advantage (clip_cov).", only_if=_CLIP_COV
+    )
+    clip_cov_ub: float = setting(
+        5.0, "Upper bound of the covariance of log-prob and advantage (clip_cov).", only_if=_CLIP_COV
+    )
     kl_cov_ratio: float = setting(
         2e-4,
-        "Of all tokens, so many are held to the old policy (kl_cov): those of the largest covariance.",
-        unit="share",
+        "Fraction of tokens with a KL penalty (kl_cov): those of the largest covariance.",
+        unit="fraction",
         ge=0,
         le=1,
+        only_if=needs(".loss_mode", "kl_cov"),
     )
-    ppo_kl_coef: float = setting(0.1, "Weight of the distance to the old policy on these (kl_cov).", ge=0)
-    dpo_beta: float = setting(0.1, "How strongly dpo holds the policy to the reference.", gt=0)
-    sppo_eta: float = setting(1.0, "How far sppo moves from the reference for an answer that wins.", gt=0)
+    ppo_kl_coef: float = setting(
+        0.1,
+        "Coefficient of the KL to the old policy on these tokens (kl_cov).",
+        ge=0,
+        only_if=needs(".loss_mode", "kl_cov"),
+    )
+    dpo_beta: float = setting(
+        0.1, "Strength of the pull toward the reference (dpo).", gt=0, only_if=needs(".loss_mode", "dpo")
+    )
+    sppo_eta: float = setting(
+        1.0,
+        "Step size away from the reference for a response that wins (sppo).",
+        gt=0,
+        only_if=needs(".loss_mode", "sppo"),
+    )
 
 
 class FsdpConfig(Section):
-    model_dtype: Literal["float32", "bfloat16"] = setting("float32", "Type of the master weights and moments.")
-    dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on a CPU.")
+    model_dtype: Literal["float32", "bfloat16"] = setting(
+        "float32", "Type of the master weights and optimizer moments."
+    )
+    dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on CPU.")
     reshard_after_forward: bool = setting(
-        True, "Free a layer's gathered weights between forward and backward: less memory, more traffic."
+        True, "Free a layer's gathered weights between forward and backward: less memory, more communication."
     )
     param_offload: bool = setting(
-        False, "Keep the weights in host memory while this model is not used, so while answers are generated."
+        False,
+        "Move the weights to host memory while the model is not in use, such as during generation.",
+        only_if=_OFFLOAD,
     )
-    optimizer_offload: bool = setting(False, "Keep the optimiser's moments in host memory but for its step.")
+    optimizer_offload: bool = setting(
+        False, "Keep the optimizer state in host memory except during its step.", only_if=_OFFLOAD
+    )
     offload_policy: bool = setting(
-        False, "FSDP2's own offloading: weights, gradients and moments always lie in host memory, where AdamW runs."
+        False,
+        "FSDP2 CPU offload: weights, gradients and optimizer state stay in host memory; AdamW runs there.",
+        only_if=HAS_DEVICE_MEMORY,
     )
 
 
 class MegatronConfig(Section):
-    tensor_model_parallel_size: int = setting(1, "Ranks that share each layer.", unit="ranks", ge=1)
-    pipeline_model_parallel_size: int = setting(1, "Stages that the layers are cut into.", unit="stages", ge=1)
+    tensor_model_parallel_size: int = setting(1, "Tensor parallel size.", unit="ranks", ge=1)
+    pipeline_model_parallel_size: int = setting(1, "Pipeline parallel size.", unit="stages", ge=1)
 
 
 class PeftConfig(Section):
-    peft_type: Literal["lora"] | None = setting(None, "Kind of adapter; null: lora, if there is a lora_rank.")
-    lora_rank: int = setting(0, "Rank of an adapter that is trained instead of all weights; 0: no adapter.", ge=0)
-    lora_alpha: int = setting(16, "What the adapter adds is multiplied by lora_alpha / lora_rank.", ge=1)
+    peft_type: Literal["lora"] | None = setting(None, "Type of adapter; null: lora if lora_rank is above 0.")
+    lora_rank: int = setting(0, "Rank of the adapter that is trained instead of all weights; 0: no adapter.", ge=0)
+    lora_alpha: int = setting(
+        16, "The adapter's output is scaled by lora_alpha / lora_rank.", ge=1, only_if=_HAS_ADAPTER
+    )
     target_modules: str | list[str] = setting(
-        "all-linear", "Linear modules that get an adapter: endings of their names, or a pattern for whole names."
+        "all-linear",
+        "Linear modules that get an adapter: suffixes of their names, or a pattern for full names.",
+        only_if=_HAS_ADAPTER,
     )
 
 
 class CheckpointConfig(Section):
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra"],
-        "What a checkpoint holds; extra: schedules, random states.",
+        "Contents of a checkpoint; extra: schedules, random states.",
         planned=("hf_model",),
     )
     load_contents: list[Content] = setting(
-        ["model", "optimizer", "extra"], "What a resumed run takes from it; hf_model is for others, and not read."
+        ["model", "optimizer", "extra"],
+        "What a resumed run loads from a checkpoint; hf_model is an export and is never loaded.",
+        only_if=unless("trainer.resume_mode", "disable", reason="trainer.resume_mode=disable loads nothing"),
     )
 
 
 class ActorCheckpointConfig(CheckpointConfig):
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra"],
-        "What a checkpoint holds; extra: schedules, random states; hf_model: as trainer.save_hf.",
+        "Contents of a checkpoint; extra: schedules, random states; hf_model: same as trainer.save_hf.",
     )
 
 
 class ActorConfig(Section):
     strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
-    optim: OptimConfig = section(OptimConfig, "Optimiser and its schedule.")
+    optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate schedule.")
     ppo_mini_batch_size: int = setting(
-        256, "Prompts per optimiser step, over all ranks; times rollout.n samples.", unit="prompts", ge=1
+        256, "Prompts per optimizer step over all ranks; each has rollout.n samples.", unit="prompts", ge=1
     )
     ppo_micro_batch_size_per_gpu: int = setting(
-        8, "Samples a rank takes at once; changes speed and memory, never the gradient.", unit="samples", ge=1
+        8,
+        "Samples per rank and pass; affects speed and memory, not the gradient.",
+        unit="samples",
+        ge=1,
+        only_if=unless(".use_dynamic_bsz", True),
     )
-    use_dynamic_bsz: bool = setting(False, "Fill micro-batches up to a number of tokens instead of samples.")
+    use_dynamic_bsz: bool = setting(
+        False, "Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of samples."
+    )
     ppo_max_token_len_per_gpu: int = setting(
-        16384, "That number of tokens; only a sample that is itself longer exceeds it.", unit="tokens", ge=1
+        16384,
+        "Maximum tokens per micro-batch; a longer sample gets its own.",
+        unit="tokens",
+        ge=1,
+        only_if=needs(".use_dynamic_bsz"),
     )
-    ppo_epochs: int = setting(1, "Passes over the answers of a step.", unit="passes", ge=1)
-    shuffle: bool = setting(False, "Draw the mini-batches of a step in random order.")
-    clip_ratio: float = setting(0.2, "How far the ratio of new to old probability may move from 1.", gt=0, lt=1)
-    clip_ratio_low: float | None = setting(None, "The same downwards; null: clip_ratio.", gt=0, lt=1)
-    clip_ratio_high: float | None = setting(None, "The same upwards; null: clip_ratio.", gt=0)
-    clip_ratio_c: float = setting(3.0, "Limit of the loss where the advantage is negative (dual clip).", gt=1)
-    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "Which policy loss.")
-    loss_agg_mode: Aggregation = setting("token-mean", "How the losses of tokens become one number.")
+    ppo_epochs: int = setting(1, "Passes over the responses of a step.", unit="passes", ge=1)
+    shuffle: bool = setting(False, "Shuffle the samples of a step before they are split into mini-batches.")
+    clip_ratio: float = setting(
+        0.2, "Clip range of the probability ratio around 1.", gt=0, lt=1, only_if=(_CLIPPED, _CLIP_RATIO)
+    )
+    clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", gt=0, lt=1, only_if=_CLIPPED)
+    clip_ratio_high: float | None = setting(None, "Upper clip range; null: clip_ratio.", gt=0, only_if=_CLIPPED)
+    clip_ratio_c: float = setting(
+        3.0,
+        "Upper bound of the ratio for negative advantages (dual clip).",
+        gt=1,
+        only_if=needs(".policy_loss.loss_mode", "vanilla", "clip_cov"),
+    )
+    policy_loss: PolicyLossConfig = section(PolicyLossConfig, "The policy loss.")
+    loss_agg_mode: Aggregation = setting("token-mean", "How per-token losses are reduced.", only_if=_AGGREGATES)
     loss_scale_factor: float | None = setting(
-        None, "Length that seq-mean-token-sum-norm divides by; null: data.max_response_length.", unit="tokens", gt=0
+        None,
+        "Divisor of seq-mean-token-sum-norm; null: data.max_response_length.",
+        unit="tokens",
+        gt=0,
+        only_if=(_AGGREGATES, needs(".loss_agg_mode", "seq-mean-token-sum-norm")),
     )
-    entropy_coeff: float = setting(0.0, "Weight of the entropy bonus.")
-    use_kl_loss: bool = setting(False, "Hold the policy to the reference by a KL term in the loss.")
-    kl_loss_coef: float = setting(0.001, "Weight of that term.", ge=0)
+    entropy_coeff: float = setting(0.0, "Coefficient of the entropy bonus.")
+    use_kl_loss: bool = setting(False, "Add a KL penalty against the reference policy to the loss.")
+    kl_loss_coef: float = setting(
+        0.001, "Coefficient of the KL penalty in the loss.", ge=0, only_if=needs(".use_kl_loss")
+    )
     kl_loss_type: KlKind = setting(
-        "low_var_kl", "Its estimator; a trailing + takes k2's gradient; full: exact over the vocabulary."
+        "low_var_kl",
+        "KL estimator; a trailing + takes the gradient of k2; full: exact over the vocabulary.",
+        only_if=needs(".use_kl_loss"),
     )
-    grad_clip: float | None = setting(1.0, "Largest norm of the gradient; longer ones are scaled down.", gt=0)
+    grad_clip: float | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.", gt=0)
     use_torch_compile: bool = setting(
-        True, "Compile the kernels of log-probs and entropies, on accelerators; if that fails they run as written."
+        True,
+        "Compile the log-prob and entropy kernels, on accelerators; if compilation fails they run uncompiled.",
+        only_if=_COMPILES,
     )
-    fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training.")
+    fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
-    peft: PeftConfig = section(PeftConfig, "An adapter (LoRA).")
+    peft: PeftConfig = section(PeftConfig, "LoRA adapter.")
     checkpoint: ActorCheckpointConfig = section(ActorCheckpointConfig, "Contents of checkpoints.")
 
     @property
     def clip_range(self) -> tuple[float, float]:
-        """How far the ratio may fall below 1 and rise above it."""
+        """The clip range below and above 1."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
 
 class RefFsdpConfig(Section):
-    param_offload: bool = setting(False, "Keep the reference's weights in host memory while it is not used.")
+    param_offload: bool = setting(
+        False, "Move the reference weights to host memory while they are not in use.", only_if=HAS_DEVICE_MEMORY
+    )
 
 
 class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples a rank takes at once for the reference; null: as the actor.", unit="samples", ge=1
+        None,
+        "Samples per rank and pass for the reference log-probs; null: as rollout.",
+        unit="samples",
+        ge=1,
+        only_if=BATCHES_BY_SAMPLES,
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "Tokens a rank takes at once with use_dynamic_bsz; null: as the actor.", unit="tokens", ge=1
+        None,
+        "Tokens per rank and pass with use_dynamic_bsz; null: as rollout.",
+        unit="tokens",
+        ge=1,
+        only_if=BATCHES_BY_TOKENS,
     )
     fsdp_config: RefFsdpConfig = section(RefFsdpConfig, "Sharding of the reference.")

@@ -1,4 +1,4 @@
-"""`algorithm.*`: from scores to advantages."""
+"""`algorithm.*`: advantages from rewards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Literal
 
 from verl.config.schema.actor import KlKind
 from verl.config.schema.base import CustomFunction, Section, section, setting
+from verl.config.schema.rules import HAS_ADVANTAGES, OnlyIf, is_custom_function, needs, needs_given
 
 __all__ = ["AlgorithmConfig"]
 
@@ -24,39 +25,68 @@ Estimator = Literal[
 ]
 
 
+_ADAPTIVE = needs(".type", "adaptive", reason="{section}.type=fixed keeps kl_coef constant")
+_KL_IN_REWARD = needs(
+    "algorithm.use_kl_in_reward",
+    reason="algorithm.use_kl_in_reward=false; set it to true, or set actor_rollout_ref.actor.use_kl_loss=true and "
+    "actor_rollout_ref.actor.kl_loss_coef",
+)
+_DISCOUNTS = OnlyIf(
+    (".adv_estimator", "reward.prime.enable"),
+    lambda estimator, prime: prime or estimator in ("gae", "reinforce_plus_plus") or is_custom_function(estimator),
+    "only {section}.adv_estimator=gae or reinforce_plus_plus, and PRIME, use it",
+)
+
+
 class KlControlConfig(Section):
-    type: Literal["fixed", "adaptive"] = setting("fixed", "Keep kl_coef, or steer it towards target_kl.")
-    kl_coef: float = setting(0.001, "Weight of the KL penalty in the reward.", ge=0)
-    horizon: int = setting(10000, "How slowly the adaptive controller moves.", unit="samples", ge=1)
-    target_kl: float = setting(0.1, "KL that the adaptive controller aims at.", unit="nats", gt=0)
+    type: Literal["fixed", "adaptive"] = setting("fixed", "fixed: keep kl_coef; adaptive: adjust it toward target_kl.")
+    kl_coef: float = setting(0.001, "Coefficient of the KL penalty in the reward.", ge=0)
+    horizon: int = setting(10000, "Time constant of the adaptive controller.", unit="samples", ge=1, only_if=_ADAPTIVE)
+    target_kl: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats", gt=0, only_if=_ADAPTIVE)
 
 
 class FilterGroupsConfig(Section):
-    enable: bool = setting(False, "Drop groups whose scores are all equal, and draw others (dynamic sampling).")
-    metric: str = setting("score", "Which number must differ within a group.")
-    max_num_gen_batches: int = setting(10, "Give up after so many batches; 0: never.", unit="batches", ge=0)
+    enable: bool = setting(False, "Replace groups whose scores are all equal by new ones (dynamic sampling).")
+    metric: str = setting("score", "The value that must differ within a group.")
+    max_num_gen_batches: int = setting(10, "Maximum batches generated per step; 0: no limit.", unit="batches", ge=0)
 
 
 class RolloutCorrectionConfig(Section):
-    rollout_is: Literal["token", "sequence"] | None = setting(None, "Importance weights per token or per sequence.")
-    rollout_is_threshold: float = setting(2.0, "Weights are cut off above this.", gt=0)
-    rollout_is_batch_normalize: bool = setting(False, "Scale the weights to a mean of 1.")
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = setting(
-        None, "Reject tokens or sequences that differ too much; geometric: by the mean ratio of a sequence."
+    rollout_is: Literal["token", "sequence"] | None = setting(
+        None, "Importance weights per token or per sequence; null: none."
     )
-    rollout_rs_threshold: float = setting(2.0, "Largest ratio that is kept.", gt=1)
-    rollout_rs_threshold_lower: float | None = setting(None, "Smallest; null: 1 / rollout_rs_threshold.", gt=0, lt=1)
+    rollout_is_threshold: float = setting(2.0, "Upper bound of the weights.", gt=0, only_if=needs_given(".rollout_is"))
+    rollout_is_batch_normalize: bool = setting(
+        False, "Scale the weights to a mean of 1.", only_if=needs_given(".rollout_is")
+    )
+    rollout_rs: Literal["token", "sequence", "geometric"] | None = setting(
+        None, "Reject tokens or sequences whose ratio is out of bounds; geometric: by a sequence's mean ratio."
+    )
+    rollout_rs_threshold: float = setting(2.0, "Largest accepted ratio.", gt=1, only_if=needs_given(".rollout_rs"))
+    rollout_rs_threshold_lower: float | None = setting(
+        None, "Smallest accepted ratio; null: 1 / rollout_rs_threshold.", gt=0, lt=1, only_if=needs_given(".rollout_rs")
+    )
 
 
 class AlgorithmConfig(Section):
-    adv_estimator: Estimator | CustomFunction = setting("grpo", "Advantage estimator.")
-    gamma: float = setting(1.0, "Discount of later rewards (gae, reinforce_plus_plus).", ge=0, le=1)
-    lam: float = setting(1.0, "Lambda of gae.", ge=0, le=1)
-    norm_adv_by_std_in_grpo: bool = setting(True, "Divide by the group's standard deviation; false: Dr.GRPO.")
-    use_kl_in_reward: bool = setting(False, "Subtract the KL to the reference from the reward.")
-    kl_penalty: KlKind = setting("kl", "Estimator of that KL; full: exact over the vocabulary.")
-    kl_ctrl: KlControlConfig = section(KlControlConfig, "Weight of the KL in the reward.")
-    filter_groups: FilterGroupsConfig = section(FilterGroupsConfig, "Dynamic sampling (DAPO).")
+    adv_estimator: Estimator | CustomFunction = setting("grpo", "Advantage estimator.", only_if=HAS_ADVANTAGES)
+    gamma: float = setting(
+        1.0, "Discount factor (gae, reinforce_plus_plus, PRIME).", ge=0, le=1, only_if=(HAS_ADVANTAGES, _DISCOUNTS)
+    )
+    lam: float = setting(1.0, "Lambda of gae.", ge=0, le=1, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
+    norm_adv_by_std_in_grpo: bool = setting(
+        True,
+        "Divide advantages by the group's standard deviation; false: Dr.GRPO.",
+        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk")),
+    )
+    use_kl_in_reward: bool = setting(False, "Subtract the KL divergence from the reference policy from the reward.")
+    kl_penalty: KlKind = setting("kl", "Estimator of that KL; full: exact over the vocabulary.", only_if=_KL_IN_REWARD)
+    kl_ctrl: KlControlConfig = section(
+        KlControlConfig, "Coefficient of the KL penalty in the reward.", only_if=_KL_IN_REWARD
+    )
+    filter_groups: FilterGroupsConfig = section(
+        FilterGroupsConfig, "Dynamic sampling (DAPO).", only_if=needs("algorithm.filter_groups.enable")
+    )
     rollout_correction: RolloutCorrectionConfig = section(
-        RolloutCorrectionConfig, "Correction of the mismatch between engine and trainer."
+        RolloutCorrectionConfig, "Correction of the mismatch between rollout engine and trainer."
     )

@@ -1,4 +1,4 @@
-"""How a setting is declared, and how the declarations are read back."""
+"""Declaring settings, and reading the declarations back."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+
+from verl.config.schema.rules import OnlyIf
 
 __all__ = [
     "CUSTOM_FUNCTION",
@@ -27,14 +29,14 @@ __all__ = [
 ]
 
 MISSING = "???"
-"""The value of a required setting that nobody has given: Hydra's own mark for it."""
+"""The value of a required setting that is not given, as Hydra writes it."""
 
 CUSTOM_FUNCTION = "package.module:function"
-"""How a function of the user's own is written, where a setting takes one beside the names that are shipped."""
+"""How a setting that accepts a user's function as well as built-in names is written."""
 
 
 class Section(BaseModel):
-    """A group of settings: unknown keys are refused, and nothing changes once the run has started."""
+    """A group of settings; immutable, and unknown keys are rejected."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -47,10 +49,10 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _true_is_no_number(cls, value: Any, info: ValidationInfo) -> Any:
+    def _reject_bool_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         kind = cls.model_fields[info.field_name or ""].annotation
         if isinstance(value, bool) and kind is not bool and bool not in get_args(kind):
-            raise ValueError(f"must be {_type_name(kind)}")  # Python would take True for 1
+            raise ValueError(f"must be {_type_name(kind)}")  # pydantic accepts True as 1
         return value
 
 
@@ -61,30 +63,40 @@ def setting(
     unit: str | None = None,
     planned: bool | tuple[Any, ...] = False,
     required: bool = False,
+    only_if: OnlyIf | tuple[OnlyIf, ...] = (),
     **constraints: Any,
 ) -> Any:
-    """Declare one setting. `constraints` are pydantic's: ge, gt, le, lt.
+    """Declare one setting.
 
-    `planned=True`: any value but the default is refused as not built yet; `planned=("a", "b")`: these values are.
-    Building the feature means removing the mark.
+    Args:
+        default: The value if none is given.
+        doc: One line of documentation.
+        unit: What a number counts.
+        planned: True refuses every value but the default as not supported yet; a tuple refuses these values.
+        required: A run does not start without this setting.
+        only_if: When the setting has an effect; the first condition that does not hold is reported.
+        constraints: ge, gt, le, lt of pydantic.
     """
-    marks: Any = {
-        "unit": unit,
-        "planned": list(planned) if isinstance(planned, tuple) else planned,
-        "required": required,
-    }
+    marks: Any = {"unit": unit, "planned": planned, "required": required, "only_if": _as_tuple(only_if)}
     return Field(MISSING if required else default, description=doc, json_schema_extra=marks, **constraints)
 
 
-def section(kind: type[Section], doc: str, *, planned: bool = False) -> Any:
-    """Declare a section inside another; `planned=True` refuses every value in it that is not the default."""
-    marks: Any = {"unit": None, "planned": planned, "required": False}
+def section(kind: type[Section], doc: str, *, planned: bool = False, only_if: OnlyIf | tuple[OnlyIf, ...] = ()) -> Any:
+    """Declare a section inside another; `planned` and `only_if` apply to all settings in it.
+
+    A condition of a section does not apply to the settings that it reads.
+    """
+    marks: Any = {"unit": None, "planned": planned, "required": False, "only_if": _as_tuple(only_if)}
     return Field(default_factory=kind, description=doc, json_schema_extra=marks)
+
+
+def _as_tuple(only_if: OnlyIf | tuple[OnlyIf, ...]) -> tuple[OnlyIf, ...]:
+    return only_if if isinstance(only_if, tuple) else (only_if,)
 
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One declared setting or section, as the loader, the checks and the reference page see it."""
+    """One declared setting or section, as the loader, the validation and the reference page see it."""
 
     path: tuple[str, ...]
     annotation: Any
@@ -95,7 +107,9 @@ class Setting:
     required: bool
     section: type[Section] | None
     planned_parent: str | None
-    """The key of the section above that is not built yet, if there is one."""
+    """The key of the parent section that is not supported yet, if any."""
+    only_if: tuple[OnlyIf, ...]
+    """Conditions of its sections, outermost first, then its own; with absolute keys."""
 
     @property
     def key(self) -> str:
@@ -103,56 +117,64 @@ class Setting:
 
     @property
     def open(self) -> bool:
-        """Whether keys below this one may be anything: a dictionary that is handed on as it is."""
+        """Whether any key is accepted below this one: a dictionary that is passed on unchanged."""
         if self.section is not None:
             return self.section.model_config.get("extra") == "allow"
         return _strip(self.annotation) is dict
 
     @property
     def choices(self) -> tuple[Any, ...]:
-        """The values of a setting that takes one of a few words (or a list of them); empty for all others."""
+        """The accepted names, for a setting that takes one of a few (or a list of them); empty for all others."""
         return tuple(_choices(self.annotation))
 
     @property
     def takes_custom_function(self) -> bool:
-        """Whether, beside its choices, the setting takes a function of the user's own."""
+        """Whether the setting also takes a function of the user."""
         return CustomFunction in get_args(self.annotation)
 
     @property
     def type_name(self) -> str:
-        """The type in words, for the reference page and for messages."""
+        """The type in words, for the reference page and messages."""
         return "a section" if self.section is not None else _type_name(self.annotation)
 
 
 @cache
 def collect_settings(root: type[Section]) -> dict[str, Setting]:
-    """Every section and setting below `root` by its dotted key, in the order of declaration."""
-    return {found.key: found for found in _walk(root, (), None)}
+    """Return every section and setting below `root` by its dotted key, in the order of declaration."""
+    return {setting.key: setting for setting in _walk(root, (), None, ())}
 
 
-def _walk(kind: type[Section], above: tuple[str, ...], planned_parent: str | None) -> Iterator[Setting]:
+def _walk(
+    kind: type[Section], parents: tuple[str, ...], planned_parent: str | None, inherited: tuple[OnlyIf, ...]
+) -> Iterator[Setting]:
     for name, field in kind.model_fields.items():
-        found = _read(field, (*above, name), planned_parent)
-        yield found
-        if found.section is not None:
-            yield from _walk(found.section, found.path, planned_parent or (found.key if found.planned else None))
+        setting = _read(field, (*parents, name), planned_parent, inherited)
+        yield setting
+        if setting.section is not None:
+            planned = planned_parent or (setting.key if setting.planned else None)
+            yield from _walk(setting.section, setting.path, planned, setting.only_if)
 
 
-def _read(field: FieldInfo, path: tuple[str, ...], planned_parent: str | None) -> Setting:
-    marks = field.json_schema_extra
-    assert isinstance(marks, dict), f"{'.'.join(path)} must be declared with setting() or section()"
-    planned = marks["planned"]
-    kind = field.annotation
+def _read(
+    field: FieldInfo, path: tuple[str, ...], planned_parent: str | None, inherited: tuple[OnlyIf, ...]
+) -> Setting:
+    marks: Any = field.json_schema_extra
+    key, parent, kind = ".".join(path), ".".join(path[:-1]), field.annotation
+    assert isinstance(marks, dict), f"{key} must be declared with setting() or section()"
     return Setting(
         path=path,
         annotation=kind,
         default=field.get_default(call_default_factory=True),
         doc=field.description or "",
-        unit=marks["unit"],  # type: ignore[arg-type]
-        planned=tuple(planned) if isinstance(planned, list) else bool(planned),
-        required=bool(marks["required"]),
+        unit=marks["unit"],
+        planned=marks["planned"],
+        required=marks["required"],
         section=kind if isinstance(kind, type) and issubclass(kind, Section) else None,
         planned_parent=planned_parent,
+        only_if=(
+            *(condition for condition in inherited if key not in condition.keys),
+            *(condition.resolve(parent) for condition in marks["only_if"]),
+        ),
     )
 
 
@@ -211,12 +233,12 @@ def _one_or_many(value: Any) -> Any:
 
 
 Interval = Annotated[int, AfterValidator(_never_or_positive)]
-"""A frequency in steps: -1 is never."""
+"""An interval in steps; -1: never."""
 
 CustomFunction = Annotated[str, AfterValidator(_module_and_function)]
-"""A function of the user's own. Only the form is checked here; the run finds out whether it can be imported."""
+"""A function of the user. Only the form is checked here; the run imports it."""
 
 OneOrMany = BeforeValidator(_one_or_many)
-"""For a list that may be written as its only item."""
+"""Accepts a single item in place of a list."""
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]

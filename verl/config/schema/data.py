@@ -1,50 +1,90 @@
-"""`data.*`: which prompts, how many, how long."""
+"""`data.*`: the prompts."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from verl.config.schema.base import Section, setting
+from verl.config.schema.rules import OnlyIf, needs_given, unless, unless_given
 
 __all__ = ["DataConfig"]
+
+_VALIDATES = needs_given(".val_files")
+_IS_RANDOM = OnlyIf(
+    (".shuffle", ".sampler", ".train_weights"),
+    lambda shuffle, sampler, weights: shuffle or sampler is not None or weights is not None,
+    "data.shuffle=false",
+)
+_USES_BUFFER = OnlyIf(
+    (".streaming", ".shuffle", ".curriculum_key", ".sampler"),
+    lambda streaming, shuffle, curriculum, sampler: streaming is not False and shuffle and not (curriculum or sampler),
+    "only a streamed data set (data.streaming=true) with data.shuffle=true uses a shuffle buffer",
+)
+_MEASURES_AT_START = OnlyIf(
+    (".streaming", ".val_files"),
+    lambda streaming, val_files: streaming is not True or val_files is not None,
+    "data.streaming=true tokenizes prompts as they are read",
+)
 
 
 class DataConfig(Section):
     train_files: str | list[str] = setting(
         None, "Training prompts: Parquet or JSONL, one file or a list.", required=True
     )
-    val_files: str | list[str] | None = setting(None, "Held-out prompts for validation; null: no validation.")
-    prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a finished string.")
-    max_prompt_length: int = setting(512, "Longest prompt.", unit="tokens", ge=1)
-    max_response_length: int = setting(512, "Longest answer.", unit="tokens", ge=1)
-    train_batch_size: int = setting(
-        1024, "Prompts drawn a step; each is answered rollout.n times.", unit="prompts", ge=1
+    val_files: str | list[str] | None = setting(None, "Validation prompts; null: no validation.")
+    prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a formatted string.")
+    max_prompt_length: int = setting(512, "Maximum prompt length.", unit="tokens", ge=1)
+    max_response_length: int = setting(512, "Maximum response length.", unit="tokens", ge=1)
+    train_batch_size: int = setting(1024, "Prompts per step; each gets rollout.n responses.", unit="prompts", ge=1)
+    val_batch_size: int | None = setting(
+        None, "Prompts per validation batch; null: all at once.", unit="prompts", ge=1, only_if=_VALIDATES
     )
-    val_batch_size: int | None = setting(None, "Prompts validated at once; null: all of them.", unit="prompts", ge=1)
-    shuffle: bool = setting(True, "Draw the training prompts in a new random order every epoch.")
-    seed: int | None = setting(None, "Seed of that order; null: trainer.seed.")
-    filter_overlong_prompts: bool = setting(False, "Leave out prompts longer than max_prompt_length, and say how many.")
+    shuffle: bool = setting(
+        True,
+        "Shuffle the training prompts every epoch.",
+        only_if=unless_given(".sampler", ", and it decides the order"),
+    )
+    seed: int | None = setting(None, "Seed of the shuffling; null: trainer.seed.", only_if=_IS_RANDOM)
+    filter_overlong_prompts: bool = setting(
+        False, "Leave out prompts longer than max_prompt_length, and report how many."
+    )
     truncation: Literal["error", "left", "right", "middle"] = setting(
-        "error", "What happens to a longer prompt that was not left out: an error, or which side is cut."
+        "error",
+        "How a longer prompt is handled: an error, or the side that is cut off.",
+        only_if=unless(
+            ".filter_overlong_prompts", True, reason="data.filter_overlong_prompts=true leaves nothing to truncate"
+        ),
     )
     train_weights: list[float] | None = setting(
-        None, "Shares of the drawn prompts, one for each entry of train_files; null: every row equally often."
+        None, "Sampling weights, one per entry of train_files; null: all rows equally often."
     )
-    curriculum_key: str | None = setting(None, "Column of numbers: each epoch goes from the lowest to the highest.")
+    curriculum_key: str | None = setting(None, "Numeric column that orders each epoch, lowest first.")
     sampler: str | None = setting(
         None, "Your own order of rows, as package.module:function or file.py:function; see docs/data.md."
     )
     streaming: bool | None = setting(
-        None, "Read training rows only when their turn comes; null: from 1,000,000 rows or 1 GiB on."
+        None, "Read training rows only when they are needed; null: from 1,000,000 rows or 1 GiB on."
     )
     shuffle_buffer_size: int = setting(
-        16384, "With streaming: rows that are shuffled among each other, and held in memory.", unit="rows", ge=1
+        16384,
+        "Rows in the shuffle buffer of a streamed data set, held in memory.",
+        unit="rows",
+        ge=1,
+        only_if=_USES_BUFFER,
     )
     num_workers: int | None = setting(
-        None, "Processes that tokenise prompts at start; null: as many as pay; 0: none.", unit="processes", ge=0
+        None,
+        "Processes that tokenize prompts at startup; null: chosen by size; 0: none.",
+        unit="processes",
+        ge=0,
+        only_if=_MEASURES_AT_START,
     )
-    cache_dir: str | None = setting(None, "Where lengths of prompts are kept for the next start; null: ~/.cache/verl.")
-    train_max_samples: int = setting(-1, "Use only the first so many training rows; -1: all.", unit="rows", ge=-1)
-    val_max_samples: int = setting(-1, "Use only the first so many validation rows; -1: all.", unit="rows", ge=-1)
-    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Passed to the tokenizer's chat template as they are.")
+    cache_dir: str | None = setting(
+        None, "Cache directory of prompt lengths; null: ~/.cache/verl.", only_if=_MEASURES_AT_START
+    )
+    train_max_samples: int = setting(-1, "Maximum training rows, from the first; -1: all.", unit="rows", ge=-1)
+    val_max_samples: int = setting(
+        -1, "Maximum validation rows, from the first; -1: all.", unit="rows", ge=-1, only_if=_VALIDATES
+    )
+    apply_chat_template_kwargs: dict[str, Any] = setting({}, "Keyword arguments for the tokenizer's chat template.")
     return_raw_input_ids: bool = setting(False, "Tokenize prompts for the reward model with its own chat template.")

@@ -1,96 +1,135 @@
-"""`reward.*`: how answers are scored."""
+"""`reward.*`: how responses are scored."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from verl.config.schema.base import Section, section, setting
+from verl.config.schema.rules import needs, needs_given, unless, unless_given
 
 __all__ = ["RewardConfig"]
+
+_IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
 
 
 class CustomRewardFunction(Section):
     path: str | None = setting(
-        None, "File (or package.module) of your reward function; null: shipped scorers, by data source."
+        None, "File (or package.module) of your reward function; null: built-in scorers, by data source."
     )
-    name: str = setting("compute_score", "Name of the function in it.")
-    reward_kwargs: dict[str, Any] = setting({}, "Passed to the function as further keyword arguments.")
+    name: str = setting("compute_score", "Name of the function.", only_if=needs_given(".path"))
+    reward_kwargs: dict[str, Any] = setting(
+        {}, "Extra keyword arguments of the function.", only_if=needs_given(".path")
+    )
 
 
 class RewardManagerConfig(Section):
     name: Literal["naive", "prime", "dapo", "batch"] = setting(
-        "naive", "How the function is called: in one process, in num_workers of them (prime), with lists (batch)."
+        "naive",
+        "How the function is called: in one process, in num_workers (prime), or with lists (batch); dapo: naive.",
     )
 
 
 class RewardRolloutConfig(Section):
     name: Literal["hf", "vllm", "sglang"] = setting(
-        "hf", "Engine that runs the reward model; hf is transformers, and takes any.", planned=("sglang",)
+        "hf", "Engine of the reward model; hf: transformers, supports any model.", planned=("sglang",)
     )
-    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1, planned=True)
-    gpu_memory_utilization: float = setting(0.5, "Share of an accelerator's memory.", unit="share", gt=0, le=1)
+    tensor_model_parallel_size: int = setting(1, "Devices per engine.", unit="devices", ge=1, planned=True)
+    gpu_memory_utilization: float = setting(
+        0.5,
+        "Fraction of an accelerator's memory.",
+        unit="fraction",
+        gt=0,
+        le=1,
+        only_if=(unless(".name", "hf"), unless("trainer.device", "cpu")),
+    )
 
 
 class RewardModelConfig(Section):
-    enable: bool = setting(False, "Score answers by a trained reward model.")
-    model_path: str | None = setting(None, "Hugging Face name or directory of the reward model, which has one label.")
-    weight: float = setting(1.0, "Beside a reward function: reward = function + weight * model.")
-    replicas: int = setting(1, "Processes that each hold the reward model.", unit="processes", ge=1)
-    micro_batch_size_per_gpu: int = setting(16, "Answers that one of them scores at once.", unit="samples", ge=1)
-    rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine that runs it.")
+    enable: bool = setting(False, "Score responses with a trained reward model.")
+    model_path: str | None = setting(
+        None, "Hugging Face name or directory of the reward model; it must have one label."
+    )
+    weight: float = setting(1.0, "With a reward function: reward = function + weight * model.")
+    replicas: int = setting(1, "Processes that each hold a copy of the reward model.", unit="processes", ge=1)
+    micro_batch_size_per_gpu: int = setting(16, "Responses that a replica scores at once.", unit="samples", ge=1)
+    rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine of the reward model.")
 
 
 class SandboxConfig(Section):
-    url: str | None = setting(None, "A remote sandbox (SandboxFusion) that runs the programs; null: this machine's.")
+    url: str | None = setting(None, "Remote sandbox (SandboxFusion) that runs the programs; null: a local sandbox.")
     seconds: float = setting(
-        10.0, "Time for one input of a program, or for all calls of a function.", unit="seconds", gt=0
+        10.0, "Time limit for one input of a program, or for all calls of a function.", unit="seconds", gt=0
     )
-    memory_mb: int = setting(1024, "Memory for one program and what it starts.", unit="MB", ge=64)
-    processes: int = setting(32, "Processes and threads that one program may have.", unit="processes", ge=1)
-    output_mb: int = setting(8, "What one program may print.", unit="MB", ge=1)
+    memory_mb: int = setting(1024, "Memory limit of a program and its children.", unit="MB", ge=64)
+    processes: int = setting(
+        32, "Maximum processes and threads of a program.", unit="processes", ge=1, only_if=_IS_LOCAL
+    )
+    output_mb: int = setting(8, "Maximum output of a program.", unit="MB", ge=1)
     require: Literal["bubblewrap", "namespaces", "limits"] = setting(
-        "limits", "The weakest walls to run programs in: a run on a machine with less does not start."
+        "limits", "Weakest isolation to accept: a run does not start on a machine that offers less.", only_if=_IS_LOCAL
     )
 
 
 class CodeConfig(Section):
-    partial: bool = setting(False, "Score a program by the share of its tests that pass, instead of all or nothing.")
+    partial: bool = setting(False, "Score a program by the fraction of its tests that pass, instead of all or nothing.")
 
 
 class OverlongBuffer(Section):
-    enable: bool = setting(False, "Punish answers that come close to max_response_length.")
-    len: int = setting(0, "The last so many tokens, over which the penalty grows linearly.", unit="tokens", ge=0)
-    penalty_factor: float = setting(1.0, "The penalty at the very end.", ge=0)
+    enable: bool = setting(False, "Penalize responses that come close to max_response_length.")
+    len: int = setting(0, "The penalty grows linearly over this many last tokens.", unit="tokens", ge=0)
+    penalty_factor: float = setting(1.0, "The penalty at max_response_length.", ge=0)
 
 
 class PrimeConfig(Section):
-    enable: bool = setting(False, "Train an implicit process reward model along (PRIME), and add its token rewards.")
-    model_path: str | None = setting(None, "Model that it starts from and is compared with; null: the actor's.")
-    lr: float = setting(1e-6, "Learning rate of its AdamW.", gt=0)
-    beta: float = setting(0.05, "A token's reward is beta times its log-ratio to the model it started from.", gt=0)
-    coef: float = setting(5.0, "Weight of the process rewards; the score of the answer has weight 1.", ge=0)
-    grad_clip: float = setting(10.0, "Largest norm of its gradient.", gt=0)
+    enable: bool = setting(False, "Train an implicit process reward model (PRIME) and add its token rewards.")
+    model_path: str | None = setting(None, "Its initial and reference model; null: the actor's.")
+    lr: float = setting(1e-6, "Its learning rate (AdamW).", gt=0)
+    beta: float = setting(0.05, "A token's reward is beta times its log-ratio to the initial model.", gt=0)
+    coef: float = setting(5.0, "Weight of the process rewards; the response's score has weight 1.", ge=0)
+    grad_clip: float = setting(10.0, "Maximum norm of its gradient.", gt=0)
 
 
 class RewardConfig(Section):
-    custom_reward_function: CustomRewardFunction = section(CustomRewardFunction, "Your own reward function.")
-    functions: list[dict[str, Any]] = setting(
-        [], "Several functions, added up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
+    custom_reward_function: CustomRewardFunction = section(
+        CustomRewardFunction,
+        "Your own reward function.",
+        only_if=unless_given("reward.functions", ", and it lists all functions"),
     )
-    num_workers: int = setting(1, "Processes that score answers in parallel (prime).", unit="processes", ge=1)
-    batch_size: int = setting(64, "Answers in one call of a batched function, at most.", unit="answers", ge=1)
-    deadline_s: float = setting(60.0, "How long scoring one answer may take, from its start.", unit="seconds", gt=0)
-    memory_mb: int | None = setting(None, "Memory that a scoring process may take; null: all.", unit="MB", ge=64)
+    functions: list[dict[str, Any]] = setting(
+        [], "Several functions to add up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
+    )
+    num_workers: int = setting(
+        1,
+        "Processes that score responses in parallel (prime).",
+        unit="processes",
+        ge=1,
+        only_if=needs(".reward_manager.name", "prime"),
+    )
+    batch_size: int = setting(
+        64,
+        "Maximum responses per call of a batched function.",
+        unit="responses",
+        ge=1,
+        only_if=needs(".reward_manager.name", "batch"),
+    )
+    deadline_s: float = setting(60.0, "Time limit for scoring one response.", unit="seconds", gt=0)
+    memory_mb: int | None = setting(None, "Memory limit of a scoring process; null: none.", unit="MB", ge=64)
     max_failure_rate: float = setting(
         0.1,
-        "Answers that could not be scored are left out and counted; above this share of a step the run stops.",
-        unit="share",
+        "The run stops if more responses of a step than this fail to be scored; failed ones are left out.",
+        unit="fraction",
         ge=0,
         lt=1,
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
-    reward_model: RewardModelConfig = section(RewardModelConfig, "A trained reward model.")
-    sandbox: SandboxConfig = section(SandboxConfig, "Where and how the programs of answers run (code with tests).")
-    code: CodeConfig = section(CodeConfig, "The shipped scorer of code.")
-    overlong_buffer: OverlongBuffer = section(OverlongBuffer, "Overlong shaping (DAPO).")
-    prime: PrimeConfig = section(PrimeConfig, "An implicit process reward model, trained along (PRIME).")
+    reward_model: RewardModelConfig = section(
+        RewardModelConfig, "A trained reward model.", only_if=needs("reward.reward_model.enable")
+    )
+    sandbox: SandboxConfig = section(SandboxConfig, "Where and how generated programs run (code with tests).")
+    code: CodeConfig = section(CodeConfig, "The built-in code scorer.")
+    overlong_buffer: OverlongBuffer = section(
+        OverlongBuffer, "Overlong reward shaping (DAPO).", only_if=needs("reward.overlong_buffer.enable")
+    )
+    prime: PrimeConfig = section(
+        PrimeConfig, "Implicit process reward model (PRIME).", only_if=needs("reward.prime.enable")
+    )

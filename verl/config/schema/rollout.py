@@ -1,85 +1,132 @@
-"""`actor_rollout_ref.rollout.*`: the engines that generate."""
+"""`actor_rollout_ref.rollout.*`: the rollout engines."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
 from verl.config.schema.base import Section, section, setting
+from verl.config.schema.rules import BATCHES_BY_SAMPLES, BATCHES_BY_TOKENS, OnlyIf, unless
 
 __all__ = ["RolloutConfig", "ValidationSampling"]
 
+_IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
+_SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
+_HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
+
 
 class ValidationSampling(Section):
-    temperature: float = setting(0.0, "Sampling temperature in validation; 0: greedy.", ge=0)
-    top_p: float = setting(1.0, "Nucleus sampling in validation.", gt=0, le=1)
-    top_k: int = setting(-1, "Draw from the k likeliest tokens; -1: from all.", ge=-1)
-    n: int = setting(1, "Answers per validation prompt.", unit="answers", ge=1)
-    do_sample: bool | None = setting(None, "False: greedy whatever the temperature; null: the temperature decides.")
+    temperature: float = setting(0.0, "Sampling temperature in validation; 0: greedy.", ge=0, only_if=_SAMPLES)
+    top_p: float = setting(1.0, "Nucleus sampling in validation.", gt=0, le=1, only_if=(_SAMPLES, _HAS_TEMPERATURE))
+    top_k: int = setting(
+        -1, "Sample from the k most likely tokens; -1: from all.", ge=-1, only_if=(_SAMPLES, _HAS_TEMPERATURE)
+    )
+    n: int = setting(1, "Responses per validation prompt.", unit="responses", ge=1)
+    do_sample: bool | None = setting(None, "false: greedy at any temperature; null: the temperature decides.")
 
 
 class MultiTurnConfig(Section):
     enable: bool = setting(False, "Episodes of several turns, with tools.")
-    max_turns: int | None = setting(None, "Most turns of the model in an episode; null: no limit.", unit="turns", ge=1)
-    tool_server: str | None = setting(None, "URL of a server that runs the tools.")
+    max_turns: int | None = setting(None, "Maximum model turns per episode; null: no limit.", unit="turns", ge=1)
+    tool_server: str | None = setting(None, "URL of a tool server.")
 
 
 class EngineArguments(Section):
-    vllm: dict[str, Any] = setting({}, "Engine arguments of vLLM, passed as they are.")
-    sglang: dict[str, Any] = setting({}, "Server arguments of SGLang, passed as they are.", planned=True)
+    vllm: dict[str, Any] = setting(
+        {}, "Further engine arguments of vLLM; those that have a setting here are rejected.", only_if=_IS_VLLM
+    )
+    sglang: dict[str, Any] = setting({}, "Server arguments of SGLang.", planned=True)
 
 
 class RolloutConfig(Section):
     name: Literal["vllm", "sglang", "hf"] = setting(
         "vllm", "Rollout engine; hf: transformers, for debugging.", planned=("sglang",)
     )
-    n: int = setting(1, "Answers per prompt; GRPO needs a group, 8 or more.", unit="answers", ge=1)
+    n: int = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses", ge=1)
     temperature: float = setting(1.0, "Sampling temperature.", ge=0)
     top_p: float = setting(1.0, "Nucleus sampling.", gt=0, le=1)
-    top_k: int = setting(-1, "Draw from the k likeliest tokens; -1: from all.", ge=-1)
+    top_k: int = setting(-1, "Sample from the k most likely tokens; -1: from all.", ge=-1)
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
     num_engines: int | None = setting(
-        None, "Engines; null: all devices, tensor_model_parallel_size each.", unit="engines", ge=1
+        None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines", ge=1
     )
-    tensor_model_parallel_size: int = setting(1, "Devices that share one engine.", unit="devices", ge=1, planned=True)
+    tensor_model_parallel_size: int = setting(1, "Devices per engine.", unit="devices", ge=1, planned=True)
     gpu_memory_utilization: float = setting(
-        0.5, "Share of an accelerator's memory that an engine takes.", unit="share", gt=0, le=1
+        0.5,
+        "Fraction of an accelerator's memory that an engine uses.",
+        unit="fraction",
+        gt=0,
+        le=1,
+        only_if=(_IS_VLLM, unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")),
     )
-    cpu_cache_gib: int = setting(1, "Memory of an engine's key-value cache on a CPU.", unit="GiB", ge=1)
-    max_num_seqs: int = setting(256, "Sequences that an engine generates at once.", unit="sequences", ge=1)
+    cpu_cache_gib: int = setting(
+        1,
+        "Memory of an engine's key-value cache on CPU.",
+        unit="GiB",
+        ge=1,
+        only_if=(
+            _IS_VLLM,
+            unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization"),
+        ),
+    )
+    max_num_seqs: int = setting(
+        256, "Maximum sequences that an engine generates at once.", unit="sequences", ge=1, only_if=_IS_VLLM
+    )
     max_num_batched_tokens: int | None = setting(
-        None, "Tokens that an engine takes in one pass; null: the engine decides.", unit="tokens", ge=1
+        None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", ge=1, only_if=_IS_VLLM
     )
     max_model_len: int | None = setting(
         None,
-        "Longest sequence of an engine; null: data.max_prompt_length + data.max_response_length.",
+        "Maximum sequence length; null: data.max_prompt_length + data.max_response_length.",
         unit="tokens",
         ge=2,
+        only_if=_IS_VLLM,
     )
-    enforce_eager: bool = setting(True, "No CUDA graphs: a quicker start, slower generation.")
+    enforce_eager: bool = setting(True, "Disable CUDA graphs: faster startup, slower generation.", only_if=_IS_VLLM)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
-        "auto", "Type of the computation; auto: that of the actor.", planned=("fp8",)
+        "auto", "Type of the computation; auto: same as the actor.", planned=("fp8",)
     )
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
-        "dummy", "What an engine loads at its start; dummy: nothing, if the first publish brings all weights."
+        "dummy",
+        "What an engine loads at startup; dummy: nothing, if the first weight sync sends all weights.",
+        only_if=_IS_VLLM,
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
-        "auto", "How weights reach the engines; auto: host memory. nccl and ipc are vLLM's own, not run on a GPU yet."
+        "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."
     )
     lora_transport: Literal["auto", "adapter", "merged"] = setting(
         "auto",
-        "With an adapter, what reaches the engines: it alone, or all weights; auto: it alone where they can.",
+        "With an adapter, send the engines only the adapter, or merged weights; auto: only it if possible.",
+        only_if=unless(
+            "actor_rollout_ref.actor.peft.lora_rank",
+            0,
+            reason="actor_rollout_ref.actor.peft.lora_rank=0 means no adapter",
+        ),
     )
     probe_tolerance: float | None = setting(
-        None, "Largest mean difference of log-probs to the trainer after a publish; null: by dtype.", unit="nats", gt=0
+        None, "Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype.", unit="nats", gt=0
     )
     calculate_log_probs: bool = setting(
-        True, "Report how far the engine's log-probs are from the trainer's; always on."
+        True,
+        "Report the difference of log-probs between engine and trainer; always on.",
+        only_if=OnlyIf(
+            (".calculate_log_probs",),
+            lambda reports: reports,
+            "the engine's log-probs cost nothing and are always compared",
+        ),
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples a rank takes at once for the old log-probs; null: as the actor.", unit="samples", ge=1
+        None,
+        "Samples per rank and pass for the old log-probs; null: same as the actor.",
+        unit="samples",
+        ge=1,
+        only_if=BATCHES_BY_SAMPLES,
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "Tokens a rank takes at once with use_dynamic_bsz; null: as the actor.", unit="tokens", ge=1
+        None,
+        "Tokens per rank and pass with use_dynamic_bsz; null: same as the actor.",
+        unit="tokens",
+        ge=1,
+        only_if=BATCHES_BY_TOKENS,
     )
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Conversations and tools.", planned=True)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", planned=True)

@@ -1,4 +1,4 @@
-"""The root of all settings."""
+"""The root of all settings of `verl train`."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from verl.config.schema.critic import CriticConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC
 from verl.config.schema.trainer import RayConfig, TrainerConfig
 
 __all__ = ["ActorRolloutRefConfig", "Config"]
@@ -16,20 +17,20 @@ __all__ = ["ActorRolloutRefConfig", "Config"]
 
 class ActorRolloutRefConfig(Section):
     model: ModelConfig = section(ModelConfig, "The model that is trained.")
-    actor: ActorConfig = section(ActorConfig, "How it is trained.")
-    rollout: RolloutConfig = section(RolloutConfig, "How it generates.")
-    ref: RefConfig = section(RefConfig, "The reference that it is held to.")
+    actor: ActorConfig = section(ActorConfig, "Training of the policy.")
+    rollout: RolloutConfig = section(RolloutConfig, "Generation.")
+    ref: RefConfig = section(RefConfig, "The reference policy.")
 
 
 class Config(Section):
-    """All settings of a run, frozen. Made by `verl.config.load`, which checks them against each other too."""
+    """All settings of a training run. Create it with `verl.config.load`, which also validates across settings."""
 
-    data: DataConfig = section(DataConfig, "Which prompts, how many, how long.")
+    data: DataConfig = section(DataConfig, "The prompts.")
     actor_rollout_ref: ActorRolloutRefConfig = section(
         ActorRolloutRefConfig, "The policy: model, training, generation."
     )
-    critic: CriticConfig = section(CriticConfig, "The value model of PPO.")
-    reward: RewardConfig = section(RewardConfig, "How answers are scored.")
-    algorithm: AlgorithmConfig = section(AlgorithmConfig, "From scores to advantages.")
-    trainer: TrainerConfig = section(TrainerConfig, "How long, on how much, what is kept and who is told.")
+    critic: CriticConfig = section(CriticConfig, "The value model of PPO.", only_if=(HAS_ADVANTAGES, HAS_CRITIC))
+    reward: RewardConfig = section(RewardConfig, "How responses are scored.")
+    algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages from rewards.")
+    trainer: TrainerConfig = section(TrainerConfig, "The run: duration, devices, checkpoints, logging.")
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

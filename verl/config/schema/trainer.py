@@ -1,4 +1,4 @@
-"""`trainer.*` and `ray_kwargs.*`: how long, on how much, what is kept and who is told."""
+"""`trainer.*` and `ray_kwargs.*`: duration, devices, checkpoints, logging, fault tolerance, Ray."""
 
 from __future__ import annotations
 
@@ -8,130 +8,150 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict
 
 from verl.config.schema.base import Interval, OneOrMany, Section, section, setting
+from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
 __all__ = ["DeadlinesConfig", "RayConfig", "RunConfig", "TrainerConfig"]
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
 
+_SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkpoints")
+
 
 class PrometheusConfig(Section):
-    enable: bool = setting(False, "Serve the metrics to Prometheus.")
-    port: int = setting(9090, "On this port.", ge=1, le=65535)
+    enable: bool = setting(False, "Serve metrics to Prometheus.")
+    port: int = setting(9090, "Port of the metrics server.", ge=1, le=65535)
 
 
 class DeadlinesConfig(Section):
-    devices: float = setting(300.0, "Until the cluster's devices are reserved for the run.", unit="seconds", gt=0)
-    start: float = setting(1800.0, "Until a process is up, with its model loaded.", unit="seconds", gt=0)
+    devices: float = setting(300.0, "Time limit for reserving the cluster's devices.", unit="seconds", gt=0)
+    start: float = setting(1800.0, "Time limit for a process to start and load its model.", unit="seconds", gt=0)
     generation: float = setting(
-        1800.0, "In which an engine must finish an answer, if it has any to write.", unit="seconds", gt=0
+        1800.0, "Maximum time between finished responses of a busy engine.", unit="seconds", gt=0
     )
     train: float = setting(
         3600.0,
-        "Of a train worker, for its part of one step: log-probs and advantages, or the update.",
+        "Time limit for a train worker's part of a step: log-probs and advantages, or the update.",
         unit="seconds",
         gt=0,
     )
     weights: float = setting(
-        900.0, "To gather weights, to load them into an engine, or to probe it.", unit="seconds", gt=0
+        900.0, "Time limit for gathering weights, loading them into an engine, or probing it.", unit="seconds", gt=0
     )
-    checkpoint: float = setting(3600.0, "Of a train worker, to save or to load a checkpoint.", unit="seconds", gt=0)
-    reply: float = setting(
-        60.0, "For a short answer of a process that should be free to give it.", unit="seconds", gt=0
+    checkpoint: float = setting(
+        3600.0, "Time limit for a train worker to save or load a checkpoint.", unit="seconds", gt=0
     )
-    close: float = setting(30.0, "For an orderly end of a process, before it is killed.", unit="seconds", gt=0)
+    reply: float = setting(60.0, "Time limit for a short reply from an idle process.", unit="seconds", gt=0)
+    close: float = setting(30.0, "Time limit for a process to exit before it is killed.", unit="seconds", gt=0)
 
 
 class FaultsConfig(Section):
     max_restarts: int = setting(
         3,
-        "After a train worker or a machine is lost the run begins again from its last checkpoint, so often in a row.",
+        "Maximum consecutive restarts from the last checkpoint after losing a train worker or machine.",
         unit="restarts",
         ge=0,
     )
     max_engine_restarts: int = setting(
-        5, "So often in a row is a lost engine restarted; then the run goes on without it.", unit="restarts", ge=1
+        5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts", ge=1
     )
     on_lost_node: Literal["wait", "shrink"] = setting(
-        "wait", "A machine is gone: wait until the cluster has as many devices again, or go on with those left."
+        "wait", "After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."
     )
-    node_wait: float = setting(1800.0, "Longest wait for a lost machine to be replaced.", unit="seconds", ge=0)
+    node_wait: float = setting(1800.0, "Maximum wait for a lost machine to be replaced.", unit="seconds", ge=0)
 
 
 class RunConfig(Section):
-    """What a run has, whatever it trains by."""
+    """The settings of every run."""
 
     nnodes: int = setting(1, "Machines.", unit="machines", ge=1)
     n_gpus_per_node: int = setting(
         8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices", ge=1
     )
-    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Where to train; auto: cuda if there is one.")
-    total_epochs: int = setting(1, "Passes over the training data.", unit="epochs", ge=1)
+    device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device to train on; auto: cuda if available.")
+    total_epochs: int = setting(
+        1, "Passes over the training data.", unit="epochs", ge=1, only_if=unless_given(".total_training_steps")
+    )
     total_training_steps: int | None = setting(
-        None, "Steps of the run, whatever the epochs; null: total_epochs decides.", unit="steps", ge=1
+        None, "Steps of the run; null: determined by total_epochs.", unit="steps", ge=1
     )
     save_freq: Interval | None = setting(
-        -1, "A checkpoint every so many steps, and after the last; null: after the last alone; -1: never.", unit="steps"
+        -1, "Steps between checkpoints, and one after the last step; null: only the last; -1: none.", unit="steps"
     )
-    test_freq: Interval = setting(-1, "A validation every so many steps; -1: never.", unit="steps")
-    val_before_train: bool = setting(True, "Validate before the first step, if there are val_files.")
+    test_freq: Interval = setting(-1, "Steps between validations; -1: none.", unit="steps")
+    val_before_train: bool = setting(
+        True, "Validate before the first step, if val_files is given.", only_if=needs_given("data.val_files")
+    )
     save_hf: bool = setting(
         False,
-        "Every checkpoint also holds the model for from_pretrained, in actor/huggingface; as verl merge makes it.",
+        "Also save the model for from_pretrained in every checkpoint (actor/huggingface), as verl merge does.",
+        only_if=_SAVES,
     )
     max_ckpts_to_keep: int | None = setting(
-        None, "Older checkpoints are deleted; null: all are kept.", unit="checkpoints", ge=1
+        None, "Number of newest checkpoints to keep; null: all.", unit="checkpoints", ge=1, only_if=_SAVES
     )
     max_hours: float | None = setting(
-        None, "The run saves and ends in time for this; null: for the end of the Slurm job, if any.", unit="hours", gt=0
+        None, "Save and stop within this time; null: before the end of the Slurm job, if any.", unit="hours", gt=0
     )
     stop_margin: float = setting(
-        60.0, "Time to spare then, beyond the longest step and the longest save so far.", unit="seconds", ge=0
+        60.0, "Safety margin for that, in addition to the longest step and save so far.", unit="seconds", ge=0
     )
     default_local_dir: str | None = setting(
-        None, "Where checkpoints go; null: checkpoints/<project_name>/<experiment_name>."
+        None, "Checkpoint directory; null: checkpoints/<project_name>/<experiment_name>."
     )
     resume_mode: Literal["auto", "disable", "path"] = setting(
-        "auto", "auto: go on from the newest checkpoint; disable: start anew; path: from resume_from_path."
+        "auto", "auto: resume from the newest checkpoint; disable: start over; path: from resume_from_path."
     )
-    resume_from_path: str | None = setting(None, "A checkpoint: .../global_step_<N>.")
-    logger: Sinks = setting(["console"], "Who is told the metrics.", planned=("mlflow", "trackio"))
-    project_name: str = setting("verl", "Project, for trackers and the checkpoint directory.")
-    experiment_name: str = setting("default", "Run, for trackers and the checkpoint directory.")
-    wandb_proxy: str | None = setting(None, "Proxy for wandb alone.")
-    seed: int = setting(1, "Seed of everything random in the run.", ge=0)
+    resume_from_path: str | None = setting(
+        None, "A checkpoint: .../global_step_<N>.", only_if=needs(".resume_mode", "path")
+    )
+    logger: Sinks = setting(["console"], "Metric loggers.", planned=("mlflow", "trackio"))
+    project_name: str = setting("verl", "Project name, for trackers and the checkpoint directory.")
+    experiment_name: str = setting("default", "Run name, for trackers and the checkpoint directory.")
+    wandb_proxy: str | None = setting(
+        None,
+        "Proxy for wandb.",
+        only_if=OnlyIf((".logger",), lambda sinks: "wandb" in sinks, "trainer.logger does not include wandb"),
+    )
+    seed: int = setting(1, "Random seed of the run.", ge=0)
     local: bool = setting(
-        False, "All in this process, without Ray, so that a breakpoint just works; one train rank and one engine."
+        False, "Run in this process, without Ray, for debugging with breakpoints; one train rank and one engine."
     )
-    faults: FaultsConfig = section(FaultsConfig, "What happens when a process or a machine is lost.")
+    faults: FaultsConfig = section(FaultsConfig, "Recovery from lost processes and machines.")
     deadlines: DeadlinesConfig = section(
-        DeadlinesConfig, "How long one process waits for another before it is named, reported and given up."
+        DeadlinesConfig, "Time limits for calls between processes; a call that exceeds its limit is reported and fails."
     )
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
     @property
     def checkpoint_dir(self) -> Path:
-        """Where checkpoints go: default_local_dir, or by project and experiment."""
+        """The checkpoint directory: default_local_dir, or by project and experiment."""
         if self.default_local_dir is not None:
             return Path(self.default_local_dir).expanduser()
         return Path("checkpoints", self.project_name, self.experiment_name)
 
 
 class TrainerConfig(RunConfig):
-    critic_warmup: int = setting(0, "First steps, in which only the critic is trained.", unit="steps", ge=0)
+    critic_warmup: int = setting(
+        0, "First steps, in which only the critic is trained.", unit="steps", ge=0, only_if=(HAS_ADVANTAGES, HAS_CRITIC)
+    )
     ref_update_freq: Interval = setting(
-        -1, "The reference becomes the current policy every so many steps (SPIN); -1: never.", unit="steps"
+        -1, "Steps between updates of the reference to the current policy (SPIN); -1: none.", unit="steps"
     )
     max_staleness: int = setting(
-        0, "How many weight versions behind an answer may be; 0: synchronous.", unit="versions", ge=0, planned=True
+        0,
+        "Maximum weight versions that a response may lag behind; 0: synchronous.",
+        unit="versions",
+        ge=0,
+        planned=True,
     )
     deterministic: bool = setting(
-        False, "Repeatable to the bit: every answer has a seed, and the engines get the requests of a step all at once."
+        False, "Bitwise reproducible: seeded responses, and engines get all requests of a step at once."
     )
 
 
 class RayInit(Section):
-    """Arguments of `ray.init`: what is not declared here is passed as it is."""
+    """Arguments of `ray.init`; undeclared ones are passed on unchanged."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -139,14 +159,14 @@ class RayInit(Section):
         None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores", ge=1
     )
     address: str | None = setting(
-        None, "Cluster to join; null: RAY_ADDRESS, else what `ray start` made here, else a new one; local: a new one."
+        None, "Cluster to join; local: a new one; null: RAY_ADDRESS, else a cluster on this machine, else a new one."
     )
 
     def arguments(self) -> dict[str, Any]:
-        """What was given, for `ray.init(**arguments)`."""
+        """Return the given arguments, for `ray.init(**arguments)`."""
         return {name: value for name, value in self.model_dump().items() if value is not None}
 
 
 class RayConfig(Section):
-    ray_init: RayInit = section(RayInit, "Arguments of ray.init, passed as they are.")
-    timeline_json_file: str | None = setting(None, "Write Ray's timeline here at the end, for Perfetto.")
+    ray_init: RayInit = section(RayInit, "Arguments of ray.init.")
+    timeline_json_file: str | None = setting(None, "File for Ray's timeline, written at the end, for Perfetto.")

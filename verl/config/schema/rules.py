@@ -1,0 +1,85 @@
+"""Conditions for a setting to have an effect, declared with it: `setting(..., only_if=needs(".enable"))`.
+
+Keys that start with a dot are in the setting's own section; other keys are absolute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+__all__ = [
+    "BATCHES_BY_SAMPLES",
+    "BATCHES_BY_TOKENS",
+    "HAS_ADVANTAGES",
+    "HAS_CRITIC",
+    "HAS_DEVICE_MEMORY",
+    "OnlyIf",
+    "is_custom_function",
+    "needs",
+    "needs_given",
+    "unless",
+    "unless_given",
+]
+
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+@dataclass(frozen=True, slots=True)
+class OnlyIf:
+    """A setting has an effect only if `holds` is true, given the values of `keys`; else `reason` is reported."""
+
+    keys: tuple[str, ...]
+    holds: Callable[..., Any]
+    reason: str
+
+    def resolve(self, section: str) -> OnlyIf:
+        """The same condition with absolute keys, for a setting of `section`."""
+        keys = tuple(f"{section}{key}" if key.startswith(".") else key for key in self.keys)
+        return replace(self, keys=keys, reason=self.reason.replace("{section}", section))
+
+
+def needs(key: str, *values: Any, reason: str = "") -> OnlyIf:
+    """Only if `key` has one of `values`, by default true. A user's own function may use any setting."""
+    accepted = values or (True,)
+    names = " or ".join(str(value) for value in values)
+    reason = reason or (f"only {_show(key)}={names} uses it" if values else f"{_show(key)}=false")
+    return OnlyIf((key,), lambda value: value in accepted or is_custom_function(value), reason)
+
+
+def unless(key: str, *values: Any, reason: str = "") -> OnlyIf:
+    """Only if `key` has none of `values`."""
+    shown = "true" if values == (True,) else " or ".join(str(value) for value in values)
+    return OnlyIf((key,), lambda value: value not in values, reason or f"{_show(key)}={shown}")
+
+
+def needs_given(key: str) -> OnlyIf:
+    """Only if `key` is given."""
+    return OnlyIf((key,), lambda value: value is not None, f"{_show(key)} is not given")
+
+
+def unless_given(key: str, because: str = "") -> OnlyIf:
+    """Only if `key` is not given, or empty; `because` is added to the reason."""
+    return OnlyIf((key,), lambda value: value in (None, []), f"{_show(key)} is given{because}")
+
+
+def is_custom_function(name: object) -> bool:
+    """Whether an estimator or a loss is a function of the user, written as package.module:function."""
+    return isinstance(name, str) and ":" in name
+
+
+def _show(key: str) -> str:
+    return "{section}" + key if key.startswith(".") else key
+
+
+HAS_ADVANTAGES = unless(LOSS, "dpo", "sppo", reason=f"{LOSS}=dpo and sppo compare scores, without advantages")
+HAS_CRITIC = OnlyIf(
+    ("critic.enable", ESTIMATOR),
+    lambda enable, estimator: estimator == "gae" if enable is None else enable,
+    f"only {ESTIMATOR}=gae trains a critic, or your own estimator with critic.enable=true",
+)
+HAS_DEVICE_MEMORY = unless("trainer.device", "cpu", reason="on CPU (trainer.device) everything is in host memory")
+BATCHES_BY_TOKENS = needs("actor_rollout_ref.actor.use_dynamic_bsz")
+BATCHES_BY_SAMPLES = unless("actor_rollout_ref.actor.use_dynamic_bsz", True)
