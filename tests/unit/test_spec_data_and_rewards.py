@@ -299,8 +299,8 @@ async def test_a_validation_of_zeros_shows_an_answer_its_truth_and_its_scorer() 
     validation = Evaluator(answer, ["gsm8k"] * 3, preview=preview)
     await validation.evaluate()
     [warning] = validation.warnings
-    assert warning.startswith(f"validation: all 3 answers to data source 'gsm8k' got 0. {shown}")
-    assert "whether validation rows are like training rows" in warning
+    assert warning.startswith(f"validation: all 3 responses to data source 'gsm8k' got 0. {shown}")
+    assert "that validation rows look like training rows" in warning
     assert "actor_rollout_ref.rollout.val_kwargs.temperature=0" in warning
 
 
@@ -341,7 +341,7 @@ async def test_a_function_that_fails_in_validation_is_said() -> None:
 def test_rewards_that_are_all_the_same_are_said(reward: float) -> None:
     metrics = {"reward/min": reward, "reward/max": reward, "reward/mean": reward}
     [line] = Diagnosis().advise(metrics, 1, "my_reward.py:compute_score gave this to the answer 'x'")
-    assert f"every answer of the step got the same reward, {reward:g}: there is nothing to learn from" in line
+    assert f"all responses of the step got the same reward, {reward:g}: nothing can be learned" in line
     assert "actor_rollout_ref.rollout.n=8" in line
     assert line.endswith("my_reward.py:compute_score gave this to the answer 'x'")
 
@@ -354,7 +354,7 @@ async def test_a_function_can_be_tried_before_the_run(tmp_path: Path) -> None:
 
 async def test_a_spike_is_said_and_can_be_clipped(tmp_path: Path) -> None:
     [line] = diagnose({"reward/mean": 1.0, "reward/std": 30.0, "reward/min": 0.0, "reward/max": 1000.0})
-    assert "one reward is far from all others: reward/max is 1e+03" in line
+    assert "one reward is an outlier: reward/max is 1e+03" in line
     assert "clip: [-1, 1]" in line
     path = reward_file(
         tmp_path, "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    return 1000.0\n"
@@ -380,7 +380,7 @@ def test_a_reward_that_parts_from_validation_is_said() -> None:
         diagnosis.advise({"reward/mean": reward}, step)
         lines += diagnosis.advise_validation({"val/gsm8k/mean@1": validation}, step)
     [line] = lines
-    assert "the model may have learned to please the reward function" in line
+    assert "possible reward hacking" in line
     assert "algorithm.kl_ctrl.kl_coef=0.01" in line
 
 

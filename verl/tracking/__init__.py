@@ -1,2 +1,2 @@
-"""What a run tells: metrics and timers, the console's one line per step, the sinks that keep metrics, and advice when
-the numbers show a known trouble. Plain Python and rich, no torch; anything above may import it."""
+"""Metrics and timers, the console, metric loggers, and advice about training problems. Plain Python and rich, no torch;
+any package above may import it."""

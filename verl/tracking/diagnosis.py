@@ -1,4 +1,4 @@
-"""Known troubles, seen in the numbers while they happen: what was seen, and which override to try."""
+"""Advice about known training problems, recognized in the metrics: what is wrong, and which settings to try."""
 
 from __future__ import annotations
 
@@ -6,185 +6,190 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Diagnosis", "all_zero", "diagnose", "is_uniform"]
+__all__ = ["Diagnosis", "diagnose", "explain_all_zero", "is_uniform"]
 
 Numbers = Mapping[str, float]
 
-_SMOOTHING = 0.2  # of the reward that validations are compared with
-_APART = 0.1  # share by which the one must have fallen and the other risen
-_LARGE, _FAR = 10.0, 20.0  # a reward beyond the first, and so many standard deviations from the mean, is a spike
-_LEASH = (
-    "hold it closer to where it began by actor_rollout_ref.actor.use_kl_loss=True and a larger "
+_SMOOTHING = 0.2  # weight of a step in the running mean that validations are compared with
+_MIN_DIVERGENCE = 0.1  # relative fall of the validation and rise of the reward that indicate reward hacking
+_LARGE_REWARD, _OUTLIER_STDS = 10.0, 20.0  # both must be exceeded by an outlier
+_KL_REMEDY = (
+    "keep the policy closer to the reference with actor_rollout_ref.actor.use_kl_loss=True and a larger "
     "actor_rollout_ref.actor.kl_loss_coef, or algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.kl_coef=0.01; or "
-    "let the reward check more (reward.functions adds several)"
+    "make the reward stricter (reward.functions combines several)"
 )
 
 
 @dataclass(frozen=True, slots=True)
-class _Trouble:
-    """`sees` returns what it saw, in words, or None."""
-
+class _Problem:
     name: str
-    sees: Callable[[Numbers], str | None]
+    detect: Callable[[Numbers], str | None]  # returns what is wrong
     remedy: str
 
 
 def diagnose(metrics: Numbers) -> list[str]:
-    """One line for each trouble that the metrics of one step show; none when all is well."""
-    return [line for _, line in _found(metrics)]
+    """Return one line for each problem that the metrics of a step show."""
+    return list(_detect_all(metrics).values())
 
 
 class Diagnosis:
-    """Remembers what it said: the same advice comes again only after `remind_after` steps."""
+    """The problems of one run. Advice about the same problem is repeated only after `remind_after` steps."""
 
     def __init__(self, remind_after: int = 50) -> None:
         self._remind_after = remind_after
-        self._said: dict[str, int] = {}
+        self._last_advised: dict[str, int] = {}
         self._reward: float | None = None
-        self._best: dict[str, tuple[float, float, int]] = {}  # validation -> the best, the reward then, the step
+        self._best: dict[str, tuple[float, float, int]] = {}  # validation -> its best mean, the reward then, the step
 
-    def advise(self, metrics: Numbers, step: int, exhibit: str = "") -> list[str]:
-        """What is worth saying now; `exhibit` is an answer to show where all rewards are the same."""
+    def advise(self, metrics: Numbers, step: int, preview: str = "") -> list[str]:
+        """Return advice about a step; `preview` describes a response, to show when all rewards are equal."""
         reward = metrics.get("reward/mean")
         if reward is not None:
             self._reward = reward if self._reward is None else self._reward + _SMOOTHING * (reward - self._reward)
         lines = []
-        for name, line in _found(metrics):
+        for name, line in _detect_all(metrics).items():
             if self._is_due(name, step):
-                lines.append(f"{line}. {exhibit}" if exhibit and name == "no signal" and is_uniform(metrics) else line)
+                lines.append(f"{line}. {preview}" if preview and name == "no signal" and is_uniform(metrics) else line)
         return lines
 
     def advise_validation(self, means: Numbers, step: int) -> list[str]:
-        """What a validation shows beside the rewards of training: they must not part."""
+        """Return advice about a validation whose means fall while the rewards of training rise."""
         lines = []
         for name, mean in means.items():
             if not name.startswith("val/") or "/mean@" not in name or self._reward is None:
                 continue
-            best, reward, when = self._best.get(name, (-math.inf, 0.0, 0))
+            best, reward, best_step = self._best.get(name, (-math.inf, 0.0, 0))
             if mean >= best:
                 self._best[name] = mean, self._reward, step
                 continue
-            apart = mean < best - _APART * abs(best) and self._reward > reward + _APART * abs(reward)
-            if apart and self._is_due(f"hacking {name}", step):
+            has_fallen = mean < best - _MIN_DIVERGENCE * abs(best)
+            has_risen = self._reward > reward + _MIN_DIVERGENCE * abs(reward)
+            if has_fallen and has_risen and self._is_due(f"hacking {name}", step):
                 lines.append(
-                    f"the reward rose from {reward:.3g} at step {when} to {self._reward:.3g}, while {name} fell from "
-                    f"{best:.3g} to {mean:.3g}: the model may have learned to please the reward function; {_LEASH}"
+                    f"possible reward hacking: since step {best_step} the reward rose from {reward:.3g} to "
+                    f"{self._reward:.3g}, while {name} fell from {best:.3g} to {mean:.3g}; {_KL_REMEDY}"
                 )
         return lines
 
     def _is_due(self, name: str, step: int) -> bool:
-        due = name not in self._said or step - self._said[name] >= self._remind_after
-        if due:
-            self._said[name] = step
-        return due
+        is_due = name not in self._last_advised or step - self._last_advised[name] >= self._remind_after
+        if is_due:
+            self._last_advised[name] = step
+        return is_due
 
 
 def is_uniform(metrics: Numbers) -> bool:
-    """Whether all answers of a step got the same reward."""
+    """Return whether all responses of a step got the same reward."""
     low, high = metrics.get("reward/min"), metrics.get("reward/max")
     return low is not None and low == high
 
 
-def all_zero(source: str, answers: int, cut: int, exhibit: str) -> str:
-    """What to say of a validation in which every answer got 0; `cut` of them were cut by the length limit."""
-    limit = f"{cut} of them were cut by the length limit: try a larger data.max_response_length. " if cut else ""
+def explain_all_zero(source: str, responses: int, truncated: int, preview: str) -> str:
+    """Return advice about a validation in which all responses to a data source got 0."""
+    cut = f"{truncated} of them were truncated: try a larger data.max_response_length. " if truncated else ""
+    shown = f"{preview}. " if preview else ""
     return (
-        f"validation: all {answers} answers to data source {source!r} got 0. {exhibit}{'. ' if exhibit else ''}{limit}"
-        "Look whether the prompts ask for what the scorer reads, whether validation rows are like training rows "
-        "(`verl data` shows both), and whether validation is greedy "
+        f"validation: all {responses} responses to data source {source!r} got 0. {shown}{cut}"
+        "Check that the prompts ask for the format that the scorer expects, that validation rows look like training "
+        "rows (`verl data` shows both), and that validation is greedy "
         "(actor_rollout_ref.rollout.val_kwargs.temperature=0)"
     )
 
 
-def _no_signal(metrics: Numbers) -> str | None:
+def _detect_no_signal(metrics: Numbers) -> str | None:
     if is_uniform(metrics):
-        return (
-            f"every answer of the step got the same reward, {metrics['reward/min']:g}: there is nothing to learn from"
-        )
-    silent = metrics.get("reward/groups_without_signal", 0.0)
-    if silent > 0.9:
-        return f"for {silent:.0%} of the prompts all answers got the same reward: there is little to learn from"
+        return f"all responses of the step got the same reward, {metrics['reward/min']:g}: nothing can be learned"
+    share = metrics.get("reward/groups_without_signal", 0.0)
+    if share > 0.9:
+        return f"for {share:.0%} of the prompts all responses got the same reward: little can be learned"
     return None
 
 
-def _spike(metrics: Numbers) -> str | None:
+def _detect_outlier(metrics: Numbers) -> str | None:
     mean, std = metrics.get("reward/mean"), metrics.get("reward/std")
     if mean is None or not std:
         return None
     for name in ("reward/max", "reward/min"):
         value = metrics.get(name, mean)
-        if abs(value) > _LARGE and abs(value - mean) > _FAR * std:
-            return f"one reward is far from all others: {name} is {value:.3g}, the mean {mean:.3g}"
+        if abs(value) > _LARGE_REWARD and abs(value - mean) > _OUTLIER_STDS * std:
+            return f"one reward is an outlier: {name} is {value:.3g}, the mean {mean:.3g}"
     return None
 
 
-def _mismatch(metrics: Numbers) -> str | None:
+def _detect_mismatch(metrics: Numbers) -> str | None:
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
     if gap > 0.01:
         return (
-            f"trainer and rollout engine disagree: training/rollout_probs_diff_mean is {gap:.4f} (healthy: below 0.005)"
+            "trainer and rollout engine compute different probabilities: training/rollout_probs_diff_mean is "
+            f"{gap:.4f} (healthy: below 0.005)"
         )
     return None
 
 
-def _kl_explodes(metrics: Numbers) -> str | None:
+def _detect_large_kl(metrics: Numbers) -> str | None:
     for name, limit in (("actor/kl_loss", 1.0), ("actor/reward_kl", 1.0), ("actor/ppo_kl", 0.5)):
         if abs(value := metrics.get(name, 0.0)) > limit:
-            count = " (counted as loss_agg_mode says)" if name == "actor/kl_loss" else ""
-            return f"the policy runs away: {name} is {value:.3g}{count}; the limit of this warning is {limit:g}"
+            unit = " (aggregated by loss_agg_mode)" if name == "actor/kl_loss" else ""
+            return f"the policy changes too fast: {name} is {value:.3g}{unit}, above the warning limit of {limit:g}"
     return None
 
 
-def _skipped(metrics: Numbers) -> str | None:
+def _detect_skipped_steps(metrics: Numbers) -> str | None:
     if count := sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")):
         return (
-            f"{count:g} optimiser step(s) were skipped: the gradient was not finite, or nothing in the mini-batch was "
-            "left to train on (no generated tokens, no pairs of different scores, all rejected)"
+            f"{count:g} optimizer step(s) were skipped: the gradient was not finite, or the mini-batch had nothing to "
+            "train on (no generated tokens, no pairs of different scores, all rejected)"
         )
-    broken = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
-    return f"not a number: {', '.join(broken[:4])}" if broken else None
+    names = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
+    return f"metrics are NaN: {', '.join(names[:4])}" if names else None
 
 
-def _cut(metrics: Numbers) -> str | None:
+def _detect_truncation(metrics: Numbers) -> str | None:
     share = metrics.get("response_length/clip_ratio", 0.0)
-    return f"{share:.0%} of the answers were cut by the length limit before they ended" if share > 0.5 else None
+    return f"{share:.0%} of the responses were truncated by the length limit" if share > 0.5 else None
 
 
-_TROUBLES = (
-    _Trouble(
+_PROBLEMS = (
+    _Problem(
         "no signal",
-        _no_signal,
-        "look at some answers and at the reward function; more answers a prompt with actor_rollout_ref.rollout.n=8, "
-        "prompts that the model sometimes solves, or algorithm.filter_groups.enable=True to draw others in their place",
+        _detect_no_signal,
+        "check some responses and the reward function; try more responses per prompt with "
+        "actor_rollout_ref.rollout.n=8, prompts that the model sometimes solves, or "
+        "algorithm.filter_groups.enable=True to replace such prompts",
     ),
-    _Trouble(
-        "spike",
-        _spike,
-        "such a step moves the policy by one answer; return rewards in a fixed range, or hold them there by "
+    _Problem(
+        "outlier",
+        _detect_outlier,
+        "a single response dominates this update; return rewards in a fixed range, or clip them with "
         "reward.functions=[{path: my_reward.py, clip: [-1, 1]}]",
     ),
-    _Trouble(
+    _Problem(
         "mismatch",
-        _mismatch,
-        "where top_p or top_k cut the sampling, that is expected; else try actor_rollout_ref.rollout.dtype=float32, "
+        _detect_mismatch,
+        "this is expected if top_p or top_k restrict sampling; otherwise try actor_rollout_ref.rollout.dtype=float32, "
         "with vLLM on long contexts +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True, "
-        "or correct for it by algorithm.rollout_correction.rollout_is=token",
+        "or correct for it with algorithm.rollout_correction.rollout_is=token",
     ),
-    _Trouble(
+    _Problem(
         "kl",
-        _kl_explodes,
+        _detect_large_kl,
         "try actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01, "
         "or a lower actor_rollout_ref.actor.optim.lr",
     ),
-    _Trouble(
+    _Problem(
         "not finite",
-        _skipped,
-        "look at reward/min and reward/max for outliers, and at response_length/min for empty answers; try a lower "
+        _detect_skipped_steps,
+        "check reward/min and reward/max for outliers, and response_length/min for empty responses; try a lower "
         "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip=0.5",
     ),
-    _Trouble("cut", _cut, "try a larger data.max_response_length, or check that the model knows its end token"),
+    _Problem(
+        "truncation",
+        _detect_truncation,
+        "try a larger data.max_response_length, or check that the model generates its end token",
+    ),
 )
 
 
-def _found(metrics: Numbers) -> list[tuple[str, str]]:
-    return [(one.name, f"{seen}; {one.remedy}") for one in _TROUBLES if (seen := one.sees(metrics)) is not None]
+def _detect_all(metrics: Numbers) -> dict[str, str]:
+    """Return the advice about each problem, by its name."""
+    return {p.name: f"{problem}; {p.remedy}" for p in _PROBLEMS if (problem := p.detect(metrics)) is not None}

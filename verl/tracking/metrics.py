@@ -1,15 +1,15 @@
-"""Numbers with names. The names that the console and the diagnosis read, so that all write them alike:
+"""Metrics by name. The console and the diagnosis read these:
 
-reward/mean, /min, /max, /std         scores of the step's answers
-reward/groups_without_signal          share of prompts whose answers all got the same score
-response_length/mean, /clip_ratio     generated tokens; share of answers that the length limit cut
-actor/kl, /kl_loss                    divergence from the reference, mean over tokens; the same as a term of the loss
-actor/ppo_kl                          divergence from the policy that the update starts from
+reward/mean, /min, /max, /std         rewards of the step's responses
+reward/groups_without_signal          share of prompts whose responses all got the same reward
+response_length/mean, /clip_ratio     generated tokens; share of responses truncated by the length limit
+actor/kl, /kl_loss                    KL divergence from the reference, mean over tokens; the same as a term of the loss
+actor/ppo_kl                          KL divergence from the policy before the update
 actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
-train/loss, /lr, /grad_norm, /skipped_steps   of supervised training; val/loss: its validation
+train/loss, /lr, /grad_norm, /skipped_steps   supervised fine-tuning; val/loss: its validation
 training/rollout_probs_diff_mean      |trainer's - engine's probability| of the sampled tokens
 timing_s/gen, /prep, /update, /sync, /step
-perf/throughput                       tokens a second, over the whole step
+perf/throughput                       tokens per second over the whole step
 perf/controller_rss_gib               resident memory of the controller; perf/train_worker_rss_gib of a train rank
 val/<data source>/<metric>            validation, e.g. val/addition/mean@1
 """
@@ -26,7 +26,7 @@ __all__ = ["Metrics", "resident_gib", "timer"]
 
 
 class Metrics(dict[str, float]):
-    """A dict of floats that knows how to take in others.
+    """A dict of floats that can be merged.
 
     >>> Metrics.merge({"reward/mean": 0.5}, {"timing_s/gen": 1.0}, {"timing_s/gen": 0.5})
     {'reward/mean': 0.5, 'timing_s/gen': 1.5}
@@ -34,14 +34,14 @@ class Metrics(dict[str, float]):
 
     @classmethod
     def merge(cls, *parts: Mapping[str, float]) -> Metrics:
-        """All parts in one. Times under one name add up; any other name given twice is our mistake, and raises."""
+        """Return all parts as one. Times with the same name are added; any other duplicate raises `ValueError`."""
         merged = cls()
         for part in parts:
             for name, value in part.items():
                 if name.startswith("timing_s/"):
                     merged[name] = merged.get(name, 0.0) + float(value)
                 elif name in merged:
-                    raise ValueError(f"metric {name!r}: is given twice, {merged[name]!r} and {value!r}; rename one")
+                    raise ValueError(f"metric {name!r}: reported twice, {merged[name]!r} and {value!r}; rename one")
                 else:
                     merged[name] = float(value)
         return merged
@@ -49,7 +49,7 @@ class Metrics(dict[str, float]):
 
 @contextmanager
 def timer(metrics: MutableMapping[str, float], name: str) -> Iterator[None]:
-    """Adds the seconds spent inside to `timing_s/<name>`, also when the inside raises.
+    """Add the seconds spent in the block to `timing_s/<name>`, even if it raises.
 
     >>> with timer(metrics, "gen"):
     ...     groups = await buffer.take(64)
@@ -63,5 +63,5 @@ def timer(metrics: MutableMapping[str, float], name: str) -> Iterator[None]:
 
 
 def resident_gib() -> float:
-    """Resident memory of this process in GiB."""
+    """Return the resident memory of this process in GiB."""
     return psutil.Process().memory_info().rss / 2**30

@@ -1,4 +1,4 @@
-"""Where metrics go. One small protocol; the sink that does nothing stands in where others would write `if logger`."""
+"""Metric loggers, which `trainer.logger` names: console, JSON lines, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
     "ConsoleSink",
     "JsonlSink",
     "NullSink",
-    "Run",
+    "RunInfo",
     "Sink",
     "Sinks",
     "TensorboardSink",
@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Sink(Protocol):
-    """Takes the metrics of a step. Validation metrics of a step may come in a call of their own."""
+    """A metric logger. Validation metrics of a step may come in a separate call."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None: ...
 
@@ -39,10 +39,11 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What sinks are told of the run. `resumed_step` is the step of the checkpoint it continues from, if any.
+class RunInfo:
+    """Description of a run for metric loggers.
 
-    `wandb_proxy` is for wandb alone: a proxy in the environment would take judges and tools along.
+    `resumed_step` is the step of the checkpoint that the run resumes from. `wandb_proxy` is for wandb only: a proxy in
+    the environment would also affect judges and tools.
     """
 
     folder: Path
@@ -55,7 +56,7 @@ class Run:
 
 
 class NullSink:
-    """Keeps nothing."""
+    """A metric logger that does nothing."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         pass
@@ -65,7 +66,7 @@ class NullSink:
 
 
 class ConsoleSink:
-    """One readable line per step, and one per validation."""
+    """Logs one line per step and per validation to the console."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -81,11 +82,11 @@ class ConsoleSink:
 
 
 class JsonlSink:
-    """`metrics.jsonl` in the run's folder: one JSON object a line, with `step` and `time` (seconds since 1970).
+    """Writes `metrics.jsonl` in the run's folder: one JSON object per line, with `step` and `time` (Unix time).
 
-    A resumed run drops the lines of the steps that it is about to repeat, and a last line cut short by a crash. A run
-    that starts anew in a used folder moves the old file to `metrics-1.jsonl` (2, 3...), and loses nothing.
-    Numbers that JSON cannot hold are written as the strings "NaN", "Infinity" and "-Infinity".
+    A resumed run drops the lines of the steps that it will repeat, and a last line that a crash truncated. A new run in
+    a used folder renames the old file to `metrics-1.jsonl` (2, 3...). Numbers that JSON cannot represent are written as
+    the strings "NaN", "Infinity" and "-Infinity".
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
@@ -94,7 +95,7 @@ class JsonlSink:
         if path.exists() and resumed_step is None:
             path.rename(next(p for n in range(1, 10**6) if not (p := folder / f"metrics-{n}.jsonl").exists()))
         elif path.exists():
-            _drop_after(path, resumed_step)
+            _truncate_after(path, resumed_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -107,9 +108,9 @@ class JsonlSink:
 
 
 class WandbSink:
-    """Weights & Biases; a resumed run continues the curves of its folder's last run."""
+    """Logs to Weights & Biases; a resumed run continues the last run of its folder."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         wandb = _import("wandb")
         self._run = wandb.init(
             project=run.project,
@@ -128,9 +129,9 @@ class WandbSink:
 
 
 class TensorboardSink:
-    """Event files under `tensorboard/` in the run's folder."""
+    """Writes TensorBoard event files to `tensorboard/` in the run's folder."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunInfo) -> None:
         _import("tensorboard")
         module = importlib.import_module("torch.utils.tensorboard")
         purge = None if run.resumed_step is None else run.resumed_step + 1
@@ -145,7 +146,7 @@ class TensorboardSink:
 
 
 class Sinks:
-    """Several sinks as one."""
+    """Several metric loggers as one."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -159,7 +160,7 @@ class Sinks:
             sink.close()
 
 
-_OPENERS: dict[str, Callable[[Run, Console], Sink]] = {
+_OPENERS: dict[str, Callable[[RunInfo, Console], Sink]] = {
     "console": lambda run, console: ConsoleSink(console),
     "jsonl": lambda run, console: JsonlSink(run.folder, run.resumed_step),
     "none": lambda run, console: NullSink(),
@@ -168,13 +169,13 @@ _OPENERS: dict[str, Callable[[Run, Console], Sink]] = {
 }
 
 
-def open_sinks(names: Sequence[str], run: Run, console: Console | None = None) -> Sinks:
-    """The sinks of `trainer.logger`, as one. None of them sees a secret.
+def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = None) -> Sinks:
+    """Open the metric loggers of `trainer.logger`, with secrets redacted from the settings.
 
-    All unknown names are reported together, before any is opened.
+    Unknown names are reported together, before any logger is opened.
     """
     problems = [
-        f"trainer.logger: {name!r} is not a sink; known are {', '.join(sorted(_OPENERS))}"
+        f"trainer.logger: {name!r} is not a metric logger; choose from {', '.join(sorted(_OPENERS))}"
         for name in names
         if name not in _OPENERS
     ]
@@ -197,12 +198,12 @@ def _import(package: str) -> ModuleType:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise ConfigError(
-            [f"trainer.logger: {package!r} needs its package: pip install {package}, or leave it out"]
+            [f"trainer.logger: {package!r} is not installed; run `pip install {package}`, or remove it"]
         ) from error
 
 
-def _drop_after(path: Path, step: int | None) -> None:
-    """Rewrites the file without what is later than `step` or unreadable; whole or not at all."""
+def _truncate_after(path: Path, step: int | None) -> None:
+    """Atomically rewrite the file without lines that are unreadable or later than `step`."""
     kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _is_kept(line, step)]
     temporary = path.with_suffix(".jsonl.tmp")
     temporary.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")

@@ -8,7 +8,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator
 
-from verl.tracking.diagnosis import all_zero
+from verl.tracking.diagnosis import explain_all_zero
 from verl.trainer.statistics import pass_at_k
 from verl.types import Failed, SampleHandle
 
@@ -72,7 +72,7 @@ class Evaluator:
 
     async def _warning(self, source: str, scores: list[float], cut: int) -> str:
         self._warned.add(source)
-        return all_zero(source, len(scores), cut, await self._exhibit(source))
+        return explain_all_zero(source, len(scores), cut, await self._exhibit(source))
 
 
 def _passes(prompts: list[list[float]], most: int) -> Iterator[tuple[int, list[float]]]:

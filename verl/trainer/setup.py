@@ -24,7 +24,7 @@ from verl.data.stream import PromptStream
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.tracking.sinks import Run, Sink, open_sinks
+from verl.tracking.sinks import RunInfo, Sink, open_sinks
 from verl.trainer.checkpointing import Checkpointer, SavedPolicy, find_checkpoint
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule
@@ -149,7 +149,7 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
             "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is gone when the run ends; set "
             "trainer.save_freq=null for a checkpoint after the last step, or trainer.save_freq=20 for one every 20"
         )
-    run = Run(
+    run = RunInfo(
         folder=config.trainer.checkpoint_dir,
         project=config.trainer.project_name,
         name=config.trainer.experiment_name,

@@ -1,4 +1,4 @@
-"""Each trouble is seen when it is there, not when it is not, and is not repeated at every step."""
+"""Each problem is detected when it exists, not when it does not, and is not repeated at every step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HEALTHY = {
     "actor/grad_norm": 0.3,
 }
 
-TROUBLES = [
+PROBLEMS = [
     ({"reward/max": 0.0}, "same reward, 0", "actor_rollout_ref.rollout.n="),
     ({"reward/groups_without_signal": 0.95}, "95% of the prompts", "actor_rollout_ref.rollout.n="),
     ({"reward/mean": 0.5, "reward/std": 40.0, "reward/max": 1e4}, "reward/max is 1e+04", "clip: [-1, 1]"),
@@ -32,14 +32,14 @@ TROUBLES = [
     ({"training/rollout_probs_diff_mean": 0.02}, "0.0200", "disable_cascade_attn=True"),
     ({"actor/kl_loss": 3.0}, "actor/kl_loss is 3", "kl_loss_coef="),
     ({"actor/ppo_kl": -2.0}, "actor/ppo_kl is -2", "optim.lr"),
-    ({"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}, "1 optimiser step(s)", "grad_clip="),
-    ({"actor/grad_norm": math.nan}, "not a number: actor/grad_norm", "grad_clip="),
-    ({"response_length/clip_ratio": 0.8}, "80% of the answers", "data.max_response_length"),
+    ({"actor/skipped_steps": 1.0, "actor/grad_norm": math.inf}, "1 optimizer step(s)", "grad_clip="),
+    ({"actor/grad_norm": math.nan}, "NaN: actor/grad_norm", "grad_clip="),
+    ({"response_length/clip_ratio": 0.8}, "80% of the responses", "data.max_response_length"),
 ]
 
 
-@pytest.mark.parametrize(("change", "seen", "remedy"), TROUBLES)
-def test_a_trouble_is_one_line_with_what_was_seen_and_what_to_try(
+@pytest.mark.parametrize(("change", "seen", "remedy"), PROBLEMS)
+def test_a_problem_is_one_line_with_what_is_wrong_and_what_to_try(
     change: dict[str, float], seen: str, remedy: str
 ) -> None:
     (line,) = diagnose(HEALTHY | change)
@@ -54,7 +54,7 @@ def test_a_skipped_step_is_not_blamed_on_the_gradient_alone() -> None:
     assert "no generated tokens" in line
 
 
-def test_the_kl_of_the_loss_is_not_said_to_be_per_token() -> None:
+def test_the_kl_of_the_loss_is_not_called_per_token() -> None:
     (line,) = diagnose(HEALTHY | {"actor/kl_loss": 3.0})
     assert "token" not in line
     assert "loss_agg_mode" in line
@@ -65,25 +65,25 @@ def test_health_and_silence_give_no_advice() -> None:
     assert diagnose({}) == []
 
 
-def test_several_troubles_give_several_lines() -> None:
+def test_several_problems_give_several_lines() -> None:
     assert len(diagnose(HEALTHY | {"reward/max": 0.0, "response_length/clip_ratio": 1.0})) == 2
 
 
 def test_the_same_advice_comes_once_and_then_as_a_reminder() -> None:
     diagnosis = Diagnosis(remind_after=10)
     sick = HEALTHY | {"reward/max": 0.0}
-    told = [step for step in range(1, 25) if diagnosis.advise(sick, step)]
-    assert told == [1, 11, 21]
+    advised = [step for step in range(1, 25) if diagnosis.advise(sick, step)]
+    assert advised == [1, 11, 21]
 
 
-def test_a_new_trouble_is_told_at_once_also_while_another_lasts() -> None:
+def test_a_new_problem_is_reported_at_once_even_while_another_lasts() -> None:
     diagnosis = Diagnosis()
     assert len(diagnosis.advise(HEALTHY | {"reward/max": 0.0}, 1)) == 1
     (line,) = diagnosis.advise(HEALTHY | {"reward/max": 0.0, "actor/kl_loss": 9.0}, 2)
     assert "actor/kl_loss" in line
 
 
-@pytest.mark.parametrize("change", [change for change, _, _ in TROUBLES])
+@pytest.mark.parametrize("change", [change for change, _, _ in PROBLEMS])
 def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str, float]) -> None:
     (line,) = diagnose(HEALTHY | change)
     keys = re.findall(
@@ -95,16 +95,16 @@ def test_every_override_that_is_advised_is_a_setting_that_works(change: dict[str
     load([f"{key}=1" for key in keys if "=" not in key], complete=False)
 
 
-def test_rewards_that_are_all_the_same_are_shown_with_an_answer() -> None:
+def test_equal_rewards_are_shown_with_a_response() -> None:
     same = HEALTHY | {"reward/min": 0.0, "reward/max": 0.0}
-    exhibit = "verl.rewards.scorers.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
-    [line] = Diagnosis().advise(same, 1, exhibit)
-    assert line.endswith(exhibit)
-    [line] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, exhibit)
-    assert exhibit not in line
+    preview = "verl.rewards.scorers.gsm8k gave 0 to the answer '42'; the ground truth is '42'"
+    [line] = Diagnosis().advise(same, 1, preview)
+    assert line.endswith(preview)
+    [line] = Diagnosis().advise(HEALTHY | {"reward/groups_without_signal": 0.95}, 1, preview)
+    assert preview not in line
 
 
-def test_a_rare_right_answer_is_no_spike() -> None:
+def test_a_rare_correct_response_is_no_outlier() -> None:
     rare = {"reward/mean": 0.001, "reward/std": 0.03, "reward/min": 0.0, "reward/max": 1.0}
     assert diagnose(HEALTHY | rare) == []
 
@@ -118,7 +118,7 @@ def run_of(*numbers: tuple[float, float]) -> list[str]:
     return lines
 
 
-def test_a_reward_that_rises_while_validation_falls_is_named_once_with_the_mend() -> None:
+def test_reward_hacking_is_reported_once_with_a_fix() -> None:
     [line] = run_of((0.2, 0.3), (0.4, 0.5), *[(0.9, 0.2)] * 9)
     assert "val/gsm8k/mean@1 fell from 0.5 to 0.2" in line
     assert "actor_rollout_ref.actor.use_kl_loss=True" in line
@@ -134,5 +134,5 @@ def test_a_reward_that_rises_while_validation_falls_is_named_once_with_the_mend(
         [(0.0, 0.0), (0.0, 0.0)],
     ],
 )
-def test_rewards_and_validations_that_go_together_are_no_trouble(numbers: list[tuple[float, float]]) -> None:
+def test_rewards_and_validations_that_agree_are_no_problem(numbers: list[tuple[float, float]]) -> None:
     assert run_of(*numbers) == []

@@ -21,7 +21,7 @@ def test_merge_adds_times_and_keeps_the_rest() -> None:
 
 
 def test_a_name_given_twice_raises_and_is_named() -> None:
-    with pytest.raises(ValueError, match="'reward/mean': is given twice"):
+    with pytest.raises(ValueError, match="'reward/mean': reported twice"):
         Metrics.merge({"reward/mean": 0.5}, {"reward/mean": 0.5})
 
 

@@ -15,7 +15,7 @@ import rich.console
 
 from verl.errors import ConfigError
 from verl.tracking.console import Console
-from verl.tracking.sinks import ConsoleSink, JsonlSink, NullSink, Run, Sinks, open_sinks
+from verl.tracking.sinks import ConsoleSink, JsonlSink, NullSink, RunInfo, Sinks, open_sinks
 
 pytestmark = pytest.mark.unit
 
@@ -31,7 +31,7 @@ def write(folder: Path, steps: list[int], resumed_step: int | None = None) -> No
     sink.close()
 
 
-def test_every_step_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
+def test_every_step_is_a_line_that_is_written_at_once(tmp_path: Path) -> None:
     sink = JsonlSink(tmp_path / "run")
     sink.log({"reward/mean": 0.5, "actor/grad_norm": math.inf, "x": math.nan}, 1)
     (record,) = read(tmp_path / "run")
@@ -40,7 +40,7 @@ def test_every_step_is_a_line_that_is_there_at_once(tmp_path: Path) -> None:
     sink.close()
 
 
-def test_a_resumed_run_drops_what_it_will_repeat_and_a_line_cut_short(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_steps_it_will_repeat_and_a_truncated_line(tmp_path: Path) -> None:
     write(tmp_path, [1, 2, 3, 4])
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 2, "rew')
@@ -49,7 +49,7 @@ def test_a_resumed_run_drops_what_it_will_repeat_and_a_line_cut_short(tmp_path: 
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_run_that_starts_anew_moves_the_old_file_aside(tmp_path: Path) -> None:
+def test_a_new_run_renames_the_old_file(tmp_path: Path) -> None:
     for last in (1, 2, 3):
         write(tmp_path, list(range(1, last + 1)))
     assert [len(read(tmp_path, name)) for name in ("metrics-1.jsonl", "metrics-2.jsonl", "metrics.jsonl")] == [1, 2, 3]
@@ -65,7 +65,7 @@ def test_the_console_sink_writes_a_line_for_the_step_and_one_for_its_validation(
 
 def test_unknown_sinks_are_all_named_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        open_sinks(["console", "wandbb", "file", "jsonl"], Run(tmp_path))
+        open_sinks(["console", "wandbb", "file", "jsonl"], RunInfo(tmp_path))
     assert len(caught.value.problems) == 2
     assert "console, jsonl, none, tensorboard, wandb" in caught.value.problems[0]
     assert not list(tmp_path.iterdir())
@@ -77,16 +77,16 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=f"pip install {name}"):
-        open_sinks(["jsonl", name], Run(tmp_path))
+        open_sinks(["jsonl", name], RunInfo(tmp_path))
 
 
-def test_wandb_is_told_the_run_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wandb_gets_the_run_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     run = SimpleNamespace(log=lambda metrics, step: told.append((metrics, step)), finish=lambda: told.append("end"))
     wandb = SimpleNamespace(init=lambda **given: told.append(given) or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     about = {"project": "p", "name": "n", "settings": {"lr": 1, "api_key": "plain-old-words"}, "resumed_step": 3}
-    sinks = open_sinks(["wandb"], Run(tmp_path, **about, wandb_proxy="http://proxy:80"))
+    sinks = open_sinks(["wandb"], RunInfo(tmp_path, **about, wandb_proxy="http://proxy:80"))
     sinks.log({"x": 1.0}, 4)
     sinks.close()
     assert told == [

@@ -74,8 +74,8 @@ async def test_a_source_whose_answers_all_got_0_is_named_once_with_one_of_them()
     await validation.evaluate()
     [warning] = validation.warnings
     assert warning.startswith(
-        "validation: all 2 answers to data source 'a' got 0. my_reward.py:compute_score gave 0 to an answer to a. "
-        "1 of them were cut by the length limit: try a larger data.max_response_length. "
+        "validation: all 2 responses to data source 'a' got 0. my_reward.py:compute_score gave 0 to an answer to a. "
+        "1 of them were truncated: try a larger data.max_response_length. "
     )
     assert "verl data" in warning
     await validation.evaluate()
