@@ -32,10 +32,8 @@ from verl.demo.assets import make_assets
 DEADLINE_S, REWARD_S, NAMED_S = 20, 8, 30
 START_S, NAMING_S = 300, 150
 HERE = Path(__file__).parent
-LATE = re.compile(
-    r"has waited \d+ s, since (\d\d:\d\d:\d\d), for (.+?) to (.+?): that is its deadline \((.+?)\)\. (.*)"
-)
-REPORT = re.compile(r"The whole report: (\S+\.txt)")
+LATE = re.compile(r"has waited \d+ s, since (\d\d:\d\d:\d\d), for (.+?) to (.+?): deadline exceeded \((.+?)\)\. (.*)")
+REPORT = re.compile(r"Full report: (\S+\.txt)")
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def main() -> None:
         "train workers 0-1",
         "trainer.deadlines.train",
         DEADLINE_S,
-        "misses the collective in which train worker 0 waits: it is alive (sleeping): it stands in never_ends",
+        "did not join the collective in which train worker 0 waits: it is alive (sleeping) in never_ends",
         "never_ends",
     )
     runs = (
@@ -109,7 +107,7 @@ def main() -> None:
 
 def frozen(name: str, process: str, owner: str, deadline: str) -> Case:
     setting = rf"trainer\.deadlines\.({deadline})"
-    return Case(name, lambda run: run.freeze(process), owner, setting, DEADLINE_S, "is frozen", "is frozen")
+    return Case(name, lambda run: run.freeze(process), owner, setting, DEADLINE_S, "is stopped", "is stopped")
 
 
 class Run:
@@ -201,7 +199,7 @@ class Run:
         """Seconds from the deadline until it was named; None if it was not, or not with all that belongs to it."""
         print(f"--- {case.name}", flush=True)
         pid = case.hang(self)
-        line = self._await("that is its deadline", NAMING_S)
+        line = self._await("deadline exceeded", NAMING_S)
         now, found = datetime.now(), LATE.search(line or "")
         if line is None or found is None:
             return None
@@ -216,7 +214,7 @@ class Run:
             "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", found[4]) is not None,
             "what became of him": case.said in said,
             "the process": not pid or str(pid) in said,
-            "the report": case.stack in text and "Who waits, for whom" in text,
+            "the report": case.stack in text and "Pending calls:" in text,
         }
         for what, is_there in right.items():
             if not is_there:

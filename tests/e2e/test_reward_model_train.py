@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from verl.cluster.device_pool import DevicePool
-from verl.cluster.hangs.pending_calls import Deadline
+from verl.cluster.hangs import Deadline
 from verl.cluster.session import connect, disconnect
 from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets

@@ -1,4 +1,4 @@
-"""Real processes on two nodes that hang: they are named, with their stacks, wherever they are and whoever waits."""
+"""Real processes on two nodes that hang are named, with their stacks, whichever process waits for them."""
 
 import asyncio
 import os
@@ -13,9 +13,9 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.group import ActorGroup, call
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline
-from verl.cluster.hangs.registry import ClusterInspector, register_actor, watch_for_hangs
+from verl.cluster.group import ActorGroup, await_reply
+from verl.cluster.hangs import CallTarget, Deadline, register_actor, watch_for_hangs
+from verl.cluster.hangs.registry import ClusterInspector
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.e2e
@@ -32,7 +32,7 @@ class Sleeper:
         time.sleep(600)
 
     async def waits_for(self, other: "ray.actor.ActorHandle") -> None:
-        await call(other.hangs.remote(), action="hang", target=CallTarget("sleeper", 1), deadline=BRIEF)
+        await await_reply(other.hangs.remote(), action="hang", target=CallTarget("sleeper", 1), deadline=BRIEF)
 
 
 @pytest.fixture(scope="module")
@@ -56,33 +56,35 @@ def place(node: str, number: int, kind: str = "sleeper") -> "ray.actor.ActorHand
     return actor
 
 
-async def test_ranks_that_hang_on_two_nodes_are_named_and_a_frozen_one_is_said_to_be(
+async def test_hanging_ranks_on_two_nodes_are_named_and_a_stopped_one_is_recognized(
     nodes: list[str], tmp_path: Path
 ) -> None:
     notes: list[str] = []
-    actors = [place(node, rank, "rank") for rank, node in enumerate(nodes)]
-    pids = ray.get([actor.pid.remote() for actor in actors])
-    while len(ClusterInspector().places([CallTarget("rank", 0), CallTarget("rank", 1)])) < 2:
-        await asyncio.sleep(0.05)
-    group = ActorGroup("rank", actors)
-    os.kill(pids[1], signal.SIGSTOP)
-    with watch_for_hangs(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
-        await group.call("hangs", deadline=FAIR)
+    with watch_for_hangs(tmp_path, notes.append, notes.append):
+        actors = [place(node, rank, "rank") for rank, node in enumerate(nodes)]
+        pids = ray.get([actor.pid.remote() for actor in actors])
+        while len(ClusterInspector().locate([CallTarget("rank", 0), CallTarget("rank", 1)])) < 2:
+            await asyncio.sleep(0.05)
+        group = ActorGroup("rank", actors)
+        os.kill(pids[1], signal.SIGSTOP)
+        with pytest.raises(ProcessLostError) as lost:
+            await group.call("hangs", deadline=FAIR)
     group.close()
     [report] = tmp_path.iterdir()
     text = report.read_text()
     assert str(report) in str(lost.value)
     assert "hangs (" in text
     assert f"rank 1 (pid {pids[1]}" in notes[-1]
-    assert "is frozen" in notes[-1]
-    assert "for ranks 0-1 to hangs; it gives up after 8 s" in notes[0]
+    assert "is stopped" in notes[-1]
+    assert "for ranks 0-1 to hangs; timeout after 8 s" in notes[0]
 
 
-async def test_what_a_worker_waits_for_in_vain_is_told_by_the_controller(nodes: list[str], tmp_path: Path) -> None:
+async def test_stalled_calls_of_workers_are_reported_by_the_controller(nodes: list[str], tmp_path: Path) -> None:
     notes: list[str] = []
-    waiter, sleeper = place(nodes[0], 0), place(nodes[1], 1)
-    with watch_for_hangs(tmp_path, notes.append, notes.append), pytest.raises(ProcessLostError) as lost:
-        await call(waiter.waits_for.remote(sleeper), action="wait", target=CallTarget("sleeper", 0))
+    with watch_for_hangs(tmp_path, notes.append, notes.append):
+        waiter, sleeper = place(nodes[0], 0), place(nodes[1], 1)
+        with pytest.raises(ProcessLostError) as lost:
+            await await_reply(waiter.waits_for.remote(sleeper), action="wait", target=CallTarget("sleeper", 0))
     [report] = tmp_path.iterdir()
     assert str(report) in str(lost.value)
     assert re.search(r"sleeper 0 has waited \d+ s", notes[-1])
@@ -91,11 +93,9 @@ async def test_what_a_worker_waits_for_in_vain_is_told_by_the_controller(nodes: 
     await asyncio.to_thread(lambda: [ray.kill(actor) for actor in (waiter, sleeper)])
 
 
-async def test_an_event_loop_that_is_blocked_is_told_with_the_line_that_blocks_it(
-    nodes: list[str], tmp_path: Path
-) -> None:
+async def test_a_blocked_event_loop_is_reported_with_the_blocking_line(nodes: list[str], tmp_path: Path) -> None:
     notes: list[str] = []
     with watch_for_hangs(tmp_path, notes.append, notes.append, BRIEF):
         time.sleep(3 * BRIEF.seconds)
-    assert "for controller to turn its event loop: that is its deadline" in notes[-1]
-    assert "test_an_event_loop_that_is_blocked" in next(tmp_path.iterdir()).read_text()
+    assert "for controller to turn its event loop: deadline exceeded" in notes[-1]
+    assert "test_a_blocked_event_loop" in next(tmp_path.iterdir()).read_text()

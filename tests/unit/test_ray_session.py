@@ -1,4 +1,4 @@
-"""Starting or joining Ray: a slow machine gets a second try, and what went wrong is said with the mend."""
+"""Starting or joining Ray: a slow machine gets a second attempt, and errors come with a fix."""
 
 from __future__ import annotations
 
@@ -51,25 +51,23 @@ def test_a_start_that_was_too_slow_is_tried_again(
     assert [start["num_cpus"] for start in starts] == [2, 2]
 
 
-def test_a_machine_that_cannot_start_ray_is_told_what_to_look_at(
-    monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
-) -> None:
+def test_a_failed_start_names_possible_causes(monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]) -> None:
     failing(monkeypatch, starts, times=9)
     with pytest.raises(EngineError, match=r"timed out during startup.\n.*out of space in /tmp"):
         connect({})
 
 
-def test_a_session_of_the_program_around_is_used_and_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_session_of_the_calling_program_is_used_and_not_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[None] = []
-    monkeypatch.setattr(session, "_joined_here", False)
+    monkeypatch.setattr(session, "_is_ours", False)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
-    assert "had started Ray itself" in connect({})
+    assert "that this program had started" in connect({})
     disconnect()
     assert ended == []
 
 
-def test_a_session_of_ones_own_is_ended_once(monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]) -> None:
+def test_a_new_session_is_closed_once(monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]) -> None:
     ended: list[None] = []
     failing(monkeypatch, starts, times=0)
     assert connect({}) == ""
@@ -82,18 +80,18 @@ def test_a_session_of_ones_own_is_ended_once(monkeypatch: pytest.MonkeyPatch, st
 
 
 @pytest.mark.parametrize("by", ["setting", "environment"])
-def test_a_cluster_that_does_not_answer_is_named_at_once(
+def test_a_cluster_that_does_not_respond_is_named_at_once(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], by: str
 ) -> None:
     failing(monkeypatch, starts, times=9)
     if by == "environment":
         os.environ["RAY_ADDRESS"] = "head:6379"
-    with pytest.raises(EngineError, match=r"a cluster running at head:6379 .*ray start --head"):
+    with pytest.raises(EngineError, match=r"a cluster is running at head:6379 .*ray start --head"):
         connect({"address": "head:6379"} if by == "setting" else {})
     assert len(starts) == 1
 
 
-def test_a_cluster_of_this_run_listens_on_loopback_and_has_a_token_of_its_own(
+def test_a_new_cluster_listens_on_loopback_and_has_its_own_token(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
 ) -> None:
     failing(monkeypatch, starts, times=0)
@@ -116,7 +114,7 @@ def test_a_folder_that_others_can_enter_is_not_used(
     assert starts == []
 
 
-def test_another_address_and_another_token_are_the_users_to_choose(
+def test_users_can_choose_another_address_and_token(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]]
 ) -> None:
     failing(monkeypatch, starts, times=0)
@@ -139,7 +137,7 @@ def test_a_cluster_that_is_joined_keeps_its_own_token_and_address(
 
 @pytest.fixture
 def cluster(starts: list[dict[str, Any]], tmp_path: Path) -> Iterator[str]:
-    """Something that listens, and the file by which `ray start` says where."""
+    """A listening socket, and the address file of `ray start`."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         (tmp_path / "ray").mkdir()
@@ -151,17 +149,17 @@ def test_the_cluster_that_ray_start_made_here_is_joined(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str
 ) -> None:
     failing(monkeypatch, starts, times=0)
-    told = connect({"num_cpus": 4, "namespace": "mine"})
-    assert f"the Ray cluster at {cluster} is joined" in told
-    assert "address=local" in told
-    assert "ray_kwargs.ray_init.num_cpus: no effect" in told
+    note = connect({"num_cpus": 4, "namespace": "mine"})
+    assert f"joined the Ray cluster at {cluster}" in note
+    assert "address=local" in note
+    assert "ray_kwargs.ray_init.num_cpus: no effect" in note
     assert (starts[0]["address"], starts[0]["namespace"]) == (cluster, "mine")
     assert {"num_cpus", "_temp_dir", "_node_ip_address"}.isdisjoint(starts[0])
     assert "RAY_AUTH_TOKEN" not in os.environ
 
 
 @pytest.mark.parametrize("by", ["setting", "environment"])
-def test_a_cluster_of_this_runs_own_can_be_asked_for(
+def test_the_address_local_starts_a_new_cluster(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, by: str
 ) -> None:
     failing(monkeypatch, starts, times=0)
@@ -171,20 +169,20 @@ def test_a_cluster_of_this_runs_own_can_be_asked_for(
     assert (starts[0]["address"], starts[0]["_node_ip_address"]) == ("local", "127.0.0.1")
 
 
-def test_a_cluster_of_somebody_else_is_not_joined(
+def test_a_cluster_of_another_user_is_not_joined(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, tmp_path: Path
 ) -> None:
     failing(monkeypatch, starts, times=0)
     if os.getuid() == 0:
         os.chown(tmp_path / "ray" / "ray_current_cluster", 54321, -1)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    monkeypatch.setattr(session, "_own_folder", lambda: "mine")
+    monkeypatch.setattr(session, "_make_private_folder", lambda: "mine")
     assert connect({}) == ""
     assert starts[0]["address"] == "local"
 
 
 @pytest.mark.parametrize("left", ["127.0.0.1:1", "half a line", ""])
-def test_what_a_cluster_that_has_gone_left_behind_does_not_disturb(
+def test_a_stale_address_file_is_ignored(
     monkeypatch: pytest.MonkeyPatch, starts: list[dict[str, Any]], cluster: str, tmp_path: Path, left: str
 ) -> None:
     failing(monkeypatch, starts, times=0)
@@ -194,7 +192,7 @@ def test_what_a_cluster_that_has_gone_left_behind_does_not_disturb(
 
 
 @pytest.fixture
-def _sigterm_as_it_was() -> Iterator[None]:
+def _restore_sigterm() -> Iterator[None]:
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
@@ -204,8 +202,8 @@ def takes_sigterm(**_: Any) -> None:
     signal.signal(signal.SIGTERM, lambda signum, frame: sys.exit(signum))  # as ray.init does
 
 
-@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
-def test_who_heard_sigterm_before_ray_hears_it_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("starts", "_restore_sigterm")
+def test_a_sigterm_handler_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[int] = []
     signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     monkeypatch.setattr(ray, "init", takes_sigterm)
@@ -214,8 +212,8 @@ def test_who_heard_sigterm_before_ray_hears_it_afterwards(monkeypatch: pytest.Mo
     assert heard == [signal.SIGTERM]
 
 
-@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
-def test_sigterm_that_nobody_hears_ends_with_the_code_that_shells_give(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("starts", "_restore_sigterm")
+def test_sigterm_without_a_handler_exits_with_the_code_that_shells_use(monkeypatch: pytest.MonkeyPatch) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     monkeypatch.setattr(ray, "init", takes_sigterm)
     connect({})
@@ -224,8 +222,8 @@ def test_sigterm_that_nobody_hears_ends_with_the_code_that_shells_give(monkeypat
     assert ended.value.code == 143
 
 
-@pytest.mark.usefixtures("starts", "_sigterm_as_it_was")
-def test_sigterm_while_ray_starts_ends_with_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("starts", "_restore_sigterm")
+def test_sigterm_while_ray_starts_exits_with_the_same_code(monkeypatch: pytest.MonkeyPatch) -> None:
     def is_ended(**_: Any) -> None:
         takes_sigterm()
         signal.raise_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Episodes that ask the engines together, so that what an engine computes does not depend on who was faster."""
+"""Batches requests of concurrent episodes so that what an engine computes does not depend on timing."""
 
 from __future__ import annotations
 
@@ -13,56 +13,54 @@ __all__ = ["DeterministicBatcher", "GenerateAll"]
 
 Request = tuple[Sequence[int], SamplingParams]
 GenerateAll = Callable[[Sequence[Request]], Awaitable[list[Completion]]]
-"""Many requests at once -> their answers, in the same order."""
+"""Many requests -> their completions, in the same order."""
 
 
 class DeterministicBatcher:
-    """`count` episodes, each with a seat of its own. What they ask waits until all who still sit there have asked; then
-    all of it goes out in the order of the seats, and all get their answers. An episode that ends leaves its seat.
+    """Holds requests of `count` episodes back until all running ones have made theirs, then sends them as one batch in
+    the order of their slots. An episode that ends frees its slot.
 
-    The log-probs of an engine depend in their last bits on what else is in its batch. Here that is decided by the seats
-    and by what the model wrote before, never by the clock: a round that is repeated gives the same bits.
+    The log-probs of an engine depend in their last bits on the batch. Here it follows from the slots and from what was
+    generated before, never from the clock: a round that is repeated gives the same bits.
     """
 
     def __init__(self, generate_all: GenerateAll, count: int) -> None:
         self._generate_all, self._count = generate_all, count
-        self._taken = 0
-        self._asking: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}
-        self._round: asyncio.Task[None] | None = None
+        self._used = 0
+        self._waiting: dict[int, tuple[Request, asyncio.Future[Completion]]] = {}  # by slot
+        self._batch: asyncio.Task[None] | None = None
 
     @contextmanager
     def slot(self) -> Iterator[Generate]:
-        """The next free seat, until the episode ends."""
-        number, self._taken = self._taken, self._taken + 1
+        """Take the next slot until the episode ends."""
+        index, self._used = self._used, self._used + 1
 
         async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-            answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            self._asking[number] = (token_ids, sampling), answer
-            self._ask_if_all_do()
-            return await answer
+            result: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+            self._waiting[index] = (token_ids, sampling), result
+            self._send_if_complete()
+            return await result
 
         try:
             yield generate
         finally:
-            self._asking.pop(number, None)
+            self._waiting.pop(index, None)
             self._count -= 1
-            self._ask_if_all_do()
+            self._send_if_complete()
 
-    def _ask_if_all_do(self) -> None:
-        if self._asking and len(self._asking) == self._count:
-            asked = [self._asking[number] for number in sorted(self._asking)]
-            self._asking.clear()
-            self._round = asyncio.ensure_future(self._ask(asked))  # kept: the loop itself holds tasks weakly
+    def _send_if_complete(self) -> None:
+        if self._waiting and len(self._waiting) == self._count:
+            batch = [self._waiting[index] for index in sorted(self._waiting)]
+            self._waiting.clear()
+            self._batch = asyncio.ensure_future(self._send(batch))  # the loop keeps only weak references
 
-    async def _ask(self, asked: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        waiting = [answer for _, answer in asked]
+    async def _send(self, batch: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
         try:
-            for answer, completion in zip(
-                waiting, await self._generate_all([request for request, _ in asked]), strict=True
-            ):
-                if not answer.done():
-                    answer.set_result(completion)
-        except Exception as error:  # noqa: BLE001 - it is theirs
-            for answer in waiting:
-                if not answer.done():
-                    answer.set_exception(error)
+            completions = await self._generate_all([request for request, _ in batch])
+            for (_, result), completion in zip(batch, completions, strict=True):
+                if not result.done():
+                    result.set_result(completion)
+        except Exception as error:  # noqa: BLE001 - raised where the requests are awaited
+            for _, result in batch:
+                if not result.done():
+                    result.set_exception(error)

@@ -1,4 +1,4 @@
-"""What an episode is, and the trivial one: ask once, score, done."""
+"""The interface of episodes, and the simplest one, a single turn."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 
 @dataclass
 class Transcript:
-    """The tokens of an episode as they come: what the model wrote is kept as it wrote it, never tokenised again."""
+    """The tokens of an episode so far. Generated tokens are stored as they are, never decoded and tokenized again."""
 
     tokens: list[int]
     mask: list[bool] = field(default_factory=list)
@@ -28,23 +28,23 @@ class Transcript:
         self._pad(len(self.tokens))
 
     def append_context(self, token_ids: Sequence[int]) -> None:
-        """Tokens that the model did not write: tool output, the next user message."""
+        """Append tokens that the model did not generate: tool output, or the next user message."""
         self.tokens += token_ids
         self._pad(len(token_ids))
 
     def append_completion(self, completion: Completion) -> None:
-        """Tokens that the model wrote: these are what it is trained on."""
+        """Append generated tokens, on which the model is trained."""
         self.tokens += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.finish_reason = completion.finish_reason
 
-    def answer(self) -> list[int]:
-        """All tokens that the model wrote."""
+    def get_response(self) -> list[int]:
+        """Return all generated tokens."""
         return [token for token, generated in zip(self.tokens, self.mask, strict=True) if generated]
 
-    def sample(self, group: int, score: float, metrics: dict[str, float]) -> Sample:
+    def to_sample(self, group: int, score: float, metrics: dict[str, float]) -> Sample:
         return Sample(
             group=group,
             tokens=np.array(self.tokens, np.int32),
@@ -66,7 +66,7 @@ Episode = Callable[[Prompt, Generate, SamplingParams], Awaitable[Transcript]]
 
 
 async def single_turn(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
-    """The trivial episode: one prompt, one answer."""
+    """Generate one response to the prompt."""
     transcript = Transcript(list(prompt.token_ids))
     transcript.append_completion(await generate(transcript.tokens, sampling))
     return transcript

@@ -1,4 +1,4 @@
-"""Runs the episodes of one prompt side by side and scores each the moment it ends."""
+"""Runs the episodes of a prompt concurrently and scores each as soon as it ends."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["EpisodeRunner"]
 
 
 class EpisodeRunner:
-    """Turns a prompt into scored samples. Consumes prompts, produces samples; touches nothing else."""
+    """Turns prompts into scored samples."""
 
     def __init__(
         self,
@@ -41,27 +41,32 @@ class EpisodeRunner:
         overlong: OverlongPenalty | None = None,
         batcher: DeterministicBatcher | None = None,
     ) -> list[Sample]:
-        """One sample per seed, in the order of the seeds (None draws freely).
+        """Return one sample per seed, in the order of the seeds.
 
-        With `greedy_baseline` one more answer is written beside them, greedily; the others carry its score as their
-        `baseline`, and it is not among them. With `overlong` a score is shaped by the length of its answer.
-        In a `batcher` each episode asks from a seat of its own.
+        Args:
+            prompt: what the episodes start from.
+            group: shared by all samples of the prompt.
+            seeds: None in it samples without a seed.
+            sampling: its seed is replaced.
+            greedy_baseline: also generate a greedy response, whose score becomes the `baseline` of the samples.
+            overlong: a penalty on long responses, added to their scores.
+            batcher: gives each episode a slot, instead of sending requests as they come.
         """
-        draws = [replace(sampling, seed=seed) for seed in seeds]
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
-            draws.append(replace(sampling, temperature=0.0, seed=None))
-        slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in draws]
+            samplings.append(replace(sampling, temperature=0.0, seed=None))
+        slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in samplings]
         samples = await asyncio.gather(
-            *(self._one(prompt, group, draw, overlong, slot) for draw, slot in zip(draws, slots, strict=True))
+            *(self._run_one(prompt, group, each, overlong, slot) for each, slot in zip(samplings, slots, strict=True))
         )
         if not greedy_baseline:
             return samples
         greedy = samples.pop()
-        if greedy.failure is not None:  # nothing to compare them with
+        if greedy.failure is not None:  # no baseline
             return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
         return [replace(sample, baseline=greedy.score) for sample in samples]
 
-    async def _one(
+    async def _run_one(
         self,
         prompt: Prompt,
         group: int,
@@ -71,12 +76,12 @@ class EpisodeRunner:
     ) -> Sample:
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
-        tokens = transcript.answer()
-        outcome = await self._score(prompt, transcript, self.decode(tokens))
-        if isinstance(outcome, Failed):
-            return replace(transcript.sample(group, math.nan, {}), failure=outcome)
-        score, metrics = outcome.score, outcome.metrics
+        tokens = transcript.get_response()
+        result = await self._score(prompt, transcript, self.decode(tokens))
+        if isinstance(result, Failed):
+            return replace(transcript.to_sample(group, math.nan, {}), failure=result)
+        score, metrics = result.score, result.metrics
         if overlong is not None:
             penalty = overlong.compute(len(tokens))
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
-        return transcript.sample(group, score, metrics)
+        return transcript.to_sample(group, score, metrics)

@@ -1,4 +1,4 @@
-"""Who scores an episode: a function, a reward model, or both added up. A failure is never a 0."""
+"""Scorers of episodes: a reward function, a reward model, or their weighted sum. A failure is never a 0."""
 
 from __future__ import annotations
 
@@ -15,46 +15,44 @@ from verl.types import Failed, Prompt, Scored
 __all__ = ["EpisodeScorer", "score_by_function", "score_by_model", "weighted_sum"]
 
 EpisodeScorer = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
-"""(prompt, what was said, text of the answer) -> what became of it."""
+"""(prompt, transcript, response as text) -> its score, or why there is none."""
 
 
 def score_by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> EpisodeScorer:
-    """A reward function, told what it is promised; a prompt that was kept is `raw_prompt` in its `extra_info`."""
+    """Return a scorer that calls a reward function; a raw prompt is passed as `raw_prompt` in `extra_info`."""
 
-    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
+    async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
         extra = prompt.extra_info if prompt.raw is None else {**prompt.extra_info, "raw_prompt": prompt.raw}
-        return await score(prompt.data_source, answer, prompt.ground_truth, extra)
+        return await score(prompt.data_source, response, prompt.ground_truth, extra)
 
-    return scored
+    return score_episode
 
 
 def score_by_model(
-    read: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]
+    encode: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]
 ) -> EpisodeScorer:
-    """A reward model that reads the whole conversation."""
+    """Return a scorer that passes the whole conversation to a reward model."""
 
-    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
-        about = RewardInput(prompt.data_source, answer, prompt.ground_truth)
+    async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+        graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
         try:
-            tokens = read(prompt, transcript.tokens, answer)
-        except Exception as error:  # noqa: BLE001 - a chat template is a program of the model's author
-            what = f"its chat template refuses the conversation: {error}"
-            return make_failure(
-                "error", SETTING, what, about, "mend the template, or the prompts that it does not take"
-            )
-        found = await score(tokens)
-        if isinstance(found, ScoringFailure):
-            return make_failure(found.kind, SETTING, found.message, about, found.fix)
-        return Scored(found)
+            tokens = encode(prompt, transcript.tokens, response)
+        except Exception as error:  # noqa: BLE001 - a chat template is code of the model's author
+            message = f"its chat template rejects the conversation: {error}"
+            return make_failure("error", SETTING, message, graded, "Fix the template, or the prompts that it rejects.")
+        result = await score(tokens)
+        if isinstance(result, ScoringFailure):
+            return make_failure(result.kind, SETTING, result.message, graded, result.fix)
+        return Scored(result)
 
-    return scored
+    return score_episode
 
 
 def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -> EpisodeScorer:
-    """Function + weight * model, asked at the same time; both are metrics."""
+    """Return a scorer for function + weight * model, with both scores as metrics."""
 
-    async def scored(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
-        first, second = await asyncio.gather(function(prompt, transcript, answer), model(prompt, transcript, answer))
+    async def score_episode(*episode: Any) -> Scored | Failed:
+        first, second = await asyncio.gather(function(*episode), model(*episode))
         if isinstance(first, Failed):
             return first
         if isinstance(second, Failed):
@@ -62,4 +60,4 @@ def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -
         metrics = {**first.metrics, "function_score": first.score, "model_score": second.score}
         return Scored(first.score + weight * second.score, metrics)
 
-    return scored
+    return score_episode

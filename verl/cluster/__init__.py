@@ -1,2 +1,2 @@
-"""Ray, and nothing of RL: connecting, placing processes on devices, groups of actors, deadlines. Imported by workers,
-trainer and cli; imports config and errors only."""
+"""Ray, and nothing of RL: sessions, placement of actors on devices, actor groups, and hang detection (`hangs`).
+Imported by workers, trainer and commands; imports config, errors and redaction only."""

@@ -1,4 +1,4 @@
-"""A pool of devices: one bundle each, on which several actors may sit side by side."""
+"""Reserved devices, one placement-group bundle each, which several actors may share."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
-from verl.cluster.session import require
+from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
+from verl.cluster.session import require_resource
 from verl.errors import EngineError
 
 __all__ = ["DevicePool", "PlacementPool"]
 
+_UNLIMITED_CONCURRENCY = 100_000
+
 
 class PlacementPool(Protocol):
-    """Where the actors of a run are put: the devices of a cluster, or this process (`local.LocalPool`)."""
+    """Starts the actors of a run: on the devices of a cluster, or in this process (`local.LocalPool`)."""
 
     count: int
 
@@ -29,28 +31,33 @@ class PlacementPool(Protocol):
         is_async: bool = False,
         restarts: bool = False,
     ) -> Any:
-        """A handle of a new actor with a `share` of a device, or beside them; it comes up while the caller goes on.
+        """Return the handle of a new actor, without waiting for its process.
 
-        `is_async`: its coroutines do, without a bound. `restarts`: Ray puts a new process in the place of one that
-        died, under the same handle; somebody has to `start` that one again.
+        Args:
+            actor: its class, created with `args`.
+            device: index of the device that it uses; None: it uses none.
+            share: fraction of the device; those of all its actors sum to at most 1.
+            is_async: run any number of its coroutines concurrently.
+            restarts: let Ray replace its process when it dies; the new one must be started again by a caller.
         """
         ...
 
 
 class DevicePool:
-    """`count` devices (GPUs, or CPU cores on a machine without) reserved together, or not at all."""
+    """`count` devices (GPUs, or CPU cores if `device` is "cpu"), reserved all or none."""
 
     def __init__(self, count: int, device: str, *, fix: str, deadline: Deadline = DEFAULT_DEADLINES.devices) -> None:
         self.count = count
         self.resource = "CPU" if device == "cpu" else "GPU"
-        require(self.resource, count, fix)
+        require_resource(self.resource, count, fix)
         bundle = {self.resource: 1} if device == "cpu" else {"GPU": 1, "CPU": 1}
         self._group: PlacementGroup = placement_group([bundle] * count, strategy="PACK")
-        with track_call(f"give {count} x {self.resource}", target=CallTarget("cluster"), deadline=deadline):
+        with track_call(f"reserve {count} x {self.resource}", target=CallTarget("cluster"), deadline=deadline):
             ready, _ = ray.wait([self._group.ready()], timeout=deadline.seconds)
         if not ready:
             raise EngineError(
-                f"{count} x {self.resource} were not free within {deadline.seconds:.0f} s ({deadline}); {fix}"
+                f"Timed out after {deadline.seconds:.0f} s waiting for {count} free {self.resource}s ({deadline}); "
+                f"{fix}"
             )
 
     def spawn(
@@ -63,19 +70,18 @@ class DevicePool:
         restarts: bool = False,
     ) -> Any:
         """See `PlacementPool.spawn`."""
-        options = {"num_cpus": 0} if device is None else self._options(device, share)
+        options: dict[str, Any] = {"num_cpus": 0}
+        if device is not None:
+            options["num_cpus" if self.resource == "CPU" else "num_gpus"] = share
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                self._group, placement_group_bundle_index=device
+            )
         if is_async:
-            options["max_concurrency"] = 100_000
+            options["max_concurrency"] = _UNLIMITED_CONCURRENCY
         if restarts:
             options["max_restarts"] = -1
         return ray.remote(actor).options(**options).remote(*args)
 
-    def _options(self, place: int, share: float) -> dict[str, Any]:
-        """Ray options that put an actor on device `place` with a `share` of it; shares on a device sum to at most 1."""
-        resources = {"num_cpus": share} if self.resource == "CPU" else {"num_gpus": share, "num_cpus": 0}
-        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=place)
-        return {**resources, "scheduling_strategy": strategy}
-
     def close(self) -> None:
-        """Give the devices back."""
+        """Release the devices."""
         remove_placement_group(self._group)

@@ -1,4 +1,4 @@
-"""Actors that act together: one call, one answer per rank, one deadline for all."""
+"""Calls to actors with deadlines, and groups of actors that are called together."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Any
 
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from verl.cluster.handles import end, get_all
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline, Progress, format_report_hint, track_call
-from verl.cluster.hangs.registry import register_actor
+from verl.cluster.handles import get_all, kill_actor
+from verl.cluster.hangs import CallTarget, Deadline, Progress, format_report_hint, register_actor, track_call
+from verl.cluster.hangs.pending_calls import PendingCall
 from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
-__all__ = ["ActorGroup", "call", "fetch"]
+__all__ = ["ActorGroup", "await_reply", "get_objects"]
 
-DEATH_IS_KNOWN_S = 30.0  # from a death to its being known, at most
+DEATH_DETECTION_S = 30.0  # upper bound
 
 
-async def call(
-    awaitable: Any,
+async def await_reply(
+    reply: Any,
     *,
     action: str,
     target: CallTarget,
@@ -27,67 +27,75 @@ async def call(
     progress: Progress | None = None,
     peers: int = 0,
 ) -> Any:
-    """Await a Ray reference: `target` is to do `action`, before a deadline unless somebody else watches over it.
+    """Await the reference that a call to an actor returned.
 
-    With `progress` the deadline runs from the last thing that `target` has finished; this one is noted there as well.
-    Our own exceptions come through as they were raised, with no wrapper around the message.
+    Exceptions of verl are raised as they are, without Ray's wrapper around the message.
+
+    Args:
+        reply: the reference.
+        action: what was called, for messages.
+        target: which actor was called.
+        deadline: None if the caller watches over the call.
+        progress: shared by calls to one target: the deadline restarts whenever one of them returns.
+        peers: size of the group that got the same call.
     """
+    unwrapped = _unwrap_errors(reply, action, target)
     if deadline is None:
-        return await _answer(awaitable, action, target)
-    answer = asyncio.ensure_future(_answer(awaitable, action, target))
+        return await unwrapped
+    task = asyncio.ensure_future(unwrapped)
     try:
-        with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as wait:
-            while not (await asyncio.wait([answer], timeout=wait.remaining_s))[0]:
-                if wait.remaining_s <= 0:
-                    raise WorkerTimeoutError(
-                        f"Timed out after {wait.elapsed_s:.0f} s waiting for {target} ({action}). "
-                        f"Increase {deadline.setting or 'the deadline'} if this is expected."
-                        f"{await format_report_hint(wait)}"
-                    )
+        with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as call:
+            while not (await asyncio.wait([task], timeout=call.remaining_s))[0]:
+                if call.remaining_s <= 0:
+                    raise _timeout_error(call, await format_report_hint(call))
             if progress is not None:
-                progress.at = wait.clock()
-            return answer.result()
+                progress.finished_at = call.clock()
+            return task.result()
     finally:
-        answer.cancel()  # of no effect on one that is done
+        task.cancel()  # no effect if done
 
 
-async def _answer(awaitable: Any, action: str, target: CallTarget) -> Any:
+def _timeout_error(call: PendingCall, hint: str) -> WorkerTimeoutError:
+    setting = call.deadline.setting or "the deadline"
+    return WorkerTimeoutError(
+        f"Timed out after {call.elapsed_s:.0f} s waiting for {call.target} ({call.action}). "
+        f"Increase {setting} if this is expected.{hint}"
+    )
+
+
+async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
     try:
-        return await awaitable
+        return await reply
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from None
-        if isinstance(error.cause, (ObjectLostError, RayActorError)):  # what it was to read went with its owner
+        if isinstance(error.cause, (ObjectLostError, RayActorError)):  # an object that it reads is lost with its owner
             raise ProcessLostError(
-                f"{target}: {action}: another process that it needs has died: {_death(error.cause)}"
+                f"{target}: {action}: another process that it needs has died: {_summarize_death(error.cause)}"
             ) from error
         raise
     except RayActorError as error:
-        raise ProcessLostError(f"{target}: {action}: its process has died: {_death(error)}") from error
+        raise ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}") from error
 
 
-def _death(error: BaseException) -> str:
-    """Ray's account of it in one line, without identifiers and guesses."""
-    hint = str(error).partition("Some common causes")[0]
-    lines = [line.strip() for line in hint.splitlines()]
-    said_elsewhere = ("class_name:", "actor_id:", "namespace:", "The actor died unexpectedly")
-    return ", ".join(line for line in lines if line and not line.startswith(said_elsewhere))
+def _summarize_death(error: BaseException) -> str:
+    """Return Ray's message in one line, without identifiers and guesses."""
+    lines = [line.strip() for line in str(error).partition("Some common causes")[0].splitlines()]
+    noise = ("class_name:", "actor_id:", "namespace:", "The actor died unexpectedly")
+    return ", ".join(line for line in lines if line and not line.startswith(noise))
 
 
-def fetch(references: Sequence[Any], *, action: str, target: CallTarget, deadline: Deadline) -> list[Any]:
-    """`ray.get` for workers without an event loop: a wait like any other."""
-    with track_call(action, target=target, deadline=deadline) as wait:
+def get_objects(references: Sequence[Any], *, action: str, target: CallTarget, deadline: Deadline) -> list[Any]:
+    """Return the referenced objects, for workers without an event loop. Blocks, as a tracked call."""
+    with track_call(action, target=target, deadline=deadline) as call:
         try:
             return get_all(references, deadline.seconds)
         except GetTimeoutError as error:
-            hint = asyncio.run(format_report_hint(wait))
-            raise WorkerTimeoutError(
-                f"waited {wait.elapsed_s:.0f} s for {target} to {action} and gave up ({deadline}){hint}"
-            ) from error
+            raise _timeout_error(call, asyncio.run(format_report_hint(call))) from error
 
 
 class ActorGroup:
-    """The actors of one distributed job, by rank. Collective by nature: every call goes to all of them."""
+    """The actors of one distributed job, by rank. Every call goes to all of them."""
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
         self.name, self.actors = name, list(actors)
@@ -100,14 +108,14 @@ class ActorGroup:
     async def call(
         self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
     ) -> list[Any]:
-        """Call `method` on every rank with the same `args`, or with its own item of `per_rank` before them.
+        """Call `method` on every rank with the same `args`, preceded by its item of `per_rank`; return all replies.
 
-        The first failure ends the wait: the other ranks may be stuck in a collective that will never complete.
+        The first failure is raised at once: the other ranks may be stuck in a collective that never completes.
         """
-        own = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
+        own_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
         tasks = [
             asyncio.ensure_future(
-                call(
+                await_reply(
                     getattr(actor, method).remote(*first, *args),
                     action=method,
                     target=CallTarget(self.name, rank),
@@ -115,27 +123,27 @@ class ActorGroup:
                     peers=len(self.actors),
                 )
             )
-            for rank, (actor, first) in enumerate(zip(self.actors, own, strict=True))
+            for rank, (actor, first) in enumerate(zip(self.actors, own_args, strict=True))
         ]
         try:
             return list(await asyncio.gather(*tasks))
         except VerlError:
             raise
-        except Exception as error:  # such as a collective that was broken off: by whom?
-            await self._raise_loss(tasks, error)
+        except Exception as error:  # such as a collective that broke because another rank died
+            await self._raise_death(tasks, error)
             raise
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _raise_loss(self, tasks: Sequence[asyncio.Future[Any]], error: Exception) -> None:
-        """When one of the ranks dies, the others fail in their collective, and their complaint may come first."""
-        await asyncio.wait(tasks, timeout=DEATH_IS_KNOWN_S)
+    async def _raise_death(self, tasks: Sequence[asyncio.Future[Any]], error: Exception) -> None:
+        """Raise the death of a rank instead of the errors that it causes in the others, which may arrive first."""
+        await asyncio.wait(tasks, timeout=DEATH_DETECTION_S)
         for task in tasks:
             if task.done() and isinstance(task.exception(), ProcessLostError):
                 raise ProcessLostError(str(task.exception())) from error
 
     def close(self) -> None:
-        """End the actors' processes."""
+        """Kill the actors' processes."""
         for actor in self.actors:
-            end(actor)
+            kill_actor(actor)

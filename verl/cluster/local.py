@@ -1,6 +1,6 @@
-"""A cluster of one process, without Ray: actors are objects, and references are what they refer to.
+"""A cluster within one process, without Ray: actors are objects, and references hold their values.
 
-All of it happens on the thread of the event loop, one thing after the other: a breakpoint anywhere stops the whole run.
+Everything runs on the thread of the event loop, so that a breakpoint stops the whole run.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["LocalActor", "LocalPool", "LocalRef", "detect_local_device"]
 
 
 class LocalRef:
-    """What a reference is here: the thing itself, or what was raised instead of it."""
+    """A reference: the value itself, or the exception that was raised instead."""
 
     def __init__(self, value: Any = None, error: Exception | None = None) -> None:
         self._value, self._error = value, error
@@ -30,19 +30,19 @@ class LocalRef:
 
 
 class LocalActor:
-    """An object that is called as Ray's handles are: `actor.method.remote(...)` gives what can be awaited."""
+    """An object with the interface of Ray's handles: `actor.method.remote(...)` returns an awaitable."""
 
-    def __init__(self, made: Any) -> None:
-        self._made = made
+    def __init__(self, instance: Any) -> None:
+        self._instance = instance
 
     def __getattr__(self, name: str) -> _Method:
         if name.startswith("_"):
             raise AttributeError(name)
-        return _Method(getattr(self._made, name))
+        return _Method(getattr(self._instance, name))
 
-    def end(self) -> None:
-        """As a process ends: what it has joined is left."""
-        if (leave := getattr(self._made, "leave", None)) is not None:
+    def close(self) -> None:
+        """Do what the exit of a process does: leave the process group that the actor has joined."""
+        if (leave := getattr(self._instance, "leave", None)) is not None:
             leave()
 
 
@@ -51,16 +51,16 @@ class _Method:
         self._function = function
 
     def remote(self, *args: Any) -> Any:
-        """A plain method has run when this returns, a coroutine has begun."""
+        """Run a plain method, or start a coroutine."""
         try:
             result = self._function(*args)
-        except Exception as error:  # noqa: BLE001 - it is for who awaits it, as between processes
+        except Exception as error:  # noqa: BLE001 - raised where the reference is awaited, as between processes
             return LocalRef(error=error)
         return asyncio.ensure_future(result) if inspect.isawaitable(result) else LocalRef(result)
 
 
 class LocalPool:
-    """The devices of a run in one process: there is one, and all actors sit on it."""
+    """A `PlacementPool` with one device, this process, on which all actors are."""
 
     count = 1
 
@@ -68,11 +68,11 @@ class LocalPool:
         return LocalActor(actor(*args))
 
     def close(self) -> None:
-        """Nothing was reserved."""
+        """Do nothing: nothing was reserved."""
 
 
 def detect_local_device() -> str:
-    """ "cuda" where this machine has a GPU, else "cpu"."""
+    """Return "cuda" if this machine has a GPU, else "cpu"."""
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

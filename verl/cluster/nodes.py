@@ -1,8 +1,9 @@
-"""Which machines of the cluster are still there."""
+"""Counting the devices of nodes that are alive."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 import ray
@@ -12,38 +13,36 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 __all__ = ["count_live_devices"]
 
 
-async def count_live_devices(device: str, wanted: int, *, patience_s: float = 0.0, reply_s: float = 20.0) -> int:
-    """How many devices the machines have that still answer: as soon as they are enough, or after `patience_s`.
+async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0, reply_s: float = 20.0) -> int:
+    """Return the number of devices on responding nodes: once there are `wanted`, or after `timeout_s`.
 
-    Ray counts those of a machine that has just died for a while; so each machine is asked.
+    Each node is pinged, since Ray counts the devices of a dead node for a while.
     """
     resource = "CPU" if device == "cpu" else "GPU"
-    until = time.monotonic() + patience_s
+    until = time.monotonic() + timeout_s
     while True:
-        there = await asyncio.to_thread(_answering, resource, reply_s)
-        if there >= wanted or time.monotonic() >= until:
-            return there
-        await asyncio.sleep(min(5.0, patience_s))
+        count = await asyncio.to_thread(_count_responding, resource, reply_s)
+        if count >= wanted or time.monotonic() >= until:
+            return count
+        await asyncio.sleep(min(5.0, timeout_s))
 
 
-def _answering(resource: str, reply_s: float) -> int:
-    nodes = [node for node in ray.nodes() if node["Alive"]]
-    here = ray.remote(_here)
-    strategies = [NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes]
-    asked = {
-        here.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(): node["Resources"]
-        for strategy, node in zip(strategies, nodes, strict=True)
+def _count_responding(resource: str, reply_s: float) -> int:
+    ping = ray.remote(_ping).options(num_cpus=0, max_retries=0)
+    replies = {
+        ping.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
+        for node in ray.nodes()
+        if node["Alive"]
     }
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=reply_s)
-    return sum(int(asked[one].get(resource, 0)) for one in answered if _came(one))
+    ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=reply_s)
+    return sum(int(replies[reply]["Resources"].get(resource, 0)) for reply in ready if _has_responded(reply))
 
 
-def _here() -> bool:
+def _ping() -> bool:
     return True
 
 
-def _came(reference: ray.ObjectRef) -> bool:
-    try:
-        return bool(ray.get(reference))
-    except RayError:  # its machine went in the meantime
-        return False
+def _has_responded(reply: ray.ObjectRef) -> bool:
+    with contextlib.suppress(RayError):  # its node has died
+        return bool(ray.get(reply))
+    return False

@@ -1,34 +1,37 @@
-"""One actor on a device, called from other processes under its name and with deadlines."""
+"""A client for one actor on a device."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from verl.cluster.group import call
-from verl.cluster.handles import end
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, Progress, track_call
-from verl.cluster.hangs.registry import register_actor
+from verl.cluster.group import await_reply
+from verl.cluster.handles import kill_actor
+from verl.cluster.hangs import (
+    DEFAULT_DEADLINES,
+    CallTarget,
+    Deadline,
+    Deadlines,
+    Progress,
+    register_actor,
+    track_call,
+)
 from verl.errors import ProcessLostError
 
 __all__ = ["RemoteActor"]
 
-NEW_YET_S, NEW_ANSWERS_S = 0.5, 10.0  # how often a process is asked whether it is a new one, and how long it may take
+_POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
 
 
 class RemoteActor:
-    """An actor with `start`, `has_started` and `close`; subclasses give its methods a face. Can be sent elsewhere."""
+    """An actor with `start`, `has_started` and `close`. Can be pickled; subclasses add its methods."""
 
     kind: str
 
-    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
-        self.actor, self.number, self.deadlines = actor, number, deadlines
+    def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+        self.actor, self.deadlines = actor, deadlines
+        self.target = CallTarget(self.kind, index)
         self._started = False
-
-    @property
-    def target(self) -> CallTarget:
-        """How it is named where it is waited for."""
-        return CallTarget(self.kind, self.number)
 
     async def start(self) -> None:
         register_actor(self.actor, self.target)
@@ -36,29 +39,28 @@ class RemoteActor:
         self._started = True
 
     async def end(self) -> None:
-        """End the process, whatever state it is in; returns once a new one, not yet started, is in its place."""
-        with track_call("end, and be replaced", target=self.target, deadline=self.deadlines.start):
+        """Kill the process, whatever its state; return once a new one, not yet started, has replaced it."""
+        with track_call("be replaced", target=self.target, deadline=self.deadlines.start):
             if not await self._is_new():
-                end(self.actor, restarts=True)
+                kill_actor(self.actor, restarts=True)
                 while not await self._is_new():
-                    await asyncio.sleep(NEW_YET_S)
+                    await asyncio.sleep(_POLL_S)
 
     async def _is_new(self) -> bool:
-        """No wait of its own: one that hangs does not answer, and is asked again."""
         try:
-            return not await asyncio.wait_for(self._call("has_started", deadline=None), NEW_ANSWERS_S)
+            return not await asyncio.wait_for(self._call("has_started", deadline=None), _REPLY_S)
         except (ProcessLostError, asyncio.TimeoutError):
             return False
 
     async def close(self) -> None:
-        """End the process for good; what has started first ends its own children."""
+        """Kill the process for good, after it has ended its children if it has started."""
         try:
             if self._started:
                 await self._call("close", deadline=self.deadlines.close)
         finally:
-            end(self.actor)
+            kill_actor(self.actor)
 
     async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
-        """Without a deadline somebody else must watch over it."""
-        reference = getattr(self.actor, method).remote(*args)
-        return await call(reference, action=method, target=self.target, deadline=deadline, progress=progress)
+        """Call a method; without a deadline the caller must watch over it."""
+        reply = getattr(self.actor, method).remote(*args)
+        return await await_reply(reply, action=method, target=self.target, deadline=deadline, progress=progress)

@@ -17,211 +17,199 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import ray_constants
-from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
-from ray._private.utils import get_ray_address_file
 
+from verl.cluster.ray_private import allow_loopback, get_address_file, load_auth_token
 from verl.errors import EngineError
 
-__all__ = ["connect", "detect_device", "disconnect", "require", "write_timeline"]
+__all__ = ["connect", "detect_device", "disconnect", "require_resource", "write_timeline"]
 
-STARTS = 2
+START_ATTEMPTS = 2
 TERMINATED = 128 + signal.SIGTERM
-_ANSWER_S = 5.0
-_OF_THE_PROGRAM = "this program had started Ray itself: the run takes place there (ray_kwargs has no effect)"
-_OF_A_START = ("num_cpus", "num_gpus", "resources", "object_store_memory")
-_joined_here = False
+_PROBE_S = 5.0
+_START_OPTIONS = ("num_cpus", "num_gpus", "resources", "object_store_memory")
+_is_ours = False  # this process was connected by `connect`
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
 
-OWN_CLUSTER = {
+CLUSTER_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # several processes share the cores
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_gcs_server_port_wait_time_s": "120",
-    # Ray's pages for Prometheus ask for no token, and nobody reads them: these numbers are no ports.
+    # Ray's Prometheus endpoints need no token, and nobody reads them: -1 disables them.
     "RAY_enable_metrics_collection": "0",
     "AUTOSCALER_METRIC_PORT": "-1",
     "DASHBOARD_METRIC_PORT": "-1",
 }
-"""Environment of a cluster that is started here, which its processes inherit; what the user has set stays."""
+"""Inherited by the processes of a cluster that is started here; variables that the user has set take precedence."""
 
-ON_LOOPBACK = {
+LOOPBACK_ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "GLOO_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
     "NCCL_SOCKET_IFNAME": _LOOPBACK_INTERFACE,
     "VLLM_HOST_IP": LOOPBACK,
 }
-"""The same, of one that listens on this machine alone."""
+"""The same, for a cluster that listens on loopback only."""
 
 
 def connect(options: Mapping[str, Any]) -> str:
-    """Join the cluster that `options` or RAY_ADDRESS name, else the one that `ray start` made here; else start one.
+    """Join the cluster that `options` or RAY_ADDRESS name, or that `ray start` made here; otherwise start one.
 
-    Returns what the user should know: which cluster it is, where it is not one of this run's own. One that the program
-    around this had joined is used, and is not ours to leave. The address "local" always starts one.
+    The address "local" always starts one. It listens on loopback, unless `options` name another `_node_ip_address`, and
+    requires a token that only its own processes have, unless RAY_AUTH_MODE=disabled. If the program has initialized Ray
+    itself, that cluster is used, and `disconnect` leaves it alone.
 
-    One that is started here listens on loopback, unless `options` name another `_node_ip_address`, and asks for a token
-    that only its own processes know, unless RAY_AUTH_MODE=disabled.
+    Returns:
+        A note for the user on which cluster is used; empty if it was started here.
     """
-    global _joined_here
+    global _is_ours
     if ray.is_initialized():
-        return "" if _joined_here else _OF_THE_PROGRAM
+        return "" if _is_ours else "using the Ray cluster that this program had started (ray_kwargs has no effect)"
     named = options.get("address") or os.environ.get("RAY_ADDRESS")
-    address = named or _started_here()
+    address = named or _find_local_cluster()
+    note = ""
     if address is None or address == "local":
         _start(options)
-        told = ""
     else:
-        told = f"the Ray cluster at {address} is joined"
+        note = f"joined the Ray cluster at {address}"
         if not named:
-            told += ", which `ray start` made (one of this run's own: ray_kwargs.ray_init.address=local)"
-        if unused := [f"ray_kwargs.ray_init.{name}" for name in _OF_A_START if name in options]:
-            told += f"; {', '.join(unused)}: no effect on a cluster that is there already"
-        _join(address, {name: value for name, value in options.items() if name not in _OF_A_START})
-    _joined_here = True
-    return told
+            note += ", started by `ray start` (for a separate one: ray_kwargs.ray_init.address=local)"
+        if unused := [f"ray_kwargs.ray_init.{name}" for name in _START_OPTIONS if name in options]:
+            note += f"; {', '.join(unused)}: no effect on an existing cluster"
+        _join(address, {name: value for name, value in options.items() if name not in _START_OPTIONS})
+    _is_ours = True
+    return note
 
 
 def _start(options: Mapping[str, Any]) -> None:
-    _inherit(OWN_CLUSTER)
-    _ask_for_a_token()
+    _set_defaults(CLUSTER_ENVIRONMENT)
+    _create_token()
     arguments = {"include_dashboard": False, "_node_ip_address": LOOPBACK} | dict(options) | {"address": "local"}
     if "RAY_TMPDIR" not in os.environ:
-        arguments.setdefault("_temp_dir", _own_folder())
+        arguments.setdefault("_temp_dir", _make_private_folder())
     if arguments["_node_ip_address"] == LOOPBACK:
-        _stay_on_loopback()
-    fix = "see whether the machine is very busy, out of memory or out of space in /tmp, and try again"
-    _init(arguments, fix, tries=STARTS)
+        _set_defaults(LOOPBACK_ENVIRONMENT)
+        allow_loopback()
+    fix = "Check whether the machine is overloaded, out of memory or out of space in /tmp, and try again."
+    _init(arguments, fix, attempts=START_ATTEMPTS)
 
 
 def _join(address: str, options: Mapping[str, Any]) -> None:
-    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as `ray start` does, and `ray.init` does not
+    load_auth_token()
     fix = (
-        f"is a cluster running at {address} (ray status), and is its token here too (RAY_AUTH_TOKEN, or the same "
-        "~/.ray/auth_token)? Start one with 'ray start --head', or take the address away "
-        "(ray_kwargs.ray_init.address, RAY_ADDRESS; 'local') for a cluster of this run's own"
+        f"Check that a cluster is running at {address} (ray status) and that its token is available here "
+        "(RAY_AUTH_TOKEN, or the same ~/.ray/auth_token). Start one with 'ray start --head', or remove the address "
+        "(ray_kwargs.ray_init.address, RAY_ADDRESS; or set it to 'local') to start a cluster for this run."
     )
-    _init({**options, "address": address}, fix, tries=1)
+    _init({**options, "address": address}, fix, attempts=1)
 
 
-def _started_here() -> str | None:
-    """The cluster that `ray start` made or joined on this machine, if it still answers.
+def _find_local_cluster() -> str | None:
+    """Return the address of the cluster that `ray start` made or joined on this machine, if it responds.
 
-    Its address lies in a file in a folder that everybody can write to. Whoever leads us into a cluster of theirs runs
-    code as us: only this user and root are believed.
+    The address file is in a world-writable folder, and joining a cluster means running its code: only files of this
+    user and root are trusted.
     """
-    file = Path(get_ray_address_file(None))
+    file = get_address_file()
     try:
         if file.lstat().st_uid not in (os.getuid(), 0):
             return None
         address = file.read_text().strip()
         host, _, port = address.rpartition(":")
-        socket.create_connection((host, int(port)), timeout=_ANSWER_S).close()
-    except (OSError, ValueError):  # there is none, or it has gone and its file is still there
+        socket.create_connection((host, int(port)), timeout=_PROBE_S).close()
+    except (OSError, ValueError):  # no file, or a stale one
         return None
     return address
 
 
-def _inherit(variables: Mapping[str, str]) -> None:
+def _set_defaults(variables: Mapping[str, str]) -> None:
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
 
-def _ask_for_a_token() -> None:
-    """Ray asks for a token in the clusters that it starts; this gives it one of this run's own.
+def _create_token() -> None:
+    """Give the new cluster its own token, instead of Ray's, which is one for all clusters in a file in the home folder.
 
-    It travels in the environment of the cluster's processes, which no other user can read, and is in no file. Left to
-    itself Ray keeps one token for all clusters, in a file in the home directory.
+    It is passed in the environment, which other users cannot read, and is in no file.
     """
     if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _stay_on_loopback() -> None:
-    """Make Ray mean it when it is told `_node_ip_address="127.0.0.1"`.
+def _make_private_folder() -> str:
+    """Return a folder for Ray's logs, sockets and spilled objects within one that only this user can enter.
 
-    Ray 2.60 puts the machine's own address in its place (`resolve_ip_for_localhost`), except where it cannot be a
-    cluster: on macOS and Windows. It is told that this is such a place: its processes by the environment, and this one,
-    which read the environment when it imported Ray, by the constant. To go when `ray.init` can listen on loopback.
-    """
-    _inherit(ON_LOOPBACK)
-    ray_constants.ENABLE_RAY_CLUSTER = False
-
-
-def _own_folder() -> str:
-    """Where Ray keeps logs, sockets and spilled objects: below a folder that this user alone can enter.
-
-    Ray opens its own folders to everybody, again and again.
+    Ray makes its own folders accessible to everybody.
     """
     folder = Path(tempfile.gettempdir(), f"verl-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
         raise EngineError(
-            f"{folder}: must be a folder that only you can enter, since Ray's logs and sockets lie in it; take it away "
-            f"or chmod 700 it, or name another folder by RAY_TMPDIR"
+            f"{folder}: must be a folder that only you can enter, since it holds Ray's logs and sockets. Remove it, "
+            f"chmod 700 it, or set RAY_TMPDIR to another folder."
         )
     return str(folder / "ray")
 
 
-def _init(arguments: Mapping[str, Any], fix: str, tries: int) -> None:
-    """A node must be up within 30 s, a limit of Ray's own that a machine at its limits does not always keep."""
+def _init(arguments: Mapping[str, Any], fix: str, attempts: int) -> None:
+    """Call `ray.init`, which fails on a busy machine if a node takes more than 30 s to start."""
     quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
     while True:
         try:
-            with _own_sigterm():
+            with _keep_sigterm_handler():
                 ray.init(**quiet | dict(arguments))
             return
         except Exception as error:  # Ray raises bare exceptions here
-            tries -= 1
+            attempts -= 1
             ray.shutdown()
-            if not tries:
+            if not attempts:
                 raise EngineError(f"Ray did not start: {error}\n{fix}") from error
 
 
 @contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """`ray.init` puts a handler in the place of whatever heard SIGTERM, which exits with 15, a code that nobody knows.
-    What was there comes back; where nothing was, the process still ends in good order, with the code that shells give.
+def _keep_sigterm_handler() -> Iterator[None]:
+    """Restore the SIGTERM handler, which `ray.init` replaces by one that exits with code 15.
+
+    If there was none, SIGTERM exits in an orderly manner with the code that shells use.
     """
-    if threading.current_thread() is not threading.main_thread():  # nor does Ray touch it there
+    if threading.current_thread() is not threading.main_thread():  # where Ray sets no handler
         yield
         return
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
-    except SystemExit as end:  # by Ray's handler, while it started
-        raise SystemExit(TERMINATED if end.code == signal.SIGTERM else end.code) from end
+    except SystemExit as error:  # from Ray's handler, during the start
+        raise SystemExit(TERMINATED if error.code == signal.SIGTERM else error.code) from error
     finally:
-        signal.signal(signal.SIGTERM, _end if before in (None, signal.SIG_DFL) else before)
+        signal.signal(signal.SIGTERM, _exit if before in (None, signal.SIG_DFL) else before)
 
 
-def _end(*_: Any) -> None:
+def _exit(*_: Any) -> None:
     sys.exit(TERMINATED)
 
 
 def disconnect() -> None:
-    """Leave the cluster that `connect` joined; one that it started ends with its processes."""
-    global _joined_here
-    if ray.is_initialized() and _joined_here:
+    """Leave the cluster that `connect` joined, or stop the one that it started."""
+    global _is_ours
+    if ray.is_initialized() and _is_ours:
         ray.shutdown()
-    _joined_here = False
+    _is_ours = False
 
 
 def write_timeline(path: Path) -> None:
-    """What Ray knows of its tasks and actors so far, for Perfetto or chrome://tracing."""
+    """Write Ray's timeline of tasks and actors for Perfetto or chrome://tracing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     ray.timeline(str(path))
 
 
 def detect_device() -> str:
-    """ "cuda" where the cluster has GPUs, else "cpu"."""
+    """Return "cuda" if the cluster has GPUs, else "cpu"."""
     return "cuda" if ray.cluster_resources().get("GPU", 0) >= 1 else "cpu"
 
 
-def require(resource: str, amount: int, fix: str) -> None:
-    """Raise at once when the cluster can never offer `amount` of `resource`, instead of waiting for ever."""
+def require_resource(resource: str, amount: int, fix: str) -> None:
+    """Raise if the cluster does not have `amount` of `resource`, instead of waiting for it forever."""
     available = ray.cluster_resources().get(resource, 0)
     if available < amount:
-        raise EngineError(f"the run needs {amount} {resource} and the cluster has {available:g}; {fix}")
+        raise EngineError(f"The run needs {amount} {resource} and the cluster has {available:g}; {fix}")

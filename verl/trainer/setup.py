@@ -12,8 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.cluster.device_pool import DevicePool
-from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
-from verl.cluster.hangs.registry import watch_for_hangs
+from verl.cluster.hangs import CallTarget, Deadline, track_call, watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.nodes import count_live_devices
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
@@ -111,7 +110,7 @@ async def _with_devices_left(config: C, device: str, console: Console) -> C:
         "trainer.faults.on_lost_node=shrink the run would go on with fewer"
     )
     with track_call(f"have {wanted} devices", target=CallTarget("cluster"), deadline=Deadline(settings.node_wait)):
-        await count_live_devices(device, wanted, patience_s=settings.node_wait)
+        await count_live_devices(device, wanted, timeout_s=settings.node_wait)
     return config  # if they are still too few, the pool says so
 
 

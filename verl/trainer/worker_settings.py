@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
-from verl.cluster.hangs.pending_calls import Deadlines
+from verl.cluster.hangs import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,
@@ -68,7 +68,7 @@ __all__ = [
 
 def deadlines(config: Config | SftConfig) -> Deadlines:
     """How long one process waits for another; in one process nobody does."""
-    return Deadlines.unlimited() if config.trainer.local else Deadlines.read(config.trainer.deadlines)
+    return Deadlines.unlimited() if config.trainer.local else Deadlines.from_config(config.trainer.deadlines)
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
@@ -125,7 +125,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         )
         if uses_critic(config)
         else None,
-        process=FsdpSettings(
+        prime=FsdpSettings(
             process_path,
             role="process",
             lr=prime.lr,
@@ -135,12 +135,12 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         )
         if prime.enable
         else None,
-        process_reference=FsdpSettings(process_path, trainable=False, **held)
+        prime_reference=FsdpSettings(process_path, trainable=False, **held)
         if prime.enable and not prime_shares_reference(config)
         else None,
         algorithm=algorithm_settings(config),
-        publish_dtype=rollout_dtype(config, device),
-        publish_adapter=syncs_adapter_only(config),
+        sync_dtype=rollout_dtype(config, device),
+        sync_adapter_only=syncs_adapter_only(config),
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),

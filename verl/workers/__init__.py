@@ -1,7 +1,7 @@
-"""Thin actors that bind engines and episodes to the cluster, and the clients through which the trainer calls them. The
-logic is one layer down (training, rollout, agents); here is only what crosses processes. Imported by trainer.
+"""Thin Ray actors around engines and episodes, and the clients through which the trainer calls them. The logic is one
+layer down (training, rollout, agents). Imported by trainer.
 
-`standalone` has the same engines for loops of one's own, in the user's process."""
+`in_process` has the same engines within the user's process, for custom training loops."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
 
 
 def __getattr__(name: str) -> Any:
-    """Late: whoever starts an actor needs none of them."""
+    """Import on demand: actors do not need them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from verl.workers import in_process as standalone
+    from verl.workers import in_process
 
-    return getattr(standalone, name)
+    return getattr(in_process, name)

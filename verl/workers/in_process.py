@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.handles import get_all
-from verl.cluster.hangs.pending_calls import UNLIMITED_S
+from verl.cluster.hangs import UNLIMITED_S
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams

@@ -10,10 +10,8 @@ from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.handles import end
-from verl.cluster.hangs.heartbeat import HeartbeatMonitor
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
-from verl.cluster.hangs.registry import report_wait_start
+from verl.cluster.handles import kill_actor
+from verl.cluster.hangs import DEFAULT_DEADLINES, MARGIN_S, Deadlines, HeartbeatMonitor, report_restart
 from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
@@ -122,11 +120,11 @@ class RemoteRewardModel(RemoteActor):
         return await self._call("is_ready", deadline=self.deadlines.reply)
 
     async def report_lost(self, reason: str) -> None:
-        await asyncio.to_thread(report_wait_start, f"start again ({reason})", self.target, self.deadlines.start)
+        await asyncio.to_thread(report_restart, f"start again ({reason})", self.target, self.deadlines.start)
 
     async def end(self) -> None:
         """End the process without waiting for the new one, which another pool may have started already."""
-        end(self.actor, restarts=True)
+        kill_actor(self.actor, restarts=True)
 
 
 class PooledRewardModel(ReplicaHandle, Protocol):

@@ -1,4 +1,4 @@
-"""The rollout actors: one engine each, in a process of its own."""
+"""The rollout actors, each with one engine, and their client."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.cluster.hangs import DEFAULT_DEADLINES, Deadlines, Progress
 from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
@@ -16,36 +16,36 @@ __all__ = ["RemoteEngine", "RolloutActor", "make_engine"]
 
 
 class RolloutActor:
-    """Hosts a `RolloutEngine`. Every method is a coroutine: requests interleave on the actor's event loop.
+    """Hosts a `RolloutEngine`. Every method is a coroutine: requests run concurrently on the actor's event loop.
 
-    It answers requests once it is open, which it is not before its weights were proved: Ray puts a new process in the
-    place of one that died, and that one knows nothing.
+    It starts disabled and rejects requests until its weights have been verified, since Ray may replace its process at
+    any time by one without weights.
     """
 
     def __init__(self, name: str, settings: dict[str, Any]) -> None:
         self._name, self._settings = name, settings
-        self._made: Any = None
-        self._disabled_reason = "it holds no weights yet"
+        self._started_engine: Any = None
+        self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
 
     async def has_started(self) -> bool:
-        return self._made is not None
+        return self._started_engine is not None
 
     async def start(self) -> None:
-        self._made = make_engine(self._name, self._settings)
-        await self._made.start()
+        self._started_engine = make_engine(self._name, self._settings)
+        await self._started_engine.start()
 
     async def enable(self, version: int) -> None:
-        """Answer requests from now on; for who has the weights of `version`."""
-        if (found := await self._engine.version()) != version:
-            raise ProcessLostError(f"its process was replaced: it holds version {found} of the weights, not {version}")
+        """Accept requests, if the engine has the weights of `version`."""
+        if (current := await self._engine.version()) != version:
+            raise ProcessLostError(f"its process was replaced: it has version {current} of the weights, not {version}")
         self._disabled_reason = ""
 
-    async def disable(self, why: str) -> None:
-        self._disabled_reason = why
+    async def disable(self, reason: str) -> None:
+        self._disabled_reason = reason
 
     async def is_ready(self) -> bool:
-        """Whether it is open, and the engine behind it answers; while it loads weights it cannot."""
+        """Return whether it is enabled; raise if its engine, unless it is loading weights, does not respond."""
         if not self._disabled_reason and not self._loading.locked():
             await self._engine.version()
         return not self._disabled_reason
@@ -58,38 +58,38 @@ class RolloutActor:
 
     @property
     def _engine(self) -> Any:
-        if self._made is None:
+        if self._started_engine is None:
             raise ProcessLostError("its process was replaced, and has not started yet")
-        return self._made
+        return self._started_engine
 
     @property
     def _enabled(self) -> Any:
         if self._disabled_reason:
-            raise ProcessLostError(f"it takes no requests: {self._disabled_reason}")
+            raise ProcessLostError(f"it is disabled: {self._disabled_reason}")
         return self._engine
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.compute_logprobs(token_ids)
 
     async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
-        async with self._loading:  # one after the other, also when the caller of the first has gone
+        async with self._loading:  # serially, even if the first caller has gone
             await self._engine.load_weights(await asyncio.gather(*buckets), version)
 
     async def version(self) -> int:
         return await self._engine.version()
 
     async def weight_transfer(self, method: str, *args: Any) -> None:
-        """A step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
+        """Run a step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
         async with self._loading:
             await getattr(self._engine, method)(*args)
 
     async def close(self) -> None:
-        if self._made is not None:
-            await self._made.close()
+        if self._started_engine is not None:
+            await self._started_engine.close()
 
 
 def make_engine(name: str, settings: dict[str, Any]) -> Any:
-    """A `RolloutEngine` in this process, not yet started."""
+    """Return a `RolloutEngine` in this process, not yet started."""
     if name == "vllm":
         from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 
@@ -103,23 +103,23 @@ def make_engine(name: str, settings: dict[str, Any]) -> Any:
         from verl.rollout.fake import FakeRolloutEngine
 
         return FakeRolloutEngine(**settings)
-    raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not an engine; use vllm or hf"])
+    raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not a rollout engine; use vllm or hf"])
 
 
 class RemoteEngine(RemoteActor):
-    """A `RolloutEngine` that lives in a rollout actor."""
+    """A `RolloutEngine` in a rollout actor."""
 
     kind = "rollout engine"
 
-    def __init__(self, actor: Any, number: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
-        super().__init__(actor, number, deadlines)
-        self._progress = Progress()  # an engine may take its time as long as it finishes something
+    def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+        super().__init__(actor, index, deadlines)
+        self._progress = Progress()  # a busy engine may be slow, as long as it finishes requests
 
     @classmethod
     def spawn(
         cls,
         pool: PlacementPool,
-        number: int,
+        index: int,
         *,
         device: int,
         share: float,
@@ -128,7 +128,7 @@ class RemoteEngine(RemoteActor):
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ) -> RemoteEngine:
         actor = pool.spawn(RolloutActor, name, settings, device=device, share=share, is_async=True, restarts=True)
-        return cls(actor, number, deadlines)
+        return cls(actor, index, deadlines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call(
@@ -144,8 +144,8 @@ class RemoteEngine(RemoteActor):
     async def enable(self, version: int) -> None:
         await self._call("enable", version, deadline=self.deadlines.reply)
 
-    async def disable(self, why: str) -> None:
-        await self._call("disable", why, deadline=self.deadlines.reply)
+    async def disable(self, reason: str) -> None:
+        await self._call("disable", reason, deadline=self.deadlines.reply)
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self._call("compute_logprobs", token_ids, deadline=self.deadlines.weights)

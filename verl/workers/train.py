@@ -1,4 +1,4 @@
-"""The train workers: one process per rank, each with its shard of the policy and of the reference."""
+"""The train workers: one process per rank, each with its shard of all models of a policy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.algorithms.settings import AlgorithmSettings
-from verl.cluster.group import fetch
+from verl.cluster.group import get_objects
 from verl.cluster.handles import get_node_address, put
-from verl.cluster.hangs.pending_calls import CallTarget
+from verl.cluster.hangs import CallTarget
 from verl.cluster.ports import free_port
 from verl.data.plan import Plan, RankPlan
 from verl.tracking.metrics import resident_gib
@@ -24,26 +24,26 @@ BUCKET_BYTES = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainSettings(RankSettings):
-    """What a train worker builds itself from: its models, and the algorithm that says what they do."""
+    """The settings of a train worker: its models and the algorithm."""
 
     algorithm: AlgorithmSettings
     reference: FsdpSettings | None = None
-    reference_is_actor: bool = False  # the reference is the actor with its adapter off
+    reference_is_actor: bool = False  # with its adapter disabled
     critic: FsdpSettings | None = None
-    process: FsdpSettings | None = None  # PRIME's reward model
-    process_reference: FsdpSettings | None = None  # what it is compared with; None: the reference
-    publish_dtype: str = "bfloat16"
-    publish_adapter: bool = False  # the engines hold the rest already
+    prime: FsdpSettings | None = None  # PRIME's reward model
+    prime_reference: FsdpSettings | None = None  # None: `reference`
+    sync_dtype: str = "bfloat16"
+    sync_adapter_only: bool = False  # the engines load the base model themselves
 
 
 class TrainWorker(BaseTrainWorker):
-    """The actor of one rank of a policy."""
+    """The actor of one rank of a policy and its other models."""
 
     @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
-        """Join the other ranks and load the models. New weights are the same everywhere, later draws differ by rank.
+        """Join the other ranks and load the models; return notes for the user.
 
-        Returns what the user should know of it.
+        New weights are initialized alike on all ranks; afterwards their random states differ.
         """
         import torch
 
@@ -51,34 +51,34 @@ class TrainWorker(BaseTrainWorker):
         from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
         from verl.training.policy.reference import BaseModelReference
 
-        def engine(wanted: FsdpSettings | None) -> FsdpEngine | None:
-            return None if wanted is None else FsdpEngine(wanted)
+        def make_engine(model: FsdpSettings | None) -> FsdpEngine | None:
+            return None if model is None else FsdpEngine(model)
 
         load_functions(settings.algorithm)
         self.join(address, settings)
         torch.manual_seed(settings.seed)
         algorithm, actor = settings.algorithm, FsdpEngine(settings.actor)
-        reference: Any = BaseModelReference(actor) if settings.reference_is_actor else engine(settings.reference)
+        reference: Any = BaseModelReference(actor) if settings.reference_is_actor else make_engine(settings.reference)
         prime = None
-        if settings.process is not None:
-            compared = engine(settings.process_reference) or reference
-            assert compared is not None
+        if settings.prime is not None:
+            prime_reference = make_engine(settings.prime_reference) or reference
+            assert prime_reference is not None
             prime = PrimeRewardModel(
-                FsdpEngine(settings.process), compared, beta=algorithm.prime_beta, coef=algorithm.prime_coef
+                FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta, coef=algorithm.prime_coef
             )
         self._policy = self._trained = PolicyTrainer(
-            actor, algorithm, reference=reference, critic=engine(settings.critic), prime=prime
+            actor, algorithm, reference=reference, critic=make_engine(settings.critic), prime=prime
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
-        self._publish_dtype, self._publish_adapter = settings.publish_dtype, settings.publish_adapter
+        self._sync_dtype, self._sync_adapter_only = getattr(torch, settings.sync_dtype), settings.sync_adapter_only
         self._deadlines = settings.deadlines
         return actor.notes
 
     @explain_out_of_memory
     def prepare(self, plan: RankPlan) -> dict[str, float]:
-        """Pull this rank's samples out of the object store and compute what the update needs."""
-        samples = fetch(
-            plan.refs, action="give the samples", target=CallTarget("object store"), deadline=self._deadlines.train
+        """Get this rank's samples from the object store and compute what the update needs."""
+        samples = get_objects(
+            plan.refs, action="get the samples", target=CallTarget("object store"), deadline=self._deadlines.train
         )
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
@@ -92,29 +92,24 @@ class TrainWorker(BaseTrainWorker):
 
     @explain_out_of_memory
     def pack_weights(self) -> list[Any]:
-        """Gather the weights, or the adapter alone; rank 0 lays them into the object store and says where."""
-        import torch
-
+        """Gather the weights, or only the adapter; rank 0 puts them into the object store and returns references."""
         from verl.weights.bucket import pack
 
         actor: Any = self._policy.actor
-        weights = actor.adapter_weights() if self._publish_adapter else actor.weights()
+        weights = actor.adapter_weights() if self._sync_adapter_only else actor.weights()
         if self._rank > 0:
-            for _ in weights:  # the gathering is collective
+            for _ in weights:  # gathering is collective
                 pass
             return []
-        dtype = getattr(torch, self._publish_dtype)
-        return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=dtype)]
+        return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=self._sync_dtype)]
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
-        """Push the weights by vLLM's own trainer-side engine. Wired, but not run on a machine without GPUs."""
-        import torch
-
+        """Send the weights by vLLM's trainer-side engine. Needs GPUs, so that CI does not run it."""
         from verl.rollout.vllm.sender import VllmSender
 
         def client(method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None:
-            asked = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
-            fetch(asked, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
+            replies = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
+            get_objects(replies, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
 
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
@@ -122,7 +117,7 @@ class TrainWorker(BaseTrainWorker):
                 client,
                 self._policy.actor,
                 self._rank,
-                dtype=getattr(torch, self._publish_dtype),
+                dtype=self._sync_dtype,
                 engines=len(engines),
                 address=(get_node_address(), free_port()),
             )
@@ -130,7 +125,7 @@ class TrainWorker(BaseTrainWorker):
 
 
 class PolicyGroup(RankGroup):
-    """All train workers as the trainer sees them: one policy."""
+    """The client of all train workers of a policy."""
 
     worker = TrainWorker
 

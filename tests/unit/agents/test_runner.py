@@ -28,7 +28,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 async def accept(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
     assert prompt is PROMPT
-    assert decode(transcript.answer()) == answer
+    assert decode(transcript.get_response()) == answer
     return Scored(float(answer.split()[0]), {"words": float(len(answer.split()))})
 
 

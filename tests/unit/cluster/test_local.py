@@ -4,9 +4,9 @@ import asyncio
 
 import pytest
 
-from verl.cluster.group import ActorGroup, fetch
-from verl.cluster.handles import end, get_all, put
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
+from verl.cluster.group import ActorGroup, get_objects
+from verl.cluster.handles import get_all, kill_actor, put
+from verl.cluster.hangs import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
 from verl.cluster.local import LocalPool
 
 pytestmark = pytest.mark.unit
@@ -52,14 +52,17 @@ async def test_what_is_put_stays_itself() -> None:
     references = [put(thing), put(2)]
     assert await references[0] is thing
     assert get_all(references, timeout=1) == [thing, 2]
-    assert fetch(references, action="give", target=CallTarget("store"), deadline=DEFAULT_DEADLINES.train) == [thing, 2]
+    assert get_objects(references, action="give", target=CallTarget("store"), deadline=DEFAULT_DEADLINES.train) == [
+        thing,
+        2,
+    ]
 
 
 def test_an_actor_that_ends_leaves_what_it_has_joined() -> None:
     worker = Worker(1)
-    end(LocalPool().spawn(lambda: worker))
+    kill_actor(LocalPool().spawn(lambda: worker))
     assert worker.remaining_s
 
 
-def test_no_deadline_hurries_who_sits_at_a_breakpoint() -> None:
+def test_local_runs_have_no_deadlines() -> None:
     assert Deadlines.unlimited().longest_s == UNLIMITED_S

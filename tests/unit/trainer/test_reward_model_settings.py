@@ -30,7 +30,7 @@ def config_of(*overrides: str) -> Config:
 def test_a_model_alone_is_the_reward_and_no_function_is_loaded() -> None:
     settings = episode_settings(config_of(*MODEL), DATA, 1)
     assert settings.reward is None
-    assert settings.model_reward == ModelReward("my-org/rm", again=False)
+    assert settings.model_reward == ModelReward("my-org/rm", retokenize=False)
 
 
 @pytest.mark.parametrize("function", ["reward.custom_reward_function.path=r.py", "reward.functions=[{path: r.py}]"])
@@ -38,7 +38,7 @@ def test_beside_a_function_the_model_has_its_weight(function: str) -> None:
     overrides = (function, "reward.reward_model.weight=0.5", "data.return_raw_input_ids=True")
     settings = episode_settings(config_of(*MODEL, *overrides), DATA, 1)
     assert settings.reward is not None
-    assert settings.model_reward == ModelReward("my-org/rm", again=True, weight=0.5)
+    assert settings.model_reward == ModelReward("my-org/rm", retokenize=True, weight=0.5)
 
 
 def test_without_a_model_a_function_scores() -> None:

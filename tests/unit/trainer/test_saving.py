@@ -13,7 +13,8 @@ import pytest
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
-from verl.cluster.hangs.pending_calls import PENDING_CALLS, Deadline
+from verl.cluster.hangs import Deadline
+from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
@@ -119,7 +120,7 @@ async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path
     saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, Screen()).save(1, {}))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
-    found = [(call.action, str(call.target)) for call in PENDING_CALLS.active()]
+    found = [(call.action, str(call.target)) for call in PENDING_CALLS.list_calls()]
     hanging.let_go.set()
     await saving
     assert found == [("begin a checkpoint", "file system")]

@@ -77,7 +77,7 @@ BESIDE_THE_POLICY = {
     "online_dpo": {"reference"},
     "spin": {"reference"},
     "sppo": {"reference"},
-    "prime": {"reference", "process"},
+    "prime": {"reference", "prime"},
 }
 
 
@@ -93,7 +93,7 @@ def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -
         for part in path.split("."):
             found = getattr(found, part)
         assert found == value, path
-    models = {"reference", "critic", "process", "process_reference"}
+    models = {"reference", "critic", "prime", "prime_reference"}
     built = {model for model in models if getattr(settings, model) is not None}
     assert built == BESIDE_THE_POLICY.get(name, set()), built
     assert pickle.loads(pickle.dumps(settings)) == settings  # it is sent to the workers
@@ -132,15 +132,15 @@ def test_the_reference_of_an_adapter_is_the_model_without_it_unless_it_moves() -
 def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> None:
     config = config_of(*LORA)
     engine = engine_settings(config, "cpu", 0)
-    assert train_settings(config, 10, "cpu").publish_adapter
+    assert train_settings(config, 10, "cpu").sync_adapter_only
     assert engine["load_format"] == "auto"
     assert engine["adapter"] == {"rank": 12, "alpha": 24, "targets": "all-linear", "max_rank": 16}
     for other in ("actor_rollout_ref.rollout.lora_transport=merged", "actor_rollout_ref.rollout.weight_transport=ipc"):
         config = config_of(*LORA, other, "trainer.device=cuda")
-        assert not train_settings(config, 10, "cuda").publish_adapter
+        assert not train_settings(config, 10, "cuda").sync_adapter_only
         assert engine_settings(config, "cuda", 0)["load_format"] == "dummy"
         assert engine_settings(config, "cuda", 0)["adapter"] is None
-    assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").publish_adapter
+    assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").sync_adapter_only
 
 
 def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:
@@ -195,16 +195,16 @@ def test_a_critic_starts_from_the_policys_model_unless_it_has_its_own() -> None:
 def test_a_process_model_is_compared_with_the_reference_or_with_its_own_start() -> None:
     prime = ("reward.prime.enable=True", "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=4")
     same = train_settings(config_of(*prime, "reward.prime.lr=1e-5"), 10, "cpu")
-    assert same.process is not None
-    assert (same.process.model_path, same.process.role, same.process.lr) == ("policy", "process", 1e-5)
-    assert same.process_reference is None
+    assert same.prime is not None
+    assert (same.prime.model_path, same.prime.role, same.prime.lr) == ("policy", "process", 1e-5)
+    assert same.prime_reference is None
     other = train_settings(config_of(*prime, "reward.prime.model_path=judge"), 10, "cpu")
-    assert other.process is not None
-    assert other.process_reference is not None
-    assert other.process.model_path == other.process_reference.model_path == "judge"
-    assert not other.process_reference.trainable
+    assert other.prime is not None
+    assert other.prime_reference is not None
+    assert other.prime.model_path == other.prime_reference.model_path == "judge"
+    assert not other.prime_reference.trainable
     moving = train_settings(config_of(*prime, "trainer.ref_update_freq=5"), 10, "cpu")
-    assert moving.process_reference is not None  # the reference leaves the model that the process model started from
+    assert moving.prime_reference is not None  # the reference leaves the model that the process model started from
 
 
 def test_the_steps_of_the_critics_warm_up_are_not_steps_of_the_policys_schedule() -> None:

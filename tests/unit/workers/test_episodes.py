@@ -12,7 +12,8 @@ from verl.agents.runner import EpisodeRunner
 from verl.errors import ProcessLostError
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
-from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, GroupRequest
+from verl.workers.episode_pool import EpisodePool
+from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 
 pytestmark = pytest.mark.unit
 
@@ -103,7 +104,7 @@ async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: Epi
         GroupRequest("train", 1, 9, [1], SAMPLING),
         GroupRequest("train", 0, 10, [7], SAMPLING),
     ]
-    first, left_out, last = await worker.run_together(jobs)
+    first, left_out, last = await worker.run_round(jobs)
     assert asked == [[5, 6, 7]]
     assert [handle.index for handle in first or ()] == [0, 1]
     assert left_out is None
@@ -114,7 +115,7 @@ async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rou
     rounds: list[list[int]] = []
     playing = 0
 
-    async def run_together(jobs: Sequence[GroupRequest]) -> list[list[Any]]:
+    async def run_round(jobs: Sequence[GroupRequest]) -> list[list[Any]]:
         nonlocal playing
         playing += 1
         assert playing == 1
@@ -123,7 +124,7 @@ async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rou
         playing -= 1
         return [[job.group] for job in jobs]
 
-    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], deterministic=True)
+    pool = EpisodePool([SimpleNamespace(run_round=SimpleNamespace(remote=run_round))], deterministic=True)
     first = [asyncio.ensure_future(pool.run(GroupRequest("train", 0, group, [1], SAMPLING))) for group in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
@@ -134,10 +135,10 @@ async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rou
 
 
 async def test_a_round_that_fails_fails_for_all_who_asked() -> None:
-    async def run_together(jobs: Sequence[GroupRequest]) -> None:
+    async def run_round(jobs: Sequence[GroupRequest]) -> None:
         raise ProcessLostError("gone")
 
-    pool = EpisodePool([SimpleNamespace(run_together=SimpleNamespace(remote=run_together))], deterministic=True)
+    pool = EpisodePool([SimpleNamespace(run_round=SimpleNamespace(remote=run_round))], deterministic=True)
     jobs = [pool.run(GroupRequest("train", 0, group, [1], SAMPLING)) for group in range(2)]
     failed = await asyncio.gather(*jobs, return_exceptions=True)
     assert [type(error) for error in failed] == [ProcessLostError] * 2

@@ -59,7 +59,7 @@ async def test_the_deadline_of_a_join_does_not_run_while_the_ranks_are_busy() ->
     await settled()
     packing = asyncio.ensure_future(group.pack_weights())
     await settled()
-    assert {call.action for call in PENDING_CALLS.active()} == {"prepare"}, (
+    assert {call.action for call in PENDING_CALLS.list_calls()} == {"prepare"}, (
         "a wait for weights would be at its end before theirs"
     )
     assert ranks[0].asked == ["prepare"]

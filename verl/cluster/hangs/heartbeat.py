@@ -1,4 +1,4 @@
-"""Waiting for work that may take as long as it likes, of a process that must show that it is still there."""
+"""Waiting for work without a deadline, as long as its process responds to pings."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ T = TypeVar("T")
 
 
 class HeartbeatMonitor:
-    """Many may wait for one process; it is asked whether it is there every `every_s` seconds, however many they are."""
+    """Pings one process at most once per `interval_s`, however many callers wait for it."""
 
-    def __init__(self, is_there: Callable[[], Awaitable[Any]], every_s: float) -> None:
-        self._is_there, self._every_s = is_there, every_s
-        self._question: asyncio.Future[Any] | None = None
-        self._asked = float("-inf")
+    def __init__(self, ping: Callable[[], Awaitable[Any]], interval_s: float) -> None:
+        self._ping, self._interval_s = ping, interval_s
+        self._pending: asyncio.Future[Any] | None = None
+        self._pinged_at = float("-inf")
 
     async def watch(self, work: Awaitable[T]) -> T:
-        """The result of `work`; or what `is_there` raises, when the process does not answer that."""
-        answer = asyncio.ensure_future(work)
+        """Return the result of `work`, or raise what `ping` raises when the process does not respond."""
+        reply = asyncio.ensure_future(work)
         try:
-            while not (await asyncio.wait([answer], timeout=self._every_s))[0]:
-                await self._still_there()
-            return answer.result()
+            while not (await asyncio.wait([reply], timeout=self._interval_s))[0]:
+                await self._check()
+            return reply.result()
         finally:
-            answer.cancel()  # of no effect on one that is done
+            reply.cancel()  # no effect if done
 
-    async def _still_there(self) -> None:
+    async def _check(self) -> None:
         now = asyncio.get_running_loop().time()
-        if self._question is None or (self._question.done() and now - self._asked >= self._every_s):
-            self._question, self._asked = asyncio.ensure_future(self._is_there()), now
-        await asyncio.shield(self._question)
+        if self._pending is None or (self._pending.done() and now - self._pinged_at >= self._interval_s):
+            self._pending, self._pinged_at = asyncio.ensure_future(self._ping()), now
+        await asyncio.shield(self._pending)

@@ -1,7 +1,7 @@
-"""Where a process stands: its state as the system sees it, and its Python stacks, for it and for its children.
+"""The state of processes on this machine as the system sees it, and their Python stacks, including their children.
 
-A process that has called `enable_stack_dumps` writes its stacks into memory of its own when a signal asks for them,
-even while it is busy in C code. One that has not, or is frozen, is read from outside by py-spy, where that is allowed.
+A process that has called `enable_stack_dumps` writes its stacks into memory on a signal, even while it runs C code. One
+that has not, or is stopped, is read from outside by py-spy, where that is permitted.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ProcessInfo", "enable_stack_dumps", "look"]
+__all__ = ["ProcessInfo", "enable_stack_dumps", "inspect_processes"]
 
 SIGNAL = signal.SIGUSR2
-_MEMORY = "verl-stacks"
-_ANSWER_S, _QUIET_S, _PY_SPY_S = 3.0, 0.2, 8.0
-_MOST = 24
+_MEMFD = "verl-stacks"
+_DUMP_S, _QUIET_S, _PY_SPY_S = 3.0, 0.2, 8.0
+_MAX_PROCESSES = 24
+_MAX_DEPTH = 12  # frames further out only show that torch.distributed has called back into a model
 _COLLECTIVE = re.compile(r"torch/(distributed/|_C/_distributed)")
-_OURS = re.compile(r"/verl/(workers|trainer|training|agents|rollout|rewards)/")
-_DEEP = 12
+_VERL = re.compile(r"/verl/(workers|trainer|training|agents|rollout|rewards)/")
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessInfo:
-    """One process as it was found. Frames are `function (file:line)`, the innermost first, thread by thread."""
+    """One process. Frames are `function (file:line)`, the innermost first, one tuple per thread."""
 
     pid: int
     name: str
@@ -45,7 +45,7 @@ class ProcessInfo:
     remark: str = ""
 
     @property
-    def is_frozen(self) -> bool:
+    def is_stopped(self) -> bool:
         return self.state in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     @property
@@ -53,143 +53,138 @@ class ProcessInfo:
         return self.state in (psutil.STATUS_DEAD, psutil.STATUS_ZOMBIE)
 
     @property
-    def collective(self) -> str:
-        """The frame of torch.distributed in which it waits for other ranks; empty if it does not."""
-        return next((f for frames in self.threads for f in frames[:_DEEP] if _COLLECTIVE.search(f)), "")
+    def collective_frame(self) -> str:
+        """The frame of torch.distributed in which it waits for other ranks, if any."""
+        return next((f for frames in self.threads for f in frames[:_MAX_DEPTH] if _COLLECTIVE.search(f)), "")
 
     @property
-    def stands_in(self) -> str:
-        """The innermost frame of the thread that works: the one with a frame of ours, or else the first."""
-        working = [frames for frames in self.threads if any(_OURS.search(frame) for frame in frames)]
+    def current_frame(self) -> str:
+        """The innermost frame of the first thread that runs code of verl, or else of the first thread."""
+        working = [frames for frames in self.threads if any(_VERL.search(frame) for frame in frames)]
         return next((frames[0] for frames in working or self.threads), "")
 
-    def words(self) -> str:
-        """Its state in plain words, and what to do about it."""
-        if self.is_frozen:
-            return f"is frozen (stopped by a signal such as SIGSTOP, or by a debugger); kill -CONT {self.pid} wakes it"
+    def describe(self) -> str:
+        """Return its state, and what to do about it, as the rest of a sentence."""
+        if self.is_stopped:
+            return f"is stopped (by SIGSTOP or a debugger); resume it with kill -CONT {self.pid}"
         if self.is_gone:
-            return "has ended"
+            return "has exited"
         if self.state == psutil.STATUS_DISK_SLEEP:
-            return "sits in the system's kernel and cannot be interrupted: a file system or a driver does not answer"
-        where = f": it stands in {self.stands_in}" if self.stands_in else ""
-        return f"is alive ({self.state}){where}"
+            return "is in uninterruptible sleep (D state): a file system or driver does not respond"
+        return f"is alive ({self.state})" + (f" in {self.current_frame}" if self.current_frame else "")
 
-    def page(self) -> str:
-        lines = [f"pid {self.pid} {self.name}: {self.words()}", *([f"  {self.remark}"] if self.remark else [])]
-        for number, frames in enumerate(self.threads):
-            lines += [f"  thread {number}, the innermost call first", *(f"    {frame}" for frame in frames)]
+    def format(self) -> str:
+        lines = [f"pid {self.pid} {self.name}: {self.describe()}", *([f"  {self.remark}"] if self.remark else [])]
+        for index, frames in enumerate(self.threads):
+            lines += [f"  thread {index} (most recent call first)", *(f"    {frame}" for frame in frames)]
         return "\n".join(lines)
 
 
 @cache
 def enable_stack_dumps() -> None:
-    """From now on this process writes down its stacks when `look` asks for them."""
-    if hasattr(os, "memfd_create"):  # Linux; elsewhere py-spy must do
-        faulthandler.register(SIGNAL, os.memfd_create(_MEMORY), all_threads=True)
+    """Make this process write its stacks into memory whenever `inspect_processes` asks for them."""
+    if hasattr(os, "memfd_create"):  # Linux only; elsewhere there is py-spy
+        faulthandler.register(SIGNAL, os.memfd_create(_MEMFD), all_threads=True)
 
 
-def look(pids: Sequence[int]) -> list[list[ProcessInfo]]:
-    """Each of these processes of this machine, with all below it."""
-    trees = [_tree(pid) for pid in pids]
-    with ThreadPoolExecutor(max_workers=16) as threads:  # each is waited for
-        seen = iter(list(threads.map(_look, [process for tree in trees for process in tree])))
+def inspect_processes(pids: Sequence[int]) -> list[list[ProcessInfo]]:
+    """Return for each pid of this machine the process and all its descendants."""
+    trees = [_list_tree(pid) for pid in pids]
+    with ThreadPoolExecutor(max_workers=16) as threads:
+        infos = iter(list(threads.map(_inspect, [process for tree in trees for process in tree])))
     return [
-        [next(seen) for _ in tree] or [ProcessInfo(pid, "", psutil.STATUS_DEAD)]
+        [next(infos) for _ in tree] or [ProcessInfo(pid, "", psutil.STATUS_DEAD)]
         for pid, tree in zip(pids, trees, strict=True)
     ]
 
 
-def _tree(pid: int) -> list[psutil.Process]:
+def _list_tree(pid: int) -> list[psutil.Process]:
     try:
         root = psutil.Process(pid)
-        return [root, *root.children(recursive=True)][:_MOST]
+        return [root, *root.children(recursive=True)][:_MAX_PROCESSES]
     except psutil.NoSuchProcess:
         return []
 
 
-def _look(process: psutil.Process) -> ProcessInfo:
+def _inspect(process: psutil.Process) -> ProcessInfo:
     try:
-        name = (process.cmdline() or [process.name()])[0].strip()
-        state = str(process.status())
+        command = (process.cmdline() or [process.name()])[0].strip()
+        name = command if "python" not in Path(command).name else process.name()
+        info = ProcessInfo(process.pid, name, str(process.status()))
     except psutil.Error:
         return ProcessInfo(process.pid, "", psutil.STATUS_DEAD)
-    seen = ProcessInfo(process.pid, name if "python" not in Path(name).name else process.name(), state)
-    if seen.is_gone:
-        return seen
-    text = "" if seen.is_frozen else _asked(process.pid)
-    remark = ""
+    if info.is_gone:
+        return info
+    text, remark = "" if info.is_stopped else _request_dump(info.pid), ""
     if not text:
-        text, remark = _read_from_outside(process.pid)
-    return ProcessInfo(seen.pid, seen.name, state, tuple(_threads(text)), remark)
+        text, remark = _run_py_spy(info.pid)
+    return ProcessInfo(info.pid, name, info.state, tuple(_parse_threads(text)), remark)
 
 
-def _asked(pid: int) -> str:
-    """Let it write its stacks, if it has said that it will: to any other process this signal would be the end."""
-    memory = _memory_of(pid)
-    if memory is None or not _catches(pid):
+def _request_dump(pid: int) -> str:
+    """Return the stacks that the process writes on a signal; empty if it has no handler: the signal would kill it."""
+    memory = _find_memfd(pid)
+    if memory is None or not _handles_signal(pid):
         return ""
     with contextlib.suppress(OSError), memory.open("rb") as file:
-        before, until = file.seek(0, os.SEEK_END), time.monotonic() + _ANSWER_S
+        start, until = file.seek(0, os.SEEK_END), time.monotonic() + _DUMP_S
         os.kill(pid, SIGNAL)
-        size, heard = before, time.monotonic()
-        while time.monotonic() < until and (size == before or time.monotonic() - heard < _QUIET_S):
+        size, grown_at = start, time.monotonic()
+        while time.monotonic() < until and (size == start or time.monotonic() - grown_at < _QUIET_S):
             time.sleep(0.01)
             if (now := file.seek(0, os.SEEK_END)) != size:
-                size, heard = now, time.monotonic()
-        file.seek(before)
+                size, grown_at = now, time.monotonic()
+        file.seek(start)
         return file.read().decode(errors="replace")
     return ""
 
 
-def _memory_of(pid: int) -> Path | None:
+def _find_memfd(pid: int) -> Path | None:
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if f"memfd:{_MEMORY}" in os.readlink(file):
+                if f"memfd:{_MEMFD}" in os.readlink(file):
                     return file
     return None
 
 
-def _catches(pid: int) -> bool:
-    with contextlib.suppress(OSError, ValueError, StopIteration):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        mask = next(line for line in lines if line.startswith("SigCgt")).split()[1]
-        return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
+def _handles_signal(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        if caught := re.search(r"^SigCgt:\s*(\w+)", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE):
+            return bool(int(caught[1], 16) >> (SIGNAL - 1) & 1)
     return False
 
 
-def _read_from_outside(pid: int) -> tuple[str, str]:
-    """(what py-spy prints, why there is nothing). It only reads: the process is not stopped for it."""
+def _run_py_spy(pid: int) -> tuple[str, str]:
+    """Return (stacks, reason if there are none). The process is not paused."""
     program = shutil.which("py-spy", path=os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", "")]))
     if program is None:
-        return "", "its stack is not known: it does not answer, and py-spy is not installed"
+        return "", "stack unknown: the process does not respond, and py-spy is not installed"
     command = [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_PY_SPY_S)
     except subprocess.TimeoutExpired:
-        return "", f"its stack is not known: py-spy could not read it within {_PY_SPY_S:g} s"
-    summarize = done.stderr.strip().splitlines()
-    return (
-        done.stdout,
-        "" if done.returncode == 0 else f"its stack is not known: {summarize[-1] if summarize else 'py-spy failed'}",
-    )
+        return "", f"stack unknown: py-spy could not read it within {_PY_SPY_S:g} s"
+    if result.returncode == 0:
+        return result.stdout, ""
+    return result.stdout, f"stack unknown: {(result.stderr.strip().splitlines() or ['py-spy failed'])[-1]}"
 
 
-def _threads(text: str) -> list[tuple[str, ...]]:
-    """Thread by thread, the main one first, from both ways of writing: faulthandler's, which has it last, and py-spy's.
+def _parse_threads(text: str) -> list[tuple[str, ...]]:
+    """Return the frames of each thread, the main thread first, from the output of faulthandler or py-spy.
 
-    >>> _threads('Thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
+    >>> _parse_threads('Thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
     [('f (x.py:3)',)]
-    >>> _threads("Thread 7 (idle)\n    f (x.py:3)")
+    >>> _parse_threads("Thread 7 (idle)\n    f (x.py:3)")
     [('f (x.py:3)',)]
     """
-    found: list[list[str]] = []
+    threads: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):
-            found.append([])
-        elif at := re.match(r'\s+File "(.+)", line (\S+) in (.+)', line):
-            found[-1].append(f"{at[3]} ({at[1]}:{at[2]})")
-        elif at := re.match(r"\s+(.+ \(.+:\d+\))$", line):
-            found[-1].append(at[1])
-    threads = [tuple(frames) for frames in found if frames]
-    return threads[::-1] if "most recent call first" in text else threads
+            threads.append([])
+        elif frame := re.match(r'\s+File "(.+)", line (\S+) in (.+)', line):
+            threads[-1].append(f"{frame[3]} ({frame[1]}:{frame[2]})")
+        elif frame := re.match(r"\s+(.+ \(.+:\d+\))$", line):
+            threads[-1].append(frame[1])
+    parsed = [tuple(frames) for frames in threads if frames]
+    return parsed[::-1] if "most recent call first" in text else parsed  # faulthandler prints the main thread last

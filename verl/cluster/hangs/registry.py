@@ -1,174 +1,190 @@
-"""Who is where in the cluster: processes make themselves known, tell of late waits, and are looked at from afar.
-
-What is told lies in the key-value store of Ray's own control service: a process that is stuck can still be told of, and
-nobody has to be up for it but Ray.
-"""
+"""The actor through which workers register their processes and send stalled calls to the controller, which inspects
+processes on all nodes. Exists while `watch_for_hangs` is active; without it, nothing is registered or reported."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
-from ray.experimental import internal_kv
+from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.hangs.detector import SAID_AGAIN_S, ProcessLocation, Reporter, StalledCall, Watchdog, format_pending
-from verl.cluster.hangs.pending_calls import (
-    DEFAULT_DEADLINES,
-    PENDING_CALLS,
-    CallTarget,
-    Deadline,
-    Progress,
-    track_call,
-)
-from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, look
+from verl.cluster.hangs.deadlines import DEFAULT_DEADLINES, Deadline
+from verl.cluster.hangs.detector import REPEAT_S, StalledCall, Watchdog, format_pending
+from verl.cluster.hangs.pending_calls import PENDING_CALLS, CallTarget, Progress, track_call
+from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, inspect_processes
+from verl.cluster.hangs.report import Locations, ProcessLocation, Reporter
 from verl.cluster.local import LocalActor
 
-__all__ = ["register_actor", "report_ended_stall", "report_stall", "report_wait_start", "watch_for_hangs"]
+__all__ = ["ClusterInspector", "register_actor", "report_failed_call", "report_restart", "watch_for_hangs"]
 
 CONTROLLER = "controller"
-_SPACE = b"verl"
-_LOOK_S, _ANSWER_S = 15.0, 20.0
-_numbers = count()
-_told: dict[tuple[str, CallTarget], float] = {}
-_who = CONTROLLER
+_INSPECT_S, _LOCATE_S, _REPLY_S = 15.0, 10.0, 20.0
+
+_registry: Any = None  # a handle of `Registry`
+_caller = CONTROLLER
+_reported: dict[tuple[str, CallTarget], float] = {}
 
 
-def register_actor(actor: Any, who: CallTarget) -> None:
-    """Have an actor make itself known before it does anything else, and watch over its own waits from then on."""
-    if not isinstance(actor, LocalActor):
-        actor.__ray_call__.remote(_introduced, who)
+class Registry:
+    """Knows where the processes of a run are, and passes stalled calls from workers to the controller."""
+
+    def __init__(self) -> None:
+        self._locations: dict[CallTarget, ProcessLocation] = {}
+        self._stalled: asyncio.Queue[tuple[int, StalledCall]] = asyncio.Queue()
+        self._replies: dict[int, asyncio.Future[str]] = {}
+        self._count = 0
+
+    async def register(self, target: CallTarget, location: ProcessLocation) -> None:
+        self._locations[target] = location
+
+    async def locate(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
+        return {target: self._locations[target] for target in targets if target in self._locations}
+
+    async def submit(self, stalled: StalledCall) -> str:
+        """Return the path of the report, once the controller has written it."""
+        self._count += 1
+        reply = self._replies[self._count] = asyncio.get_running_loop().create_future()
+        self._stalled.put_nowait((self._count, stalled))
+        return await reply
+
+    async def next_stalled(self) -> tuple[int, StalledCall]:
+        return await self._stalled.get()
+
+    async def reply(self, call_id: int, path: str) -> None:
+        self._replies.pop(call_id).set_result(path)
 
 
-def _introduced(_actor: Any, who: CallTarget) -> None:
-    global _who
-    _who = str(who)
-    _settle(who)
+def register_actor(actor: Any, target: CallTarget) -> None:
+    """Have an actor register its process before it does anything else, and watch its own calls from then on."""
+    if _registry is not None and not isinstance(actor, LocalActor):
+        actor.__ray_call__.remote(_register, target, _registry)
+
+
+def _register(_actor: Any, target: CallTarget, registry: Any) -> None:
+    global _registry, _caller
+    _registry, _caller = registry, str(target)
+    _register_process(target)
     if not PENDING_CALLS.is_watched:
-        Watchdog(PENDING_CALLS, _who, report_stall).start()
+        Watchdog(PENDING_CALLS, _caller, _send).start()
 
 
-def _settle(who: CallTarget) -> None:
+def _register_process(target: CallTarget) -> None:
     enable_stack_dumps()
-    context = ray.get_runtime_context()
-    place = {"pid": os.getpid(), "node": context.get_node_id(), "host": ray.util.get_node_ip_address()}
-    _put(f"process/{who}", place)
+    node = ray.get_runtime_context().get_node_id()
+    _registry.register.remote(target, ProcessLocation(os.getpid(), node, ray.util.get_node_ip_address()))
 
 
-def report_ended_stall(action: str, target: CallTarget, deadline: Deadline, evidence: str) -> None:
-    """Tell of a wait that is over and was dealt with where it was, of each kind now and then."""
-    if time.monotonic() - _told.get((action, target), float("-inf")) > SAID_AGAIN_S:
-        _told[action, target] = time.monotonic()
+def report_failed_call(action: str, target: CallTarget, deadline: Deadline, cause: str) -> None:
+    """Report a call that has timed out and was handled by its caller; the same kind only now and then."""
+    if time.monotonic() - _reported.get((action, target), float("-inf")) > REPEAT_S:
+        _reported[action, target] = time.monotonic()
         since = time.time() - deadline.seconds
-        report_stall(
-            StalledCall(_who, action, (target,), deadline.seconds, since, deadline, over=True, evidence=evidence)
-        )
+        _send(StalledCall(_caller, action, (target,), deadline.seconds, since, deadline, is_overdue=True, cause=cause))
 
 
-def report_wait_start(action: str, target: CallTarget, deadline: Deadline) -> None:
-    """Tell of a wait that begins now: nobody has expected it, for a process was lost."""
-    report_stall(StalledCall(_who, action, (target,), 0.0, time.time(), deadline, over=False))
+def report_restart(action: str, target: CallTarget, deadline: Deadline) -> None:
+    """Report at once, not after half of the deadline, that a lost process is being waited for."""
+    _send(StalledCall(_caller, action, (target,), 0.0, time.time(), deadline, is_overdue=False))
 
 
-def report_stall(late: StalledCall) -> str:
-    """From a worker to the controller; of what is over its deadline, the place of the report comes back."""
-    name = f"{ray.get_runtime_context().get_worker_id()}-{next(_numbers)}"
-    _put(f"late/{name}", late.to_json())
-    until = time.monotonic() + _ANSWER_S
-    while late.over and time.monotonic() < until:
-        if (found := _take(f"report/{name}")) is not None:
-            return str(found["path"])
-        time.sleep(0.2)
+def _send(stalled: StalledCall) -> str:
+    """Send a stalled call to the controller; return the path of the report on an overdue one."""
+    if _registry is None:
+        return ""
+    reply = _registry.submit.remote(stalled)
+    with contextlib.suppress(RayError):  # it took too long, or the registry is lost
+        return str(ray.get(reply, timeout=_REPLY_S)) if stalled.is_overdue else ""
     return ""
 
 
 @contextlib.contextmanager
 def watch_for_hangs(
-    folder: Path, say: Callable[[str], None], warn: Callable[[str], None], turn: Deadline = DEFAULT_DEADLINES.reply
+    folder: Path,
+    note: Callable[[str], None],
+    warn: Callable[[str], None],
+    loop_deadline: Deadline = DEFAULT_DEADLINES.reply,
 ) -> Iterator[None]:
-    """Inside of it, the controller's watchdog watches, and hears those of the workers. Reports go into `folder`.
+    """Report stalled calls of this process, the controller, and of all registered actors.
 
-    The event loop that it is entered on must turn once in `turn`, or it is blocked, which is told like any other wait.
+    Args:
+        folder: where reports of overdue calls are written.
+        note: prints that a call is slow.
+        warn: prints that a call is overdue.
+        loop_deadline: how long the running event loop may be blocked before that is reported, too.
     """
-    me, loop, beat = CallTarget(CONTROLLER), asyncio.get_running_loop(), Progress()
-    _settle(me)
+    global _registry
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    _registry = ray.remote(Registry).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
+    target, loop, progress = CallTarget(CONTROLLER), asyncio.get_running_loop(), Progress()
+    _register_process(target)
     reporter = Reporter(
-        folder, say, warn, ClusterInspector(), own_table=lambda: format_pending(CONTROLLER, PENDING_CALLS.active())
+        folder, note, warn, ClusterInspector(), lambda: format_pending(CONTROLLER, PENDING_CALLS.list_calls())
     )
+    receive = _receiver(_registry, reporter)
 
-    def hear() -> None:
-        loop.call_soon_threadsafe(lambda: setattr(beat, "at", PENDING_CALLS.clock()))
-        for key in internal_kv._internal_kv_list(_key("late/"), namespace=_SPACE):
-            name = key.decode().rpartition("/")[2]
-            if (found := _take(f"late/{name}")) is not None:
-                late = StalledCall.from_json(found)
-                path = reporter.report(late)
-                if late.over:
-                    _put(f"report/{name}", {"path": path})
+    def on_tick() -> None:
+        loop.call_soon_threadsafe(lambda: setattr(progress, "finished_at", PENDING_CALLS.clock()))
+        receive()
 
-    watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, hear)
+    watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, on_tick)
     watchdog.start()
     try:
-        with track_call("turn its event loop", target=me, deadline=turn, progress=beat):
+        with track_call("turn its event loop", target=target, deadline=loop_deadline, progress=progress):
             yield
     finally:
         watchdog.close()
+        if ray.is_initialized():
+            ray.kill(_registry)
+        _registry = None
+
+
+def _receiver(registry: Any, reporter: Reporter) -> Callable[[], None]:
+    """Return a function that reports what workers have sent. One request is always pending, instead of one per tick."""
+    request = registry.next_stalled.remote()
+
+    def receive() -> None:
+        nonlocal request
+        while ray.wait([request], timeout=0)[0]:
+            ready, request = request, registry.next_stalled.remote()
+            call_id, stalled = ray.get(ready)
+            registry.reply.remote(call_id, reporter.report(stalled))
+
+    return receive
 
 
 class ClusterInspector:
-    """The `ProcessInspector` of a run: inspects local processes directly, and others by a task on their node."""
+    """The `ProcessInspector` of a run: inspects processes of this node directly, and others by a task on their node."""
 
-    def places(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
-        found = {target: _get(f"process/{target}") for target in targets}
-        return {target: ProcessLocation(**place) for target, place in found.items() if place is not None}
+    def locate(self, targets: Sequence[CallTarget]) -> Locations:
+        with contextlib.suppress(RayError):
+            return ray.get(_registry.locate.remote(list(targets)), timeout=_LOCATE_S)
+        return {}
 
-    def look(self, places: Mapping[CallTarget, ProcessLocation]) -> dict[CallTarget, list[ProcessInfo]]:
-        """An owner whose node does not answer is not among them."""
+    def inspect(self, locations: Locations) -> dict[CallTarget, list[ProcessInfo]]:
+        """Inspect the processes; targets on nodes that do not respond are left out."""
         by_node: dict[str, dict[CallTarget, int]] = defaultdict(dict)
-        for target, place in places.items():
-            by_node[place.node][target] = place.pid
+        for target, location in locations.items():
+            by_node[location.node][target] = location.pid
         here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
-        tasks = {node: _look_from(node).remote(list(pids.values())) for node, pids in by_node.items()}
-        seen = dict(zip(here, look(list(here.values())), strict=True))
+        tasks = {node: _inspect_on(node, list(pids.values())) for node, pids in by_node.items()}
+        infos = dict(zip(here, inspect_processes(list(here.values())), strict=True))
         if tasks:
-            ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_LOOK_S)
+            ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_INSPECT_S)
         for node, task in tasks.items():
-            with contextlib.suppress(ray.exceptions.RayError):
-                seen |= dict(zip(by_node[node], ray.get(task, timeout=0), strict=True))
-        return seen
+            with contextlib.suppress(RayError):
+                infos |= dict(zip(by_node[node], ray.get(task, timeout=0), strict=True))
+        return infos
 
 
-def _look_from(node: str) -> Any:
-    """`look`, to be called on a node."""
-    place = NodeAffinitySchedulingStrategy(node, soft=False)
-    return ray.remote(look).options(num_cpus=0, max_retries=0, scheduling_strategy=place)
-
-
-def _key(name: str) -> bytes:
-    """Runs share a cluster: what belongs to one bears the number of its job."""
-    return f"{ray.get_runtime_context().get_job_id()}/{name}".encode()
-
-
-def _put(name: str, value: Mapping[str, Any]) -> None:
-    internal_kv._internal_kv_put(_key(name), json.dumps(value).encode(), namespace=_SPACE)
-
-
-def _get(name: str) -> dict[str, Any] | None:
-    found = internal_kv._internal_kv_get(_key(name), namespace=_SPACE)
-    return None if found is None else json.loads(found)
-
-
-def _take(name: str) -> dict[str, Any] | None:
-    found = _get(name)
-    if found is not None:
-        internal_kv._internal_kv_del(_key(name), namespace=_SPACE)
-    return found
+def _inspect_on(node: str, pids: list[int]) -> ray.ObjectRef:
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    task = ray.remote(inspect_processes).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+    return task.remote(pids)

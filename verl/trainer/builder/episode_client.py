@@ -11,7 +11,8 @@ from verl.rewards.result import truncate
 from verl.rollout.supervisor import EngineSupervisor
 from verl.trainer.worker_settings import algorithm_settings
 from verl.types import SampleHandle, SamplingParams
-from verl.workers.episodes import EpisodePool, GroupRequest
+from verl.workers.episode_pool import EpisodePool
+from verl.workers.episodes import GroupRequest
 
 __all__ = ["EpisodeClient"]
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
-from verl.cluster.hangs.pending_calls import MARGIN_S
+from verl.cluster.hangs import MARGIN_S
 from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
@@ -45,7 +45,7 @@ from verl.trainer.worker_settings import (
 )
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.sync import DeviceTransport, HostTransport, WeightSync
-from verl.workers.episodes import EpisodePool
+from verl.workers.episode_pool import EpisodePool
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup

@@ -1,0 +1,34 @@
+"""All uses of Ray's private modules: what Ray 2.60 has no public API for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ray._private import ray_constants
+from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
+from ray._private.utils import get_ray_address_file
+
+__all__ = ["allow_loopback", "get_address_file", "load_auth_token"]
+
+
+def get_address_file() -> Path:
+    """Return the file in which `ray start` stores the address of this machine's cluster.
+
+    `ray.init(address="auto")` reads it, too, but trusts it whoever its owner is.
+    """
+    return Path(get_ray_address_file(None))
+
+
+def load_auth_token() -> None:
+    """Load this user's cluster token, if there is one, as `ray start` does and `ray.init` does not."""
+    maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def allow_loopback() -> None:
+    """Make `ray.init(_node_ip_address="127.0.0.1")` listen on loopback.
+
+    Ray replaces it by the machine's address (`resolve_ip_for_localhost`), except where it supports no multi-node
+    clusters: on macOS and Windows. This constant says so of this process; the cluster's own get it by the environment
+    (`RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER`). Remove it when `ray.init` can listen on loopback.
+    """
+    ray_constants.ENABLE_RAY_CLUSTER = False
