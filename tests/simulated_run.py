@@ -455,10 +455,10 @@ class _World:
     async def _check_end(self, error: BaseException | None) -> None:
         """A run may end early by two errors, if there is reason for them."""
         text = str(error)
-        if isinstance(error, EngineError) and "no rollout engine is left" in text:
+        if isinstance(error, EngineError) and "All rollout engines failed" in text:
             self.check(self.outcome.given_up >= self.scenario.engines, f"it ended although engines are left: {text}")
             self.outcome.ended_early = "no engine left"
-        elif isinstance(error, EngineError) and "may be what ends them" in text:
+        elif isinstance(error, EngineError) and "may be what crashes them" in text:
             self.check(self.outcome.faults >= MAX_LOSSES, f"a request was given up after fewer losses: {text}")
             self.outcome.ended_early = "a request lost too many engines"
         else:

@@ -45,7 +45,7 @@ def main() -> None:
             tokens += sum(round(line["response_length/mean"] * line["plan/samples"]) for line in lines)
         message = asyncio.run(run_with_skipped_publish(settings(Path(directory, "tied"), steps)))
     print(f"with a publish skipped: {message}")
-    stopped = "does not hold version 1 of the weights" in message and "still answers as version 0" in message
+    stopped = "does not hold version 1 of the weights" in message and "still has version 0" in message
     figures = {f"largest_gap_{kind}": gap for kind, gap in gaps.items()}
     finish(
         "parity",

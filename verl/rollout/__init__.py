@@ -1,2 +1,2 @@
-"""Engines that generate, behind one small interface: vLLM, transformers (for debugging) and a fake; and the pool that
-spreads requests over them. Token ids in, token ids out. Imported by workers, agents, trainer and cli."""
+"""Engines that generate, behind one small interface: vLLM, transformers (for debugging) and a fake; the pool that
+balances requests over them, and the supervisor that restarts them. Token ids in, token ids out."""

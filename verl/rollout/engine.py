@@ -1,4 +1,4 @@
-"""The interface of a rollout engine: what the rest of verl needs from vLLM, SGLang, transformers or a fake."""
+"""The interface of a rollout engine: what verl needs from vLLM, SGLang, transformers or a fake."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import TYPE_CHECKING, Protocol
 
 from verl.types import Completion, SamplingParams
 
-if TYPE_CHECKING:  # parcels import torch, and many who speak of engines need none
+if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
     from verl.weights.bucket import WeightBucket
 
 __all__ = ["RolloutEngine"]
 
 
 class RolloutEngine(Protocol):
-    """A model that generates. Token ids in, token ids out; text never crosses this line."""
+    """A model that generates. Token ids in, token ids out; text never crosses this interface."""
 
     async def start(self) -> None:
-        """Bring the engine up; returns when it can generate. Its weights are unspecified until the first load."""
+        """Start the engine; returns when it can generate. Its weights are unspecified until the first load."""
         ...
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -25,14 +25,14 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
-        """Continue each; none begins before all are there, and nothing else runs beside them.
+        """Continue each; none begins before all have arrived, and nothing else runs at the same time.
 
         With a seed in every request, the same requests and weights give the same tokens and log-probs, to the bit.
         """
         ...
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it: what the probe compares."""
+        """Return log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it; for the probe."""
         ...
 
     async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
@@ -40,7 +40,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def version(self) -> int:
-        """The version of the weights in use; -1 before the first load."""
+        """Return the version of the weights in use; -1 before the first load."""
         ...
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""A rollout engine without a model, for contract tests and for trying the data plane at scale."""
+"""A rollout engine without a model, for contract tests and for load tests of the data plane."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ __all__ = ["FakeRolloutEngine"]
 
 
 class FakeRolloutEngine:
-    """Draws tokens uniformly from `vocabulary`; the log-probs say so. `seconds_per_token` makes it slow on purpose.
+    """Draws tokens uniformly from `vocabulary`, each taking `seconds_per_token`; greedy decoding repeats token 0.
 
-    Greedy decoding repeats token 0. Answers run to `max_tokens` unless a stop token is drawn.
+    Responses have `max_tokens` tokens unless a stop token is drawn.
     """
 
     def __init__(self, vocabulary: int = 64, *, seed: int = 0, seconds_per_token: float = 0.0) -> None:
@@ -36,7 +36,7 @@ class FakeRolloutEngine:
         else:
             drawn = random.integers(0, self.vocabulary, sampling.max_tokens)
         tokens: list[int] = drawn.tolist()
-        stops = [place for place, token in enumerate(tokens) if token in sampling.stop_token_ids]
+        stops = [index for index, token in enumerate(tokens) if token in sampling.stop_token_ids]
         if stops:
             tokens = tokens[: stops[0] + 1]
         await asyncio.sleep(self.seconds_per_token * len(tokens))

@@ -1,4 +1,4 @@
-"""transformers as a rollout engine: slow, simple, exactly repeatable; for debugging and to compare others with."""
+"""transformers as a rollout engine: slow, simple and deterministic; for debugging and as a reference."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["HfEngine"]
 
 
 class HfEngine:
-    """Answers one request at a time, so that an answer depends on its own prompt and seed and on nothing else."""
+    """Runs one request at a time, so that a response depends on its own prompt and seed only."""
 
     def __init__(
         self,
@@ -31,47 +31,47 @@ class HfEngine:
         trust: bool = False,
         load_format: str = "dummy",
     ) -> None:
-        """`load_format` as vLLM's: with "dummy" no weights are read, since they will be brought."""
+        """`load_format` is vLLM's: with "dummy" no weights are read, since they will be synced."""
         self._path, self._dtype, self._trust = model_path, getattr(torch, dtype), trust
         self._reads_weights = load_format != "dummy"
         self._device = torch.device(device)
-        self._turn = asyncio.Lock()
+        self._lock = asyncio.Lock()
         self._version = -1
 
     async def start(self) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
-        told: dict[str, Any] = {
+        options: dict[str, Any] = {
             "dtype": self._dtype,
             "attn_implementation": attention_for(config),
             "trust_remote_code": self._trust,
         }
         model: Any
         if self._reads_weights:
-            model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **told)
+            model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **options)
         else:
-            model = AutoModelForCausalLM.from_config(config, **told)
+            model = AutoModelForCausalLM.from_config(config, **options)
         self._model = model.to(self._device).eval()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        async with self._turn:
+        async with self._lock:
             return await asyncio.to_thread(self._generate, list(token_ids), sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [await self.generate(*request) for request in requests]
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
-        async with self._turn:
+        async with self._lock:
             tokens = torch.tensor(token_ids, device=self._device)
             with torch.no_grad():
                 logits = self._model(tokens[None]).logits[0, :-1].float()
             return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
 
     async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        async with self._turn:
-            weights = {name: w for p in buckets for name, w in unpack(p.slots, torch.from_numpy(p.data.copy()))}
-            own = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
-            if wrong := own ^ weights.keys():
-                missing, unexpected = sorted(wrong & own), sorted(wrong - own)
+        async with self._lock:
+            weights = {name: w for b in buckets for name, w in unpack(b.slots, torch.from_numpy(b.data.copy()))}
+            expected = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
+            if wrong := expected ^ weights.keys():
+                missing, unexpected = sorted(wrong & expected), sorted(wrong - expected)
                 raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
             load_hf(self._model, weights.items())
             self._version = version
@@ -106,7 +106,7 @@ class HfEngine:
 
 
 def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float]:
-    """One token and its log-prob in the distribution that it was drawn from."""
+    """Draw one token; returns it with its log-prob in the distribution that it was drawn from."""
     if sampling.temperature == 0:
         return int(logits.argmax()), 0.0
     logits = logits / sampling.temperature

@@ -1,4 +1,4 @@
-"""Several engines that look like one: each request goes to the one with the least to do, and again if that is lost."""
+"""Several equal engines behind one interface: requests go to the least loaded one, and are retried if it is lost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from random import randrange
 from typing import Generic, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rollout.supervisor import EngineState, within
+from verl.rollout.supervisor import EngineState, with_timeout
 from verl.types import Completion, SamplingParams
 
 __all__ = ["EnginePool", "PoisonRequestError", "PooledEngine", "Replica", "ReplicaHandle", "ReplicaPool", "Request"]
@@ -20,32 +20,32 @@ T = TypeVar("T")
 M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
-MAX_LOSSES = 5  # of engines that one request ran on; then it is probably the request that ends them
+MAX_LOSSES = 5  # of replicas that one request ran on; after that the request is the likely cause
 
 
 class ReplicaHandle(Protocol):
-    """One of a pool: it may be lost, and come back under the same handle."""
+    """A replica that may be lost and recover under the same handle."""
 
     async def is_ready(self) -> bool:
-        """Whether it could answer; `ProcessLostError` while it is down."""
+        """Return whether it accepts requests; `ProcessLostError` while it is down."""
         ...
 
 
 class PoisonRequestError(EngineError):
-    """A request was running on so many members when they were lost that it may be what ends them."""
+    """A request was running on so many replicas when they were lost that it may be what crashes them."""
 
 
 @dataclass(eq=False)
 class Replica(Generic[M]):
-    """One member as this pool sees it."""
+    """One replica as a pool sees it."""
 
     index: int
     handle: M
-    is_ready: bool = True  # or lost
-    reason: str = ""  # it was lost
+    is_ready: bool = True
+    reason: str = ""  # of its loss
     load: int = 0  # outstanding tokens
     has_batch: bool = False
-    returning: asyncio.Future[None] | None = None
+    recovery: asyncio.Future[None] | None = None
 
 
 class ReplicaPool(ABC, Generic[M]):
@@ -59,143 +59,140 @@ class ReplicaPool(ABC, Generic[M]):
     kind: str
 
     def __init__(
-        self, members: Sequence[M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
+        self, handles: Sequence[M], *, recovery_timeout_s: float, reply_timeout_s: float, poll_interval_s: float
     ) -> None:
-        self._replicas = [Replica(index, handle) for index, handle in enumerate(members)]
-        self._first = randrange(len(members))
-        self._recovery_timeout_s, self._reply_timeout_s, self._poll_interval_s = (
-            recovery_timeout_s,
-            reply_timeout_s,
-            poll_interval_s,
-        )
-        self._none_since = 0.0  # if none is there
-        self._news = asyncio.Event()  # one came back, or has done its batch
-        self.losses = 0  # of members
+        self._replicas = [Replica(index, handle) for index, handle in enumerate(handles)]
+        self._first = randrange(len(handles))
+        self._recovery_timeout_s, self._reply_timeout_s = recovery_timeout_s, reply_timeout_s
+        self._poll_interval_s = poll_interval_s
+        self._unavailable_since = 0.0
+        self._changed = asyncio.Event()  # a replica has recovered or finished its batch
+        self.losses = 0  # of replicas
         self.retries = 0  # of requests
 
     def close(self) -> None:
-        """Ask after none any more."""
+        """Stop waiting for replicas to recover."""
         for replica in self._replicas:
-            if replica.returning is not None:
-                replica.returning.cancel()
+            if replica.recovery is not None:
+                replica.recovery.cancel()
 
     @property
     def load(self) -> tuple[int, ...]:
-        """Outstanding tokens per member."""
+        """Outstanding tokens per replica."""
         return tuple(replica.load for replica in self._replicas)
 
     @abstractmethod
     async def _await_reply(self, replica: Replica[M], request: asyncio.Future[T]) -> T:
-        """What comes of a request; `ProcessLostError` also if that has to be taken for lost."""
+        """Return the reply to a request; `ProcessLostError` if it, or its replica, has to be considered lost."""
 
     @abstractmethod
     async def _recover(self, replica: Replica[M], hangs: bool) -> None:
-        """Returns when a member that was lost is there again. `hangs`: nobody knows whether its process is gone."""
+        """Return when a lost replica is available again. `hangs`: its process may still exist."""
 
     async def _request_with_retry(
         self,
-        ask: Callable[[M], Awaitable[T]],
-        work: int,
+        send: Callable[[M], Awaitable[T]],
+        tokens: int,
         losses: list[str],
-        most_losses: int,
+        max_losses: int,
         *,
-        own: int | None = None,
+        preferred: int | None = None,
         requests: int = 1,
     ) -> T:
-        """Ask one after the other until one answers. A batch (`own`: of that member) shares it with no other.
+        """Send to one replica after another until one replies. A batch (`preferred`: its replica) runs alone there.
 
-        Once a request has lost a member, it asks the next one whether it is there before it goes to it. So what counts
-        against the request is one that was there and was then lost; many may go at once, with their machine.
+        Once a request has lost a replica, the next one is asked whether it is ready first. So only replicas that were
+        up and then lost count against the request; many may go down at once with their machine.
         """
-        while len(losses) < most_losses:
-            replica = await self._free_seat(own)
-            with self._seated(replica, work, is_batch=own is not None):
-                if losses and not await self._is_there(replica):
+        while len(losses) < max_losses:
+            replica = await self._select(preferred)
+            with self._occupy(replica, tokens, is_batch=preferred is not None):
+                if losses and not await self._check_ready(replica):
                     continue
-                request = asyncio.ensure_future(ask(replica.handle))
+                request = asyncio.ensure_future(send(replica.handle))
                 try:
                     return await self._await_reply(replica, request)
                 except ProcessLostError as error:
-                    self._lose(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
-                    losses.append(self._told(replica, str(error)))
+                    self._set_lost(replica, str(error), hangs=isinstance(error, WorkerTimeoutError))
+                    losses.append(self._describe(replica, str(error)))
                     self.retries += requests
                 finally:
-                    request.cancel()  # of no effect on one that is done
+                    request.cancel()  # no effect once it is done
         raise PoisonRequestError("; ".join(losses))
 
-    async def _free_seat(self, own: int | None) -> Replica[M]:
+    async def _select(self, preferred: int | None) -> Replica[M]:
         clock = asyncio.get_running_loop().time
         while True:
             ready = [replica for replica in self._replicas if replica.is_ready]
-            if free := [replica for replica in ready if own is None or not replica.has_batch]:
-                return min(free, key=lambda replica: (replica.index != own, replica.load, self._distance(replica)))
-            recovery_timeout_s = (
-                self._recovery_timeout_s if ready else self._none_since + self._recovery_timeout_s - clock()
-            )
-            if recovery_timeout_s <= 0:
+            if free := [replica for replica in ready if preferred is None or not replica.has_batch]:
+                return min(free, key=lambda one: (one.index != preferred, one.load, self._distance(one)))
+            timeout_s = self._recovery_timeout_s
+            if not ready:
+                timeout_s += self._unavailable_since - clock()
+            if timeout_s <= 0:
                 raise EngineError(
-                    f"no {self.kind} came back within {self._recovery_timeout_s:.0f} s. How they were lost: "
-                    + "; ".join(self._told(replica, replica.reason) for replica in self._replicas)
+                    f"no {self.kind} recovered within {self._recovery_timeout_s:.0f} s. They were lost because: "
+                    + "; ".join(self._describe(replica, replica.reason) for replica in self._replicas)
                 )
             with suppress(asyncio.TimeoutError):
-                await within(self._news.wait(), recovery_timeout_s)
+                await with_timeout(self._changed.wait(), timeout_s)
 
     def _distance(self, replica: Replica[M]) -> int:
         return (replica.index - self._first) % len(self._replicas)
 
-    def _told(self, replica: Replica[M], reason: str) -> str:
+    def _describe(self, replica: Replica[M], reason: str) -> str:
         return f"{self.kind.split()[-1]} {replica.index}: {reason}"
 
     @contextmanager
-    def _seated(self, replica: Replica[M], work: int, *, is_batch: bool) -> Iterator[None]:
-        replica.load += work
+    def _occupy(self, replica: Replica[M], tokens: int, *, is_batch: bool) -> Iterator[None]:
+        replica.load += tokens
         replica.has_batch |= is_batch
         try:
             yield
         finally:
-            replica.load -= work
+            replica.load -= tokens
             if is_batch:
                 replica.has_batch = False
-                self._tell()
+                self._notify()
 
-    async def _is_there(self, replica: Replica[M]) -> bool:
+    async def _check_ready(self, replica: Replica[M]) -> bool:
         try:
-            is_ready = await within(replica.handle.is_ready(), self._reply_timeout_s)
+            is_ready = await with_timeout(replica.handle.is_ready(), self._reply_timeout_s)
             reason = "it is not ready"
         except (EngineError, asyncio.TimeoutError) as error:
             is_ready, reason = False, str(error)
         if not is_ready:
-            self._lose(replica, reason)
+            self._set_lost(replica, reason)
         return is_ready and replica.is_ready
 
-    def _lose(self, replica: Replica[M], reason: str, *, hangs: bool = False) -> None:
-        """It gets nothing more until it is back; what runs on it notices by itself, or is lucky."""
+    def _set_lost(self, replica: Replica[M], reason: str, *, hangs: bool = False) -> None:
+        """Send it nothing until it has recovered; requests running on it notice by themselves, or still finish."""
         if not replica.is_ready:
             return
         replica.is_ready, replica.reason = False, reason
         self.losses += 1
         if not any(replica.is_ready for replica in self._replicas):
-            self._none_since = asyncio.get_running_loop().time()
-        replica.returning = asyncio.ensure_future(self._return(replica, hangs))
+            self._unavailable_since = asyncio.get_running_loop().time()
+        replica.recovery = asyncio.ensure_future(self._recover_and_use(replica, hangs))
 
-    async def _return(self, replica: Replica[M], hangs: bool) -> None:
+    async def _recover_and_use(self, replica: Replica[M], hangs: bool) -> None:
         await self._recover(replica, hangs)
         replica.is_ready = True
-        self._tell()
+        self._notify()
 
-    def _tell(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
 
 class PooledEngine(ReplicaHandle, Protocol):
-    """A rollout engine as the pool needs it; it is ready when it holds weights that were proved."""
+    """A rollout engine as the pool sees it; it is ready when its weights have been verified."""
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion: ...
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]: ...
 
     async def disable(self, reason: str) -> None:
-        """Somebody waited for it in vain: it shall not be ready before it has been restarted."""
+        """Reject requests until the engine has been restarted: one of them has timed out."""
         ...
 
 
@@ -232,76 +229,78 @@ class EnginePool(ReplicaPool[PooledEngine]):
         self._last_finish = [float("-inf")] * len(engines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-        """One answer, of whichever engine gave it first: the caller hears of no engine that was lost on the way."""
-        work = len(token_ids) + sampling.max_tokens
-        return await self._blamed(lambda engine: engine.generate(token_ids, sampling), work, [token_ids])
+        """Return one response; engines that are lost meanwhile are invisible to the caller."""
+        tokens = len(token_ids) + sampling.max_tokens
+        return await self._request(lambda engine: engine.generate(token_ids, sampling), tokens, [token_ids])
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
-        """Request i by engine i modulo their number, each engine's in one call: nothing depends on the clock.
+        """Run request i on engine i modulo their count, each engine's in one call: nothing depends on timing.
 
-        Neither does it on losses: the whole batch of an engine that is lost runs again, unchanged and by itself, on one
-        that has nothing else to do.
+        Neither does it on losses: the batch of a lost engine runs again, unchanged and alone, on an idle one.
         """
         count = len(self._replicas)
-        batches = [asyncio.ensure_future(self._batch(requests[k::count], k)) for k in range(min(count, len(requests)))]
+        batches = [
+            asyncio.ensure_future(self._generate_batch(requests[k::count], k)) for k in range(min(count, len(requests)))
+        ]
         try:
-            answers = await asyncio.gather(*batches)
+            replies = await asyncio.gather(*batches)
         finally:
             for batch in batches:
                 batch.cancel()
-        return [answers[index % count][index // count] for index in range(len(requests))]
+        return [replies[index % count][index // count] for index in range(len(requests))]
 
     @property
     def states(self) -> tuple[EngineState, ...]:
         return tuple(EngineState.READY if replica.is_ready else EngineState.LOST for replica in self._replicas)
 
-    async def _batch(self, batch: Sequence[Request], own: int) -> list[Completion]:
-        work = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
+    async def _generate_batch(self, batch: Sequence[Request], preferred: int) -> list[Completion]:
+        tokens = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
         prompts = [token_ids for token_ids, _ in batch]
-        return await self._blamed(lambda engine: engine.generate_all(batch), work, prompts, own)
+        return await self._request(lambda engine: engine.generate_all(batch), tokens, prompts, preferred)
 
-    async def _blamed(
+    async def _request(
         self,
-        ask: Callable[[PooledEngine], Awaitable[T]],
-        work: int,
+        send: Callable[[PooledEngine], Awaitable[T]],
+        tokens: int,
         prompts: Sequence[Sequence[int]],
-        own: int | None = None,
+        preferred: int | None = None,
     ) -> T:
-        """The answer; or an error that names the request, if it is to blame."""
         try:
-            return await self._request_with_retry(ask, work, [], MAX_LOSSES, own=own, requests=len(prompts))
+            return await self._request_with_retry(
+                send, tokens, [], MAX_LOSSES, preferred=preferred, requests=len(prompts)
+            )
         except PoisonRequestError as losses:
-            what = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"
+            subject = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"
             raise EngineError(
-                f"{what} of {len(prompts[0])} tokens that begin with {list(prompts[0][:8])}, ran on {MAX_LOSSES} "
-                f"rollout engines that were then lost; it is not tried again: it may be what ends them. {losses}. "
-                "Leave that prompt out of data.train_files, or give the engines more memory "
+                f"{subject} of {len(prompts[0])} tokens that begin with {list(prompts[0][:8])}, ran on {MAX_LOSSES} "
+                f"rollout engines that were then lost; it is not retried: it may be what crashes them. {losses}. "
+                "Remove that prompt from data.train_files, or give the engines more memory "
                 "(actor_rollout_ref.rollout.gpu_memory_utilization, max_num_seqs)"
             ) from None
 
     async def _await_reply(self, replica: Replica[PooledEngine], request: asyncio.Future[T]) -> T:
-        """The answer; `ProcessLostError` also if the engine has finished nothing for too long."""
+        """Return the reply; `ProcessLostError` also if the engine has finished nothing for too long."""
         clock = asyncio.get_running_loop().time
         since = clock()
         while not request.done():
-            sign_of_life = max(since, self._last_finish[replica.index])
-            await asyncio.wait([request], timeout=max(0.0, sign_of_life + self._stall_timeout_s - clock()))
-            if not request.done() and sign_of_life == max(since, self._last_finish[replica.index]):
+            last_progress = max(since, self._last_finish[replica.index])
+            await asyncio.wait([request], timeout=max(0.0, last_progress + self._stall_timeout_s - clock()))
+            if not request.done() and last_progress == max(since, self._last_finish[replica.index]):
                 raise WorkerTimeoutError(
                     f"rollout engine {replica.index} has finished no request for {self._stall_timeout_s:.0f} s, with "
-                    f"{replica.load:,} tokens still to do: it hangs, or one answer takes longer than that"
+                    f"{replica.load:,} tokens outstanding: it hangs, or one response takes longer than that"
                 )
-        answer = request.result()
+        reply = request.result()
         self._last_finish[replica.index] = clock()
-        return answer
+        return reply
 
     async def _recover(self, replica: Replica[PooledEngine], hangs: bool) -> None:
-        if hangs:  # and may still tell its keeper that all is well
+        if hangs:  # its heartbeat may still be fine
             with suppress(EngineError, asyncio.TimeoutError):
-                await within(replica.handle.disable(replica.reason), self._reply_timeout_s)
+                await with_timeout(replica.handle.disable(replica.reason), self._reply_timeout_s)
         is_ready = False
         while not is_ready:
             await asyncio.sleep(self._poll_interval_s)
-            with suppress(Exception):  # the boundary of a process: whatever it is, it is not ready
-                is_ready = await within(replica.handle.is_ready(), self._reply_timeout_s)
+            with suppress(Exception):  # process boundary: whatever it is, it is not ready
+                is_ready = await with_timeout(replica.handle.is_ready(), self._reply_timeout_s)
         self._last_finish[replica.index] = asyncio.get_running_loop().time()

@@ -1,4 +1,4 @@
-"""Files in shared memory, for a child process that sees nothing else. They go with who made them, or soon after."""
+"""Files in shared memory, for a child process that cannot see the object store; removed even after a crash."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ PREFIX = "verl-weights-"
 
 @contextmanager
 def shared_folder() -> Iterator[Path]:
-    """A folder that is there for a while; its maker holds a lock on it, which ends with the process."""
-    with tempfile.TemporaryDirectory(dir=_place(), prefix=f"{PREFIX}{os.getpid()}-") as folder:
+    """Create a folder for the duration of the context; this process holds a lock on it as long as it lives."""
+    with tempfile.TemporaryDirectory(dir=_memory_dir(), prefix=f"{PREFIX}{os.getpid()}-") as folder:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -28,15 +28,15 @@ def shared_folder() -> Iterator[Path]:
 
 
 def remove_stale() -> None:
-    """Delete what killed processes of this user have left: a part of a model, in memory, until the next boot."""
-    for folder in _place().glob(f"{PREFIX}*"):
-        with suppress(OSError):  # somebody else sweeps too
+    """Delete folders that killed processes of this user have left: they would hold memory until the next boot."""
+    for folder in _memory_dir().glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another process removes it too
             if folder.lstat().st_uid == os.getuid() and not _is_used(folder):
                 shutil.rmtree(folder)
 
 
 def _is_used(folder: Path) -> bool:
-    """By a process that can be seen, or by one of another container, of which only the lock is seen here."""
+    """Return whether its process is visible, or, in another container, still holds the lock."""
     process = folder.name.removeprefix(PREFIX).partition("-")[0]
     if Path("/proc", process).exists():
         return True
@@ -50,6 +50,6 @@ def _is_used(folder: Path) -> bool:
     return False
 
 
-def _place() -> Path:
+def _memory_dir() -> Path:
     memory = Path("/dev/shm")
     return memory if memory.is_dir() else Path(tempfile.gettempdir())

@@ -162,7 +162,7 @@ async def test_when_none_comes_back_the_wait_ends_and_says_how_they_were_lost() 
     pool = EnginePool(engines, recovery_timeout_s=300)
     for engine in engines:
         engine.die()
-    with pytest.raises(EngineError, match=r"came back within 300 s.*engine 0: no process; engine 1: no process"):
+    with pytest.raises(EngineError, match=r"recovered within 300 s.*engine 0: no process; engine 1: no process"):
         await pool.generate([1], SHORT)
 
 

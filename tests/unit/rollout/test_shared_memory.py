@@ -19,7 +19,7 @@ NOBODY = 2**22 + 1  # no process has a larger number than 2**22
 
 @pytest.fixture(autouse=True)
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(shared, "_place", lambda: tmp_path)
+    monkeypatch.setattr(shared, "_memory_dir", lambda: tmp_path)
     return tmp_path
 
 

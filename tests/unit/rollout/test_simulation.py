@@ -49,7 +49,7 @@ async def _nothing(*_: Any, **__: Any) -> None:
 async def _by_who_is_ready(self: EnginePool, requests: Sequence[pool.Request]) -> list[Completion]:
     count = max(1, self.states.count(EngineState.READY))
     shares = [requests[place::count] for place in range(min(count, len(requests)))]
-    answers = await asyncio.gather(*(self._batch(share, place) for place, share in enumerate(shares)))
+    answers = await asyncio.gather(*(self._generate_batch(share, place) for place, share in enumerate(shares)))
     return [answers[number % count][number // count] for number in range(len(requests))]
 
 
@@ -103,11 +103,23 @@ TRIES = 300
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
     "a pool that does not run again": (pool, "MAX_LOSSES", 1, "fewer losses", 0),
     "a pool that mixes up answers": (EnginePool, "generate", _the_last_one, "answer to another", 0),
-    "a pool that takes nobody back": (EnginePool, "_return", _nothing, "came back|does not see", 0),
+    "a pool that takes nobody back": (
+        EnginePool,
+        "_recover_and_use",
+        _nothing,
+        "recovered|does not see",
+        0,
+    ),
     "a pool that cuts batches by who is ready": (EnginePool, "generate_all", _by_who_is_ready, "without faults", 10),
     "a hang that is not reported": (SimulatedEngine, "disable", _nothing, "fewer losses", 226),
     "a supervisor that does not hear of losses": (EngineSupervisor, "mark_lost", lambda *_: None, "the run ended", 0),
-    "a supervisor that does not ask": (EngineSupervisor, "_beats", _never, "came back|does not see", 0),
+    "a supervisor that does not ask": (
+        EngineSupervisor,
+        "_send_heartbeats",
+        _never,
+        "recovered|does not see",
+        0,
+    ),
     "a supervisor that does not wait for the end of the lost": (
         EngineSupervisor,
         "wait_for_stale_exit",
@@ -117,7 +129,7 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
     ),
     "a weight sync that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
     "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "changed while", 1),
-    "a weight sync that hears those who were replaced": (WeightSync, "_outcomes", _of_all, "did not reach", 35),
+    "a weight sync that hears those who were replaced": (WeightSync, "_drop_lost", _of_all, "did not reach", 35),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
     "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),

@@ -1,4 +1,4 @@
-"""An engine that is lost is ended, started, brought to the current weights, probed and opened; or given up, loudly."""
+"""An engine that is lost is ended, started, synced, probed and enabled; or given up, with an error."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -8,7 +8,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, within
+from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, with_timeout
 from verl.weights.probe import Probe
 from verl.weights.sync import HostTransport, WeightSync
 
@@ -38,7 +38,7 @@ class Model:
 
 
 class Engine:
-    """A second to end, ten to start and two to load; dies and hangs as it is told."""
+    """A second to end, ten to start and two to load; dies and hangs on demand."""
 
     def __init__(self) -> None:
         self.failing_starts = 0
@@ -97,25 +97,25 @@ class Engine:
             raise ProcessLostError("the process has died")
 
 
-class Membership:
-    """A model, engines, their keeper and the publisher, at version 0."""
+class Scene:
+    """A model, engines, their supervisor and the weight sync, at version 0."""
 
     def __init__(self, count: int, **settings: Any) -> None:
         self.events: list[EngineEvent] = []
         self.model, self.engines = Model(), [Engine() for _ in range(count)]
         self.supervisor = EngineSupervisor(self.engines, self.events.append, **settings)
-        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
+        self.weights = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
 
     async def start(self) -> None:
-        self.supervisor.start(self.publisher.sync_one)
-        await self.publisher.sync(0)
+        self.supervisor.start(self.weights.sync_one)
+        await self.weights.sync(0)
         self.events.clear()
 
     async def step(self, version: int) -> None:
-        async with self.publisher.updating():
+        async with self.weights.updating():
             await asyncio.sleep(5)
             self.model.weight = float(version)
-        await self.publisher.sync(version)
+        await self.weights.sync(version)
 
     def moves_of(self, number: int) -> list[str]:
         return [event.state.value for event in self.events if event.index == number]
@@ -124,201 +124,196 @@ class Membership:
         return [state.value for state in self.supervisor.states]
 
 
-def scene(
-    count: int, **settings: Any
-) -> Callable[[Callable[[Membership], Coroutine[Any, Any, None]]], Callable[[], None]]:
-    def decorate(test: Callable[[Membership], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+def scene(count: int, **settings: Any) -> Callable[[Callable[[Scene], Coroutine[Any, Any, None]]], Callable[[], None]]:
+    def decorate(test: Callable[[Scene], Coroutine[Any, Any, None]]) -> Callable[[], None]:
         async def play() -> None:
-            membership = Membership(count, **settings)
-            await membership.start()
-            await test(membership)
-            await membership.supervisor.close()
+            run = Scene(count, **settings)
+            await run.start()
+            await test(run)
+            await run.supervisor.close()
 
-        def run() -> None:
+        def play_in_simulated_time() -> None:
             simulate(play())
 
-        run.__name__ = test.__name__
-        return run
+        play_in_simulated_time.__name__ = test.__name__
+        return play_in_simulated_time
 
     return decorate
 
 
 @scene(2)
-async def test_the_first_publish_opens_the_engines(membership: Membership) -> None:
-    assert membership.states() == ["ready", "ready"]
-    assert all(engine.is_open for engine in membership.engines)
+async def test_the_first_sync_enables_the_engines(run: Scene) -> None:
+    assert run.states() == ["ready", "ready"]
+    assert all(engine.is_open for engine in run.engines)
 
 
 @scene(2)
-async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_weights(membership: Membership) -> None:
-    await membership.step(1)
-    membership.engines[0].is_up = False
+async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_weights(run: Scene) -> None:
+    await run.step(1)
+    run.engines[0].is_up = False
     await asyncio.sleep(60)
-    assert membership.moves_of(0) == NAMES
-    assert membership.moves_of(1) == []
-    assert (membership.engines[0].weight, membership.engines[0].held, membership.engines[0].is_open) == (1.0, 1, True)
-    assert membership.events[0].reason == "the process has died"
-    assert membership.events[-1].seconds == pytest.approx(13)  # end, start, load
-    await membership.step(2)
-    assert [engine.held for engine in membership.engines] == [2, 2]
+    assert run.moves_of(0) == NAMES
+    assert run.moves_of(1) == []
+    assert (run.engines[0].weight, run.engines[0].held, run.engines[0].is_open) == (1.0, 1, True)
+    assert run.events[0].reason == "the process has died"
+    assert run.events[-1].seconds == pytest.approx(13)  # end, start, load
+    await run.step(2)
+    assert [engine.held for engine in run.engines] == [2, 2]
 
 
 @scene(2, reply_timeout_s=20)
-async def test_one_that_does_not_answer_is_lost_also_in_the_middle_of_a_publish(membership: Membership) -> None:
-    membership.engines[1].hangs = True
-    await membership.step(1)
-    assert membership.events[0].reason == "no answer within 20 s"
-    assert membership.engines[0].held == 1
-    assert membership.states()[0] == "ready"
+async def test_one_that_does_not_answer_is_lost_also_in_the_middle_of_a_sync(run: Scene) -> None:
+    run.engines[1].hangs = True
+    await run.step(1)
+    assert run.events[0].reason == "no reply within 20 s"
+    assert run.engines[0].held == 1
+    assert run.states()[0] == "ready"
     await asyncio.sleep(60)
-    assert membership.moves_of(1) == NAMES
-    assert membership.engines[1].held == 1
+    assert run.moves_of(1) == NAMES
+    assert run.engines[1].held == 1
 
 
 @scene(1)
-async def test_one_that_was_replaced_or_shut_is_lost(membership: Membership) -> None:
-    membership.engines[0]._begin()
+async def test_one_that_was_replaced_or_disabled_is_lost(run: Scene) -> None:
+    run.engines[0]._begin()
     await asyncio.sleep(60)
-    assert membership.moves_of(0) == NAMES
-    assert "replaced" in membership.events[0].reason
+    assert run.moves_of(0) == NAMES
+    assert "replaced" in run.events[0].reason
 
 
 @scene(2)
-async def test_a_publish_goes_on_without_one_that_dies_in_it_and_ends_only_when_that_answers_nobody(
-    membership: Membership,
+async def test_a_sync_continues_without_one_that_dies_in_it_and_ends_only_when_that_answers_nobody(
+    run: Scene,
 ) -> None:
-    membership.engines[0].dies_in_load = True
-    await membership.step(1)
-    assert not membership.engines[0].is_up
-    assert membership.states() == ["restarting", "ready"]
-    await membership.step(2)  # 5 s of update, in which it waits to join
+    run.engines[0].dies_in_load = True
+    await run.step(1)
+    assert not run.engines[0].is_up
+    assert run.states() == ["restarting", "ready"]
+    await run.step(2)  # 5 s of update, in which it waits to join
     await asyncio.sleep(30)
-    assert membership.states() == ["ready", "ready"]
-    assert [engine.held for engine in membership.engines] == [2, 2]
+    assert run.states() == ["ready", "ready"]
+    assert [engine.held for engine in run.engines] == [2, 2]
 
 
 @scene(1)
-async def test_a_publish_to_nobody_is_caught_up_by_who_comes_back(membership: Membership) -> None:
-    membership.engines[0].is_up = False
+async def test_a_sync_without_engines_is_caught_up_by_one_that_recovers(run: Scene) -> None:
+    run.engines[0].is_up = False
     await asyncio.sleep(11)
-    await membership.step(1)
-    assert membership.states() == ["restarting"]
-    assert membership.model.packed == 1  # for version 0: nobody was there to send the next one to
+    await run.step(1)
+    assert run.states() == ["restarting"]
+    assert run.model.packed == 1  # for version 0: nobody was there to send the next one to
     await asyncio.sleep(30)
-    assert (membership.states(), membership.engines[0].weight) == (["ready"], 1.0)
+    assert (run.states(), run.engines[0].weight) == (["ready"], 1.0)
 
 
 @scene(1)
-async def test_nobody_joins_while_the_trained_weights_are_not_those_of_the_last_publish(membership: Membership) -> None:
-    async with membership.publisher.updating():
-        membership.engines[0].is_up = False
-        membership.model.weight = 7.0
+async def test_no_engine_is_synced_while_the_trained_weights_are_not_those_of_the_last_sync(run: Scene) -> None:
+    async with run.weights.updating():
+        run.engines[0].is_up = False
+        run.model.weight = 7.0
         await asyncio.sleep(100)
-        assert membership.states() == ["syncing"]
+        assert run.states() == ["syncing"]
     await asyncio.sleep(100)
-    assert membership.states() == ["syncing"]
-    await membership.publisher.sync(1)
+    assert run.states() == ["syncing"]
+    await run.weights.sync(1)
     await asyncio.sleep(10)
-    assert (membership.states(), membership.engines[0].held, membership.engines[0].weight) == (["ready"], 1, 7.0)
+    assert (run.states(), run.engines[0].held, run.engines[0].weight) == (["ready"], 1, 7.0)
 
 
 @scene(2, start_timeout_s=900.0)
-async def test_an_end_may_take_as_long_as_a_start_and_no_longer(membership: Membership) -> None:
-    engine = membership.engines[0]
+async def test_an_end_may_take_as_long_as_a_start_and_no_longer(run: Scene) -> None:
+    engine = run.engines[0]
     engine.is_up, engine.end_s = False, 890.0
     await asyncio.sleep(1000)
-    assert membership.moves_of(0) == NAMES
-    membership.events.clear()
+    assert run.moves_of(0) == NAMES
+    run.events.clear()
     engine.is_up, engine.end_s = False, 910.0
     await asyncio.sleep(1000)
     engine.end_s = 1.0
-    assert membership.moves_of(0)[:3] == ["lost", "restarting", "lost"]
-    assert "no answer within 900 s" in membership.events[2].reason
+    assert run.moves_of(0)[:3] == ["lost", "restarting", "lost"]
+    assert "no reply within 900 s" in run.events[2].reason
 
 
 @scene(2)
-async def test_failing_starts_are_tried_again_later_and_later(membership: Membership) -> None:
-    membership.engines[0].is_up, membership.engines[0].failing_starts = False, 3
+async def test_failing_starts_are_tried_again_later_and_later(run: Scene) -> None:
+    run.engines[0].is_up, run.engines[0].failing_starts = False, 3
     await asyncio.sleep(120)
-    assert membership.moves_of(0) == ["lost", "restarting"] * 4 + NAMES[2:]
-    assert membership.events[-1].seconds == pytest.approx(4 * 11 + 1 + 2 + 4 + 2)
+    assert run.moves_of(0) == ["lost", "restarting"] * 4 + NAMES[2:]
+    assert run.events[-1].seconds == pytest.approx(4 * 11 + 1 + 2 + 4 + 2)
 
 
 @scene(2, max_restarts=2)
-async def test_wrong_weights_are_never_opened_and_given_up(membership: Membership) -> None:
-    await membership.step(1)
-    membership.engines[0].is_up, membership.engines[0].loads_nothing = False, True
+async def test_wrong_weights_are_never_enabled_and_given_up(run: Scene) -> None:
+    await run.step(1)
+    run.engines[0].is_up, run.engines[0].loads_nothing = False, True
     await asyncio.sleep(300)
-    assert membership.states() == ["given up", "ready"]
-    assert not membership.engines[0].is_open
-    assert (
-        "2 restarts in a row failed, the last one: rollout engine 0 does not hold version 1"
-        in membership.events[-1].reason
-    )
-    await membership.step(2)
-    assert membership.engines[1].held == 2
+    assert run.states() == ["given up", "ready"]
+    assert not run.engines[0].is_open
+    assert "2 restarts in a row failed, the last one: rollout engine 0 does not hold version 1" in run.events[-1].reason
+    await run.step(2)
+    assert run.engines[1].held == 2
 
 
 @scene(1, max_restarts=2)
-async def test_with_none_left_every_wait_ends_and_says_why(membership: Membership) -> None:
-    membership.engines[0].is_up, membership.engines[0].failing_starts = False, 9
-    with pytest.raises(EngineError, match=r"no rollout engine is left.*2 times.*engine 0: out of memory"):
-        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
+async def test_with_none_left_every_wait_ends_and_says_why(run: Scene) -> None:
+    run.engines[0].is_up, run.engines[0].failing_starts = False, 9
+    with pytest.raises(EngineError, match=r"All rollout engines failed after 2 restarts.*engine 0: out of memory"):
+        await run.supervisor.run_while_available(asyncio.sleep(10_000))
     assert asyncio.get_running_loop().time() < 100
-    with pytest.raises(EngineError, match="no rollout engine is left"):
-        await membership.publisher.sync(1)
+    with pytest.raises(EngineError, match="All rollout engines failed"):
+        await run.weights.sync(1)
 
 
 @scene(1)
-async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(membership: Membership) -> None:
-    membership.model.is_gone = True
-    membership.engines[0].is_up = False
+async def test_a_train_worker_that_is_gone_is_the_runs_loss_and_ends_every_wait(run: Scene) -> None:
+    run.model.is_gone = True
+    run.engines[0].is_up = False
     with pytest.raises(ProcessLostError, match="train worker 1"):
-        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
-    assert membership.states() == ["syncing"]
+        await run.supervisor.run_while_available(asyncio.sleep(10_000))
+    assert run.states() == ["syncing"]
 
 
 @scene(1)
-async def test_a_guarded_wait_gives_what_it_waited_for_or_its_error(membership: Membership) -> None:
-    assert await membership.supervisor.run_while_available(asyncio.sleep(1, "done")) == "done"
+async def test_a_guarded_wait_gives_what_it_waited_for_or_its_error(run: Scene) -> None:
+    assert await run.supervisor.run_while_available(asyncio.sleep(1, "done")) == "done"
     with pytest.raises(EngineError, match="another matter"):
-        await membership.supervisor.run_while_available(_raise(EngineError("another matter")))
+        await run.supervisor.run_while_available(_raise(EngineError("another matter")))
 
 
 @scene(1)
-async def test_a_keeper_that_fails_itself_ends_the_run(membership: Membership) -> None:
+async def test_a_supervisor_that_fails_itself_ends_the_run(run: Scene) -> None:
     def fail(event: EngineEvent) -> None:
         raise OSError("the console is gone")
 
-    membership.supervisor._report = fail
-    membership.engines[0].is_up = False
+    run.supervisor._report = fail
+    run.engines[0].is_up = False
     with pytest.raises(OSError, match="the console is gone"):
-        await membership.supervisor.run_while_available(asyncio.sleep(10_000))
+        await run.supervisor.run_while_available(asyncio.sleep(10_000))
 
 
 @scene(1, reply_timeout_s=20)
-async def test_one_that_hangs_while_it_joins_is_ended_and_does_not_hold_the_run(membership: Membership) -> None:
-    membership.engines[0].is_up = False
-    while membership.states() != ["syncing"]:
+async def test_one_that_hangs_while_it_is_synced_is_ended_and_does_not_hold_the_run(run: Scene) -> None:
+    run.engines[0].is_up = False
+    while run.states() != ["syncing"]:
         await asyncio.sleep(0.1)
-    membership.engines[0].hangs = True
-    await membership.step(1)
+    run.engines[0].hangs = True
+    await run.step(1)
     assert asyncio.get_running_loop().time() < 70
     await asyncio.sleep(60)
-    assert (membership.states(), membership.engines[0].held) == (["ready"], 1)
+    assert (run.states(), run.engines[0].held) == (["ready"], 1)
 
 
 @scene(1)
-async def test_a_move_that_makes_no_sense_is_refused(membership: Membership) -> None:
+async def test_a_move_that_makes_no_sense_is_refused(run: Scene) -> None:
     with pytest.raises(RuntimeError, match="cannot go from ready to probing"):
-        membership.supervisor.mark_synced(0)
+        run.supervisor.mark_synced(0)
 
 
 @scene(1)
-async def test_a_beat_that_is_cancelled_as_its_answer_comes_is_cancelled(membership: Membership) -> None:
+async def test_a_beat_that_is_cancelled_as_its_answer_comes_is_cancelled(run: Scene) -> None:
     async def ask_for_ever() -> None:
         while True:
-            await within(asyncio.sleep(0), 10)
+            await with_timeout(asyncio.sleep(0), 10)
 
     for turns in range(6):
         asking = asyncio.ensure_future(ask_for_ever())

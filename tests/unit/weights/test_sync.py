@@ -63,7 +63,7 @@ async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause
     publisher = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
     await publisher.sync(0)
     model.weight = 0.5
-    with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still answers as version 0"):
+    with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still has version 0"):
         await publisher.sync(1)
 
 
@@ -75,7 +75,7 @@ async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
     with pytest.raises(WeightSyncError, match="lost, renamed, cast or not repacked"):
-        compare(PROBE, [[0.0]], {0: [[9.0]]}, version=2, before=[[0.1]])
+        compare(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
 
 
 def test_rounding_within_the_tolerance_passes_and_is_reported() -> None:
@@ -154,7 +154,7 @@ async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(coun
     model = Sending()
     publisher = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
     await publisher.sync(0)
-    with pytest.raises(TrainerLostError, match=r"rollout engine 0 was lost and is back.*weight_transport=host"):
+    with pytest.raises(TrainerLostError, match=r"rollout engine 0 was restarted.*weight_transport=host"):
         await publisher.sync_one(0)
     assert model.sent == [(count, 0)]
 

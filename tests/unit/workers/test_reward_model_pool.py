@@ -144,7 +144,7 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
     for failed in (*await scored(pool, [[1], [2], [3]]), await pool.score([4])):
         assert isinstance(failed, ScoringFailure)
         assert failed.kind == "died"
-        assert "no reward model came back within 1260 s" in failed.message
+        assert "no reward model recovered within 1260 s" in failed.message
         assert "its process has died; and it did not start again: no memory left on the device" in failed.message
         assert "micro_batch_size_per_gpu" in failed.fix
     assert asyncio.get_running_loop().time() == pytest.approx(1260)

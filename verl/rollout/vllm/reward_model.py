@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,10 @@ from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
 from transformers.utils import cached_file
 
-from verl.errors import ConfigError, EngineError
+from verl.errors import ConfigError
 from verl.rewards.models.hf import read_config
 from verl.rewards.models.interface import SETTING, check_tokens
-from verl.rollout.vllm.engine import VllmSettings, environment, map_engine_errors, stderr_tail
+from verl.rollout.vllm.engine import VllmSettings, map_engine_errors, start_vllm
 
 __all__ = ["VllmRewardModel"]
 
@@ -26,10 +25,10 @@ _SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 
 
 class VllmRewardModel:
-    """A `RewardModel` on vLLM. One event loop owns it; it starts vLLM's own worker processes and ends them.
+    """A `RewardModel` on vLLM. One event loop owns it; it starts and ends vLLM's worker processes.
 
-    vLLM reads the score at the last token, transformers at the last one that has not the id that pads. So tokens of
-    that id are cut off at the end: where the end token pads, the two would differ in every finished answer.
+    vLLM reads the score at the last token, transformers at the last one that is not padding. So trailing padding
+    tokens are removed: where the end token is also the padding, every finished response would differ.
     """
 
     def __init__(self, settings: VllmSettings) -> None:
@@ -44,28 +43,21 @@ class VllmRewardModel:
             raise ConfigError(
                 [
                     f"{SETTING}.rollout.name: vllm runs reward models that read their score at the last token, and "
-                    f"{', '.join(config.architectures or ['this one'])} is none of them; set {SETTING}.rollout.name=hf"
+                    f"{', '.join(config.architectures or ['this one'])} is not one; set {SETTING}.rollout.name=hf"
                 ]
             )
-        if not any(name.endswith("score.weight") for name in _weights(settings.model_path)):
-            # vLLM starts all the same, and scores by whatever lay in the memory of the head
+        if not any(name.endswith("score.weight") for name in _weight_names(settings.model_path)):
+            # vLLM would start nevertheless, and score with an uninitialized head
             raise ConfigError(
                 [
-                    f"{SETTING}.model_path={settings.model_path}: lacks the weights score.weight in safetensors: vLLM "
-                    "finds no trained head; name a model that was saved as AutoModelForSequenceClassification, or set "
+                    f"{SETTING}.model_path={settings.model_path}: has no weights score.weight in safetensors, so vLLM "
+                    "has no trained head; use a model saved as AutoModelForSequenceClassification, or set "
                     f"{SETTING}.rollout.name=hf"
                 ]
             )
         text = config.get_text_config()
         self._padding, self._vocabulary = text.pad_token_id, text.vocab_size
-        os.environ.update(environment(settings))
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        try:
-            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**_engine_arguments(settings)))
-        except Exception as error:  # the cause stands on the standard error of vLLM's own process, which is also ours
-            raise EngineError(f"vLLM did not start with the reward model: {error}\n{stderr_tail()}") from error
+        self._llm = start_vllm(settings, {"runner": "pooling"})
         self._limit = self._llm.model_config.max_model_len
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:
@@ -78,7 +70,7 @@ class VllmRewardModel:
     async def close(self) -> None:
         if hasattr(self, "_llm"):
             self._llm.shutdown()
-            del self._llm  # now: at the interpreter's end its finaliser would find half of its modules gone
+            del self._llm  # now: at interpreter exit its finalizer would find modules gone
 
     async def _score(self, token_ids: Sequence[int]) -> float:
         from vllm import PoolingParams
@@ -95,33 +87,12 @@ class VllmRewardModel:
         return float(final.outputs.data[0])
 
 
-def _weights(path: str) -> set[str]:
-    """The names of the weights of a model, of which only the headers are read."""
-    found = [cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _SAFETENSORS]
-    index, whole = found
+def _weight_names(path: str) -> set[str]:
+    """Return the names of the weights of a model; only headers are read."""
+    index, whole = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _SAFETENSORS)
     if index is not None:
         return set(json.loads(Path(index).read_text())["weight_map"])
     if whole is None:
         return set()
     with safe_open(whole, "pt") as file:
         return set(file.keys())
-
-
-def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    from verl.rollout.vllm.transfer import EXTENSION
-
-    arguments: dict[str, Any] = {
-        "worker_extension_cls": EXTENSION,
-        "model": settings.model_path,
-        "runner": "pooling",
-        "dtype": settings.dtype,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enforce_eager": settings.enforce_eager,
-        "trust_remote_code": settings.trust_remote_code,
-        "skip_tokenizer_init": True,
-        "disable_log_stats": True,
-    }
-    if settings.device != "cpu":
-        arguments["gpu_memory_utilization"] = settings.memory_fraction
-    return arguments | settings.kwargs

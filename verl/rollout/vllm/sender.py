@@ -1,7 +1,6 @@
-"""The sending end of vLLM's device transports, on the train workers. Not run on machines without GPUs.
+"""The sending end of vLLM's device transports, on the train workers. Not tested on machines without GPUs.
 
-vLLM ships both ends of its "nccl" and "ipc" backends; all that is ours is to hand it the weights and a way to reach the
-engines.
+vLLM implements both ends of its "nccl" and "ipc" backends; this gives it the weights and a client of the engines.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ class _Engine(Protocol):
 
 
 class _Source(WeightSource):
-    """The train engine's weights in the form that vLLM's trainer-side engines ask for."""
+    """The train engine's weights in the form that vLLM's trainer-side engines expect."""
 
     def __init__(self, engine: _Engine, dtype: torch.dtype) -> None:
         self._engine, self._dtype = engine, dtype
@@ -47,18 +46,18 @@ class EngineClient(Protocol):
 
 
 class _Control:
-    """vLLM's control-plane protocol on top of an `EngineClient`; names the version when an update ends."""
+    """vLLM's control-plane protocol on an `EngineClient`; sets the version when an update ends."""
 
     def __init__(self, client: EngineClient) -> None:
         self._client = client
         self.version = -1
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        def own(engine: int) -> tuple[Any, ...]:
+        def arguments(engine: int) -> tuple[Any, ...]:
             shifted = {"rank_offset": init_info["rank_offset"] + engine} if "rank_offset" in init_info else {}
             return (WeightTransferInitRequest(init_info=init_info | shifted),)
 
-        self._client("init_weight_transfer_engine", own)
+        self._client("init_weight_transfer_engine", arguments)
 
     def start_weight_update(self) -> None:
         self._client("start_weight_update", lambda engine: ())
@@ -71,7 +70,7 @@ class _Control:
 
 
 class VllmSender:
-    """One per train rank; rank 0 sends, the others take part in gathering the shards."""
+    """One per train rank: rank 0 sends, the others take part in gathering the shards."""
 
     def __init__(
         self,

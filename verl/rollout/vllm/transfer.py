@@ -1,7 +1,6 @@
-"""What we bring into vLLM's worker processes: the receiving end of the host-memory transport, and their end.
+"""Runs inside vLLM's worker processes: the receiving end of the host-memory transport, and their exit.
 
-vLLM lets a weight-transfer engine be registered by name. Naming this module in `worker_extension_cls` makes vLLM import
-it in each worker process, which is all that the registration needs.
+vLLM imports the module named in `worker_extension_cls` in each worker process; the import registers the transport.
 """
 
 from __future__ import annotations
@@ -33,17 +32,17 @@ EXTENSION = "verl.rollout.vllm.transfer.WorkerExtension"
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker. Empty: importing this module is what registers the engine below."""
+    """Mixed into vLLM's worker; empty, since importing this module is what matters."""
 
 
 @dataclass
 class HostInitInfo(WeightTransferInitInfo):
-    """Nothing to agree on beforehand: each parcel describes itself."""
+    """Empty: each bucket describes itself."""
 
 
 @dataclass
 class HostUpdateInfo(WeightTransferUpdateInfo):
-    """A parcel in shared memory: the file that holds its bytes, and its slots as plain tuples."""
+    """A bucket in shared memory: the file that holds its bytes, and its slots as plain tuples."""
 
     path: str
     size: int
@@ -51,7 +50,7 @@ class HostUpdateInfo(WeightTransferUpdateInfo):
 
 
 class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
-    """Maps parcels that the rollout actor laid into shared memory and loads them as a checkpoint would be."""
+    """Maps buckets that the rollout actor wrote to shared memory and loads them like a checkpoint."""
 
     init_info_cls = HostInitInfo
     update_info_cls = HostUpdateInfo
@@ -63,7 +62,7 @@ class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        # The base class ends with torch.accelerator.synchronize(), which has no meaning for host memory.
+        # The base class calls torch.accelerator.synchronize(), which has no meaning for host memory.
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: HostUpdateInfo) -> None:
@@ -94,10 +93,10 @@ def refresh_packed_embeddings(model: torch.nn.Module) -> None:
 
 
 def repack_experts(model: torch.nn.Module) -> None:
-    """Bring the experts of a mixture into the layout that their kernel reads.
+    """Repack the experts of a mixture for their kernel.
 
-    vLLM 0.32, CPU: they are packed when the kernel is made, and a layerwise reload copies new ones over them as they
-    come; log-probs are silently wrong. Remove this when a reload of a mixture passes the probe without it.
+    vLLM 0.32, CPU: they are packed when the kernel is created, and a layerwise reload overwrites them unpacked;
+    log-probs are silently wrong. Remove this when a reload of a mixture passes the probe without it.
     """
     for module in model.modules():
         kernel = getattr(getattr(module, "quant_method", None), "moe_kernel", None)
@@ -106,11 +105,11 @@ def repack_experts(model: torch.nn.Module) -> None:
             experts.process_weights_after_loading(module)
 
 
-def end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended.
+def exit_with_parent() -> None:
+    """Kill this process when its parent dies.
 
-    vLLM's processes wait for ever for one that was killed, and keep their memory. Ray ends what a dead actor has
-    started, unless it is killed together with it. A process that nobody started as a child is left alone.
+    vLLM's processes would wait forever for a killed parent and keep their memory; Ray kills the children of a dead
+    actor unless it dies together with them. A process without a parent is left alone.
     """
     if parent := multiprocessing.parent_process():
 
@@ -121,6 +120,6 @@ def end_with_parent() -> None:
         threading.Thread(target=wait, name="parent", daemon=True).start()
 
 
-end_with_parent()
+exit_with_parent()
 if BACKEND not in WeightTransferEngineFactory._registry:
     WeightTransferEngineFactory.register_engine(BACKEND, HostTransferEngine)
