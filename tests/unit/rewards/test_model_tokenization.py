@@ -80,5 +80,5 @@ def test_messages_without_a_template_to_write_them_are_refused_with_the_mend() -
 def test_where_passing_tokens_on_would_do_the_message_says_so() -> None:
     model = make_tokenizer()
     model.chat_template = None
-    with pytest.raises(ConfigError, match=r"leave out data\.return_raw_input_ids"):
+    with pytest.raises(ConfigError, match=r"remove data\.return_raw_input_ids"):
         read_by(model, MESSAGES, retokenize=True)

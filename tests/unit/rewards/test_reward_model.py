@@ -87,7 +87,7 @@ async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> No
 
 @pytest.mark.parametrize(
     ("tokens", "why"),
-    [([], "no token"), ([1] * 129, "129 tokens, and the model reads at most 128"), ([64], "token 64")],
+    [([], "no token"), ([1] * 129, "129 tokens, more than the 128 that the model supports"), ([64], "token 64")],
 )
 async def test_what_the_model_cannot_read_is_told_before_it_is_asked(tokens: list[int], why: str) -> None:
     outcome = await Batcher(FakeRewardModel(), size=8, deadline_s=60).score(tokens)

@@ -1,1 +1,1 @@
-"""Reward models: the interface, its inputs, and the transformers implementation."""
+"""Reward models: the interface, batching, tokenization, and the implementation on transformers."""

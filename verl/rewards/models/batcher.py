@@ -1,4 +1,4 @@
-"""Batching of sequences that wait for a reward model: episodes end one by one, a model scores many at once."""
+"""Batching of requests to a reward model: episodes end one by one, a model scores many sequences at once."""
 
 from __future__ import annotations
 
@@ -12,79 +12,73 @@ from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
 
 __all__ = ["Batcher"]
 
+_SHORTEN = "lower data.max_prompt_length or data.max_response_length, or use a reward model with a longer context"
+_REDUCE_BATCH = f"if it is out of memory, lower {SETTING}.micro_batch_size_per_gpu"
+_WAIT_LONGER = f"increase reward.deadline_s, or lower {SETTING}.micro_batch_size_per_gpu"
+_NOT_FINITE = "check the model's weights and its dtype: they overflow on this response"
+
 
 class Batcher:
-    """Asks a model for what arrived while it was busy, at most `size` sequences at once.
+    """Scores the sequences that arrived while the model was busy, at most `size` at once.
 
-    The deadline of a sequence runs from the start of its batch: waiting is not counted. A batch that fails is asked for
-    again one by one, so that one sequence cannot fail the others. Of a model that is lost, everybody is told.
+    The deadline starts with the batch of a sequence: waiting is not counted. A batch that fails is repeated one by one,
+    so that one sequence cannot fail the others. If the model is lost, all its pending calls fail.
     """
 
     def __init__(self, model: RewardModel, size: int, deadline_s: float) -> None:
         self._model, self._size, self._deadline_s = model, size, deadline_s
-        self._waiting: deque[tuple[Sequence[int], asyncio.Future[float | ScoringFailure]]] = deque()
-        self._work: asyncio.Task[None] | None = None
+        self._pending: deque[tuple[Sequence[int], asyncio.Future[float | ScoringFailure]]] = deque()
+        self._task: asyncio.Task[None] | None = None
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
-        """The model's number for one sequence, or why there is none; never raises for what one sequence did.
-
-        `ProcessLostError`: the model is lost.
-        """
-        why = self._model.check_input(token_ids)
-        if why is not None:
-            return ScoringFailure("error", f"the conversation {why}", _SHORTER)
+        """Return the score of one sequence, or why it has none; raise a `ProcessLostError` if the model is lost."""
+        problem = self._model.check_input(token_ids)
+        if problem is not None:
+            return ScoringFailure("error", f"the conversation {problem}", _SHORTEN)
         future: asyncio.Future[float | ScoringFailure] = asyncio.get_running_loop().create_future()
-        self._waiting.append((token_ids, future))
-        if self._work is None or self._work.done():
-            self._work = asyncio.create_task(self._run())
+        self._pending.append((token_ids, future))
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run())
         return await future
 
     async def _run(self) -> None:
-        while self._waiting:
-            batch = [self._waiting.popleft() for _ in range(min(self._size, len(self._waiting)))]
-            outcomes: list[float | ScoringFailure] = [self._late()] * len(batch)
+        while self._pending:
+            batch = [self._pending.popleft() for _ in range(min(self._size, len(self._pending)))]
+            results: list[float | ScoringFailure] = [self._timeout()] * len(batch)
             lost: ProcessLostError | None = None
             try:
-                await asyncio.wait_for(self._fill(outcomes, [tokens for tokens, _ in batch]), self._deadline_s)
-            except asyncio.TimeoutError:  # those that it did not come to are late
+                await asyncio.wait_for(self._score_batch(results, [tokens for tokens, _ in batch]), self._deadline_s)
+            except asyncio.TimeoutError:  # sequences without a result keep their timeout
                 pass
             except ProcessLostError as error:
                 lost = error
-            for (_, future), outcome in zip(batch, outcomes, strict=True):
-                if future.done():  # nobody waits any more for one that was cancelled
+            for (_, future), result in zip(batch, results, strict=True):
+                if future.done():  # cancelled
                     continue
                 if lost is None:
-                    future.set_result(outcome)
+                    future.set_result(result)
                 else:
                     future.set_exception(lost)
 
-    async def _fill(self, outcomes: list[float | ScoringFailure], batch: Sequence[Sequence[int]]) -> None:
+    async def _score_batch(self, results: list[float | ScoringFailure], batch: Sequence[Sequence[int]]) -> None:
+        """Fill `results` as far as the deadline allows."""
         try:
             scores = await self._model.score(batch)
-            outcomes[:] = [_checked(score) for score, _ in zip(scores, batch, strict=True)]
+            results[:] = [_check_score(score) for score, _ in zip(scores, batch, strict=True)]
         except ProcessLostError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a model of the user's own raises is told as it is
+        except Exception as error:  # noqa: BLE001 - a custom model may raise anything
             if len(batch) == 1:
-                outcomes[0] = ScoringFailure("error", f"raised {type(error).__name__}: {error}", _FEWER)
+                results[0] = ScoringFailure("error", f"raised {type(error).__name__}: {error}", _REDUCE_BATCH)
                 return
-            for place, tokens in enumerate(batch):
-                alone: list[float | ScoringFailure] = [self._late()]
-                await self._fill(alone, [tokens])
-                outcomes[place] = alone[0]
+            for index, tokens in enumerate(batch):
+                single: list[float | ScoringFailure] = [self._timeout()]
+                await self._score_batch(single, [tokens])
+                results[index] = single[0]
 
-    def _late(self) -> ScoringFailure:
-        return ScoringFailure("timeout", f"gave no score within its deadline of {self._deadline_s:g} s", _LONGER)
-
-
-_SHORTER = "lower data.max_prompt_length or data.max_response_length, or take a reward model that reads more"
-_FEWER = f"if it lacks memory, lower {SETTING}.micro_batch_size_per_gpu"
-_LONGER = f"give it longer with reward.deadline_s, or fewer at once with {SETTING}.micro_batch_size_per_gpu"
+    def _timeout(self) -> ScoringFailure:
+        return ScoringFailure("timeout", f"returned no score within {self._deadline_s:g} s", _WAIT_LONGER)
 
 
-def _checked(score: float) -> float | ScoringFailure:
-    if math.isfinite(score):
-        return score
-    return ScoringFailure(
-        "invalid", f"gave {score} as the score", "the model's weights or its type cannot hold this answer"
-    )
+def _check_score(score: float) -> float | ScoringFailure:
+    return score if math.isfinite(score) else ScoringFailure("invalid", f"returned {score} as the score", _NOT_FINITE)

@@ -1,4 +1,4 @@
-"""transformers as a reward model: any `AutoModelForSequenceClassification` with one label, whose logit is the score."""
+"""Reward models on transformers: any `AutoModelForSequenceClassification` with one label; its logit is the score."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ __all__ = ["HfRewardModel", "read_config"]
 
 
 class HfRewardModel:
-    """Scores on a thread of its own, one batch after the other.
+    """Scores one batch after the other on its own thread.
 
-    What a sequence gets is what transformers gives to it alone. Batches are padded on the right, and causal models read
-    their score at the last token that has not the id that pads: that id is the model's own or, where it has none, one
-    that ends no sequence of the batch.
+    A sequence gets the score that transformers gives to it alone. Batches are padded on the right, and causal models
+    read the score at the last token other than the padding token. A model without one gets an id that ends no sequence
+    of the batch.
     """
 
     def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
@@ -47,7 +47,7 @@ class HfRewardModel:
     def _load(self) -> None:
         config = read_config(self._path, trust=self._trust)
         try:
-            model, told = AutoModelForSequenceClassification.from_pretrained(
+            model, info = AutoModelForSequenceClassification.from_pretrained(
                 self._path,
                 config=config,
                 dtype=getattr(torch, self._dtype),
@@ -59,18 +59,14 @@ class HfRewardModel:
             raise ConfigError([f"{SETTING}.model_path={self._path}: {PICKLED}"]) from error
         except (OSError, ValueError, RuntimeError, SafetensorError) as error:
             raise ConfigError([f"{SETTING}.model_path={self._path}: cannot be loaded: {error}"]) from error
-        missing = sorted(told["missing_keys"])
-        if missing:  # transformers makes them up, and a made-up head scores at random
-            raise ConfigError(
-                [
-                    f"{SETTING}.model_path={self._path}: lacks the weights {', '.join(missing[:3])}"
-                    f"{f' and {len(missing) - 3} more' if len(missing) > 3 else ''}, so it is no trained reward model; "
-                    "name one that was saved as AutoModelForSequenceClassification"
-                ]
-            )
+        missing = sorted(info["missing_keys"])
+        if missing:  # transformers initializes them randomly
+            names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+            problem = f"lacks the weights {names}; use a model that was saved as AutoModelForSequenceClassification"
+            raise ConfigError([f"{SETTING}.model_path={self._path}: {problem}"])
         self._model: PreTrainedModel = model.to(self._device).eval()
         self._padding = config.get_text_config().pad_token_id
-        self._limit = _positions(model)
+        self._limit = _max_length(model)
         self._vocabulary = model.get_input_embeddings().num_embeddings
 
     @torch.inference_mode()
@@ -81,41 +77,36 @@ class HfRewardModel:
             self._model.config.get_text_config().pad_token_id = padding
         longest = max(map(len, batch))
         ids = torch.tensor([[*tokens, *[padding] * (longest - len(tokens))] for tokens in batch], device=self._device)
-        real = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in batch], device=ids.device)
-        arguments: dict[str, Any] = {"input_ids": ids, "attention_mask": real}
-        return self._model(**arguments).logits[:, 0].float().tolist()
+        mask = torch.tensor([[1] * len(tokens) + [0] * (longest - len(tokens)) for tokens in batch], device=ids.device)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask}
+        return self._model(**inputs).logits[:, 0].float().tolist()
 
 
 def read_config(path: str, *, trust: bool = False) -> PreTrainedConfig:
-    """The model's configuration; a `ConfigError` unless it has one label, and nothing that must not be loaded."""
+    """Return the model's configuration; raise a `ConfigError` if it is unsafe or not that of a reward model."""
     if problems := [*model_problems(local_path(path), trust_remote_code=trust)]:
         raise ConfigError([f"{SETTING}.model_path: {problem}" for problem in problems])
+    setting = f"{SETTING}.model_path={path}"
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{SETTING}.model_path={path}: no model is found there: {error}"]) from error
-    made_for = ", ".join(config.architectures or ["a model"])
-    classifies = "SequenceClassification" in made_for or not config.architectures
-    if not classifies and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
-        raise ConfigError(
-            [
-                f"{SETTING}.model_path={path}: was saved as {made_for}, and a reward model is an "
-                "AutoModelForSequenceClassification; a model that judges in words is asked by "
-                "reward.custom_reward_function.path=verl.rewards.judge"
-            ]
+        raise ConfigError([f"{setting}: no model found: {error}"]) from error
+    name = ", ".join(config.architectures or ["the model"])
+    is_classifier = "SequenceClassification" in name or not config.architectures
+    if not is_classifier and "AutoModelForSequenceClassification" not in (getattr(config, "auto_map", None) or {}):
+        problem = (
+            f"was saved as {name}, but a reward model is an AutoModelForSequenceClassification; for a model that "
+            "judges in words, set reward.custom_reward_function.path=verl.rewards.judge"
         )
+        raise ConfigError([f"{setting}: {problem}"])
     if config.num_labels != 1:
-        raise ConfigError(
-            [
-                f"{SETTING}.model_path={path}: {made_for} has {config.num_labels} labels, and which of them is the "
-                "reward cannot be known; a reward model has one (num_labels: 1 in its config.json)"
-            ]
-        )
+        problem = f"{name} has {config.num_labels} labels; use a model with one (num_labels: 1 in its config.json)"
+        raise ConfigError([f"{setting}: {problem}"])
     return config
 
 
-def _positions(model: PreTrainedModel) -> int | None:
-    """How many tokens it reads; of a table of positions, some models leave the first rows to padding."""
+def _max_length(model: PreTrainedModel) -> int | None:
+    """Return how many tokens the model supports; some reserve the first rows of their position table for padding."""
     for name, module in model.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             return module.num_embeddings - (0 if module.padding_idx is None else module.padding_idx + 1)

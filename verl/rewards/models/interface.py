@@ -1,8 +1,4 @@
-"""The interface of a reward model, what is true of all of them, and a fake.
-
-A reward model reads whole conversations as token ids and gives each a number. Answers come one by one, whenever an
-episode ends; a `Batcher` puts those together that wait, so that a model is asked for many at once.
-"""
+"""The interface of a reward model, which scores whole conversations as token ids, and a fake."""
 
 from __future__ import annotations
 
@@ -18,28 +14,28 @@ SETTING = "reward.reward_model"
 
 
 class RewardModel(Protocol):
-    """A model that scores. Token ids in, numbers out; what a sequence gets does not depend on what is beside it."""
+    """A model that scores sequences of token ids. A score does not depend on the other sequences of its batch."""
 
     async def start(self) -> None:
-        """Load the model; a `ConfigError` names what is wrong with it. Returns when it can score."""
+        """Load the model; raise a `ConfigError` if that is not possible."""
         ...
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:
-        """Why the model cannot read this sequence; None when it can."""
+        """Return why the model cannot score this sequence; None if it can."""
         ...
 
     async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
-        """One number for each sequence; `ProcessLostError` if a process that it needs is gone."""
+        """Return one score per sequence; raise a `ProcessLostError` if a process of the model has died."""
         ...
 
     async def close(self) -> None:
-        """Let go of the model, and end every process that it started."""
+        """Release the model, and end every process that it started."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ScoringFailure:
-    """Why there is no number, and what to do about it. Who knows the sample makes a `Failed` of it."""
+    """Why a sequence has no score, and how to fix that."""
 
     kind: FailureKind
     message: str
@@ -47,24 +43,24 @@ class ScoringFailure:
 
 
 def check_tokens(token_ids: Sequence[int], limit: int | None, vocabulary: int) -> str | None:
-    """What is wrong with a sequence for a model of so many positions and tokens; None when nothing is."""
+    """Return why a model of `limit` positions and `vocabulary` tokens cannot score a sequence; None if it can."""
     if not token_ids:
-        return "there is no token to read"
+        return "has no tokens"
     if limit is not None and len(token_ids) > limit:
-        return f"has {len(token_ids):,} tokens, and the model reads at most {limit:,}"
+        return f"has {len(token_ids):,} tokens, more than the {limit:,} that the model supports"
     if max(token_ids) >= vocabulary:
-        return f"holds token {max(token_ids)}, and the model knows {vocabulary:,}"
+        return f"contains token {max(token_ids)}, outside the model's vocabulary of {vocabulary:,}"
     return None
 
 
 class FakeRewardModel:
-    """A reward model without a model: the mean of the token ids. For tests, and to try a run without weights."""
+    """A reward model without weights: the score is the mean of the token ids. For tests and trial runs."""
 
     def __init__(self, limit: int = 128, vocabulary: int = 64) -> None:
         self.limit, self.vocabulary = limit, vocabulary
 
     async def start(self) -> None:
-        """Nothing to load."""
+        """Do nothing."""
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:
         return check_tokens(token_ids, self.limit, self.vocabulary)
@@ -73,4 +69,4 @@ class FakeRewardModel:
         return [sum(tokens) / len(tokens) for tokens in batch]
 
     async def close(self) -> None:
-        """Nothing runs outside this process."""
+        """Do nothing."""

@@ -1,1 +1,1 @@
-"""Built-in reward functions, chosen by a row's data source."""
+"""Built-in reward functions, selected by the data source of a row."""
