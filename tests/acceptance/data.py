@@ -90,7 +90,6 @@ class Reader:
         from transformers import AutoTokenizer
 
         from verl.config.load import load_dict
-        from verl.data.dataset import PromptDataset
         from verl.data.stream import PromptStream
         from verl.trainer.preflight import check_files
         from verl.trainer.run_data import read_data
@@ -110,7 +109,7 @@ class Reader:
         self.order, self.stream, self.left_out = data.order, PromptStream(data.order), 0
         train = data.datasets["train"]
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        self.prompts = PromptDataset(train.files, tokenizer, **train.arguments, kept=train.kept)
+        self.prompts = train.open(tokenizer)
 
     def read(self, count: int) -> list[tuple[int, str]]:
         """The next so many prompts that are not too long: the row of each, and a digest of all that is known of it."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.schema.actor import ModelConfig
@@ -63,24 +63,18 @@ def read_data(config: Config) -> RunData:
     reports: list[str] = []
     val_sources: list[str] = []
     for split, files in data_splits(config).items():
-        arguments: dict[str, Any] = {
-            "prompt_key": config.data.prompt_key,
-            "max_prompt_length": config.data.max_prompt_length,
-            "filter_overlong": config.data.filter_overlong_prompts,
-            "truncation": config.data.truncation,
-            "chat_template_kwargs": config.data.apply_chat_template_kwargs,
-            "max_samples": config.data.train_max_samples if split == "train" else config.data.val_max_samples,
-        }
-        dataset = PromptDataset(
+        settings = DatasetSettings(
             files,
-            tokenizer,
-            **arguments,
+            prompt_key=config.data.prompt_key,
+            max_prompt_length=config.data.max_prompt_length,
+            filter_overlong=config.data.filter_overlong_prompts,
+            truncation=config.data.truncation,
+            chat_template_kwargs=config.data.apply_chat_template_kwargs,
+            max_samples=config.data.train_max_samples if split == "train" else config.data.val_max_samples,
             streaming=split == "train" and _streams(config),
-            num_workers=config.data.num_workers,
-            cache_dir=length_cache_dir(config),
         )
-        arguments["streaming"] = dataset.report.streamed
-        datasets[split] = DatasetSettings(files, arguments, dataset.kept)
+        dataset = settings.open(tokenizer, num_workers=config.data.num_workers, cache_dir=length_cache_dir(config))
+        datasets[split] = replace(settings, streaming=dataset.report.streamed, kept=dataset.kept)
         reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]

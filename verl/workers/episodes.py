@@ -6,8 +6,8 @@ The controller only gets a `SampleHandle` per sample: a reference and a few numb
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from verl.agents.deterministic_batcher import DeterministicBatcher
     from verl.agents.scoring import EpisodeScorer
+    from verl.data.dataset import PromptDataset
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
 
@@ -36,11 +37,23 @@ __all__ = ["DatasetSettings", "EpisodeSettings", "EpisodeWorker", "GroupRequest"
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:
-    """Arguments of `PromptDataset`; `kept` are the rows that the controller has not filtered out."""
+    """The arguments of `PromptDataset` for one split; `kept` are the rows that the controller has not filtered out."""
 
     files: list[str]
-    arguments: dict[str, Any]
-    kept: npt.NDArray[np.int64] | range
+    prompt_key: str
+    max_prompt_length: int
+    filter_overlong: bool
+    truncation: str
+    chat_template_kwargs: Mapping[str, Any]
+    max_samples: int
+    streaming: bool | None
+    kept: npt.NDArray[np.int64] | range | None = None
+
+    def open(self, tokenizer: PreTrainedTokenizerBase, **filtering: Any) -> PromptDataset:
+        from verl.data.dataset import PromptDataset
+
+        arguments = {each.name: getattr(self, each.name) for each in fields(self)}
+        return PromptDataset(tokenizer=tokenizer, **arguments, **filtering)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +110,11 @@ class EpisodeWorker:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
         from verl.agents.runner import EpisodeRunner
         from verl.data.chat import load_tokenizer
-        from verl.data.dataset import PromptDataset
         from verl.rollout.replica_pool import EnginePool
 
         settings = self._settings
         tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
-        self._datasets = {
-            split: PromptDataset(data.files, tokenizer, **data.arguments, kept=data.kept)
-            for split, data in settings.datasets.items()
-        }
+        self._datasets = {split: data.open(tokenizer) for split, data in settings.datasets.items()}
         self._pool = EnginePool(
             self._engines,
             stall_timeout_s=settings.deadlines.generation.seconds + MARGIN_S,

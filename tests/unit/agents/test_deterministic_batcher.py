@@ -1,4 +1,4 @@
-"""Episodes in lockstep ask together, in the order of their seats, whatever the clock does in between."""
+"""Requests are batched in the order of the slots, whatever the timing."""
 
 import asyncio
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ SAMPLING = SamplingParams(max_tokens=1)
 
 
 def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Episodes of so many turns, which dawdle before each of them; what the engine was asked, round by round."""
+    """Return the batches of episodes with these numbers of turns, which pause before each turn."""
     rounds: list[list[tuple[int, ...]]] = []
 
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
@@ -26,15 +26,15 @@ def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ..
 
     async def main() -> None:
         batcher = DeterministicBatcher(generate_all, len(turns))
-        dawdling = iter(pauses)
+        remaining = iter(pauses)
 
         async def episode(number: int) -> None:
             with batcher.slot() as generate:
                 for turn in range(turns[number]):
-                    for _ in range(next(dawdling, 0)):
+                    for _ in range(next(remaining, 0)):
                         await asyncio.sleep(0)
-                    answer = await generate([number, turn], SAMPLING)
-                    assert answer.token_ids == [number]
+                    completion = await generate([number, turn], SAMPLING)
+                    assert completion.token_ids == [number]
 
         await asyncio.gather(*map(episode, range(len(turns))))
 
@@ -44,7 +44,7 @@ def play(turns: Sequence[int], pauses: Sequence[int]) -> list[list[tuple[int, ..
 
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=6), st.lists(st.integers(0, 5), max_size=18))
-def test_rounds_follow_from_seats_and_turns_alone(turns: list[int], pauses: list[int]) -> None:
+def test_batches_depend_on_slots_and_turns_only(turns: list[int], pauses: list[int]) -> None:
     expected = [
         [(number, turn) for number, length in enumerate(turns) if turn < length]
         for turn in range(max(turns, default=0))
@@ -52,7 +52,7 @@ def test_rounds_follow_from_seats_and_turns_alone(turns: list[int], pauses: list
     assert play(turns, pauses) == expected
 
 
-async def test_an_episode_that_fails_leaves_its_seat_and_the_others_go_on() -> None:
+async def test_a_failed_episode_frees_its_slot() -> None:
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return [Completion([7], [0.0], [0], "stop") for _ in requests]
 
@@ -72,7 +72,7 @@ async def test_an_episode_that_fails_leaves_its_seat_and_the_others_go_on() -> N
     assert isinstance(answered, Completion)
 
 
-async def test_an_engine_that_fails_fails_all_who_asked() -> None:
+async def test_an_engine_failure_fails_all_requests_of_the_batch() -> None:
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         raise ValueError("no engine left")
 

@@ -1,4 +1,4 @@
-"""Episodes end as samples whose arrays line up, each scored on what the model itself wrote."""
+"""Episodes end as samples whose arrays line up, each scored on its generated tokens."""
 
 import asyncio
 import math
@@ -18,7 +18,7 @@ PROMPT = Prompt(row=0, token_ids=[1, 2], data_source="s", ground_truth="g", extr
 
 
 async def echo(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-    """Answers with the seed and the length of what it was asked."""
+    """Respond with the seed and the length of the request."""
     return Completion([sampling.seed or 0, len(token_ids)], [-0.5, -0.25], [3, 3], "stop")
 
 
@@ -26,13 +26,13 @@ def decode(tokens: Sequence[int]) -> str:
     return " ".join(map(str, tokens))
 
 
-async def accept(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
+async def accept(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
     assert prompt is PROMPT
-    assert decode(transcript.get_response()) == answer
-    return Scored(float(answer.split()[0]), {"words": float(len(answer.split()))})
+    assert decode(transcript.get_response()) == response
+    return Scored(float(response.split()[0]), {"words": float(len(response.split()))})
 
 
-async def test_one_sample_per_seed_with_prompt_and_answer_laid_out() -> None:
+async def test_one_sample_per_seed_with_prompt_and_response() -> None:
     samples = await EpisodeRunner(echo, accept, decode).run(PROMPT, 7, [5, 6], SamplingParams(max_tokens=4))
     assert [sample.score for sample in samples] == [5.0, 6.0]
     first = samples[0]
@@ -44,7 +44,7 @@ async def test_one_sample_per_seed_with_prompt_and_answer_laid_out() -> None:
     assert first.metrics == {"words": 2.0}
 
 
-async def test_tokens_that_the_model_did_not_write_are_masked_and_not_scored() -> None:
+async def test_tokens_that_the_model_did_not_generate_are_masked_and_not_scored() -> None:
     async def with_tool(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
         transcript = Transcript(list(prompt.token_ids))
         transcript.append_completion(await generate(transcript.tokens, sampling))
@@ -67,15 +67,15 @@ async def test_an_episode_is_scored_while_others_still_generate() -> None:
         order.append(f"generated {sampling.seed}")
         return Completion([sampling.seed or 0], [0.0], [0], "stop")
 
-    async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
-        order.append(f"scored {answer}")
+    async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+        order.append(f"scored {response}")
         return Scored(0.0, {})
 
     await EpisodeRunner(generate, score, decode).run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1))
     assert order == ["generated 2", "scored 2", "generated 1", "scored 1"]
 
 
-async def test_the_greedy_answer_gives_the_others_their_baseline_and_is_not_among_them() -> None:
+async def test_the_greedy_response_is_the_baseline_and_not_a_sample() -> None:
     async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         greedy = sampling.temperature == 0
         assert (sampling.seed is None) == greedy
@@ -88,7 +88,7 @@ async def test_the_greedy_answer_gives_the_others_their_baseline_and_is_not_amon
     assert [sample.baseline for sample in await runner.run(PROMPT, 7, [5], sampling)] == [None]
 
 
-async def test_the_greedy_answer_is_written_beside_the_others() -> None:
+async def test_the_greedy_response_is_generated_concurrently() -> None:
     running = 0
     together = asyncio.Event()
 
@@ -104,20 +104,20 @@ async def test_the_greedy_answer_is_written_beside_the_others() -> None:
     assert len(await runner.run(PROMPT, 0, [1, 2], SamplingParams(max_tokens=1), greedy_baseline=True)) == 2
 
 
-async def test_overlong_shaping_lowers_the_score_by_the_tokens_that_the_model_wrote() -> None:
-    runner = EpisodeRunner(echo, accept, decode)  # answers of two tokens
+async def test_the_overlong_penalty_counts_generated_tokens() -> None:
+    runner = EpisodeRunner(echo, accept, decode)  # responses of two tokens
     shaping = OverlongPenalty(buffer=2, factor=0.5, max_length=3)
     [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True, overlong=shaping)
     assert sample.score == 4.75
     assert sample.metrics == {"words": 2.0, "raw_score": 5.0, "overlong_penalty": -0.25}
-    assert sample.baseline == -0.25, "the greedy answer is shaped like the others"
+    assert sample.baseline == -0.25, "the penalty applies to the greedy response, too"
 
 
-async def test_an_answer_that_could_not_be_scored_carries_the_failure_and_no_score() -> None:
+async def test_a_response_that_cannot_be_scored_has_a_failure_and_no_score() -> None:
     failure = Failed("timeout", "my_reward.py: gave no score")
 
-    async def judge(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
-        return failure if answer.startswith("5") else Scored(1.0)
+    async def judge(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+        return failure if response.startswith("5") else Scored(1.0)
 
     failed, scored = await EpisodeRunner(echo, judge, decode).run(PROMPT, 0, [5, 6], SamplingParams(max_tokens=4))
     assert failed.failure == failure
@@ -125,9 +125,9 @@ async def test_an_answer_that_could_not_be_scored_carries_the_failure_and_no_sco
     assert scored.failure is None
 
 
-async def test_without_a_greedy_score_there_is_nothing_to_compare_with() -> None:
-    async def judge(prompt: Prompt, transcript: Transcript, answer: str) -> Scored | Failed:
-        return Scored(1.0) if answer.startswith("5") else Failed("died", "gone")
+async def test_a_failed_baseline_fails_all_samples() -> None:
+    async def judge(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+        return Scored(1.0) if response.startswith("5") else Failed("died", "gone")
 
     runner = EpisodeRunner(echo, judge, decode)
     [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True)

@@ -1,4 +1,4 @@
-"""A function, a model or both score an episode; whichever fails, the episode has no score."""
+"""A function, a model or both score an episode; if either fails, the episode has no score."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,20 +31,20 @@ def read(prompt: Prompt, tokens: Sequence[int], answer: str) -> list[int]:
     return [] if answer == "late" else list(tokens)
 
 
-async def test_a_function_is_told_of_a_prompt_that_was_kept() -> None:
-    told: list[dict[str, Any]] = []
+async def test_a_function_gets_the_raw_prompt_if_there_is_one() -> None:
+    extras: list[dict[str, Any]] = []
 
     async def listen(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
-        told.append(extra)
+        extras.append(extra)
         return Scored(0.0)
 
     for prompt in (PROMPT, Prompt(0, [1], extra_info={"level": 3})):
         await score_by_function(listen)(prompt, TRANSCRIPT, "46")
-    assert told == [{"level": 3, "raw_prompt": PROMPT.raw}, {"level": 3}]
+    assert extras == [{"level": 3, "raw_prompt": PROMPT.raw}, {"level": 3}]
     assert PROMPT.extra_info == {"level": 3}, "the record itself stays as it is"
 
 
-async def test_a_model_scores_what_it_is_given_to_read() -> None:
+async def test_a_model_scores_the_encoded_conversation() -> None:
     assert await score_by_model(read, model)(PROMPT, TRANSCRIPT, "46") == Scored(12.0)
 
 
@@ -52,7 +52,7 @@ async def test_a_model_scores_what_it_is_given_to_read() -> None:
     ("answer", "kind", "words"),
     [("late", "timeout", ["gave no score", "give it longer"]), ("?", "error", ["roles must alternate", "template"])],
 )
-async def test_a_failure_of_the_model_names_the_cause_the_sample_and_the_mend(
+async def test_a_failure_of_the_model_names_the_cause_the_sample_and_the_fix(
     answer: str, kind: str, words: list[str]
 ) -> None:
     outcome = await score_by_model(read, model)(PROMPT, TRANSCRIPT, answer)
@@ -62,14 +62,14 @@ async def test_a_failure_of_the_model_names_the_cause_the_sample_and_the_mend(
         assert word in outcome.message
 
 
-async def test_function_and_weighted_model_add_up_and_both_are_metrics() -> None:
+async def test_the_weighted_sum_has_both_scores_as_metrics() -> None:
     both = weighted_sum(score_by_function(function), score_by_model(read, model), weight=0.25)
     metrics = {"words": 1.0, "function_score": 0.5, "model_score": 12.0}
     assert await both(PROMPT, TRANSCRIPT, "46") == Scored(3.5, metrics)
 
 
 @pytest.mark.parametrize(("answer", "kind"), [("47", "died"), ("late", "died")])
-async def test_what_only_one_of_them_could_score_has_no_score(answer: str, kind: str) -> None:
+async def test_a_failure_of_either_scorer_is_a_failure(answer: str, kind: str) -> None:
     outcome = await weighted_sum(score_by_function(function), score_by_model(read, model), weight=1.0)(
         PROMPT, TRANSCRIPT, answer
     )
@@ -77,7 +77,7 @@ async def test_what_only_one_of_them_could_score_has_no_score(answer: str, kind:
     assert outcome.kind == kind
 
 
-async def test_a_model_that_fails_beside_a_function_that_does_not() -> None:
+async def test_a_failure_of_the_model_alone_is_a_failure() -> None:
     async def fine(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored:
         return Scored(1.0)
 

@@ -1,4 +1,4 @@
-"""A group says whose death it was, although the others may complain first."""
+"""A group names the rank that died, even if errors of others arrive first."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -27,11 +27,11 @@ async def works() -> int:
     return 1
 
 
-async def complains() -> int:
+async def fails() -> int:
     raise RuntimeError("Connection closed by peer")
 
 
-async def is_found_dead() -> int:
+async def dies() -> int:
     await asyncio.sleep(8)
     raise ProcessLostError("train worker 1: update: its process has died")
 
@@ -45,15 +45,15 @@ def call(*parts: Part) -> list[int]:
     return simulate(group_of(*parts).call("update", deadline=DEFAULT_DEADLINES.train))
 
 
-def test_every_rank_answers_in_its_place() -> None:
+def test_replies_are_in_the_order_of_the_ranks() -> None:
     assert call(works, works) == [1, 1]
 
 
-def test_the_death_of_a_rank_is_told_although_another_complained_first() -> None:
+def test_the_death_of_a_rank_is_raised_although_another_failed_first() -> None:
     with pytest.raises(ProcessLostError, match="train worker 1"):
-        call(complains, is_found_dead)
+        call(fails, dies)
 
 
-def test_a_complaint_without_a_death_is_what_it_is() -> None:
+def test_an_error_without_a_death_is_raised_as_it_is() -> None:
     with pytest.raises(RuntimeError, match="closed by peer"):
-        call(complains, is_stuck)
+        call(fails, is_stuck)

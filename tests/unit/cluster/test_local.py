@@ -1,4 +1,4 @@
-"""A cluster of one process is used as Ray is."""
+"""The local cluster has the interface of Ray."""
 
 import asyncio
 
@@ -31,14 +31,14 @@ class Worker:
         self.remaining_s = True
 
 
-async def test_methods_and_coroutines_are_called_as_remote_ones() -> None:
+async def test_methods_and_coroutines_are_called_like_remote_ones() -> None:
     actor = LocalPool().spawn(Worker, 1, device=0, share=0.5, is_async=True)
     assert await actor.add.remote(1) == 2
     assert await actor.wait_and_add.remote(2) == 4
     assert await ActorGroup("worker", [actor]).call("add", 5, deadline=DEFAULT_DEADLINES.train) == [9]
 
 
-async def test_what_is_raised_is_raised_where_it_is_awaited() -> None:
+async def test_errors_are_raised_where_the_reference_is_awaited() -> None:
     actor = LocalPool().spawn(Worker, 1)
     reference = actor.fail.remote()
     with pytest.raises(ZeroDivisionError):
@@ -47,7 +47,7 @@ async def test_what_is_raised_is_raised_where_it_is_awaited() -> None:
         actor.no_such_thing.remote()
 
 
-async def test_what_is_put_stays_itself() -> None:
+async def test_put_does_not_copy() -> None:
     thing = object()
     references = [put(thing), put(2)]
     assert await references[0] is thing
@@ -58,7 +58,7 @@ async def test_what_is_put_stays_itself() -> None:
     ]
 
 
-def test_an_actor_that_ends_leaves_what_it_has_joined() -> None:
+def test_killing_an_actor_leaves_its_process_group() -> None:
     worker = Worker(1)
     kill_actor(LocalPool().spawn(lambda: worker))
     assert worker.remaining_s

@@ -1,4 +1,4 @@
-"""An episode worker turns the samples of a prompt into handles; only training is shaped by length."""
+"""Episode workers turn prompts into sample handles; the pool distributes requests over them."""
 
 import asyncio
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Comple
     return Completion([sampling.seed or 0, 9], [-0.5, -0.5], [3, 2], "stop")
 
 
-async def score(prompt: Prompt, transcript: Transcript, answer: str) -> Scored:
-    return Scored(float(answer), {})
+async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+    return Scored(float(response), {})
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def worker() -> EpisodeWorker:
     return made
 
 
-async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWorker) -> None:
+async def test_handles_have_the_index_of_their_seed(worker: EpisodeWorker) -> None:
     handles = await worker.run(GroupRequest("val", 0, 8, [5, 6, 7], SAMPLING))
     assert [(handle.group, handle.index, handle.score) for handle in handles] == [
         (8, 0, 5.0),
@@ -50,26 +50,26 @@ async def test_handles_are_numbered_in_the_order_of_the_seeds(worker: EpisodeWor
     assert (first.tokens, first.generated, first.version, first.baseline) == (3, 2, 2, None)
 
 
-async def test_the_score_of_the_greedy_answer_reaches_the_handles(worker: EpisodeWorker) -> None:
+async def test_handles_carry_the_score_of_the_greedy_response(worker: EpisodeWorker) -> None:
     handles = await worker.run(GroupRequest("val", 0, 8, [5, 6], SAMPLING, greedy_baseline=True))
     assert [(handle.score, handle.baseline) for handle in handles] == [(5.0, 0.0), (6.0, 0.0)]
 
 
-async def test_the_scores_of_training_are_shaped_and_those_of_validation_are_not(worker: EpisodeWorker) -> None:
+async def test_the_overlong_penalty_applies_to_training_only(worker: EpisodeWorker) -> None:
     [trained] = await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING))
     assert (trained.score, trained.metrics) == (4.0, {"raw_score": 5.0, "overlong_penalty": -1.0})
     [validated] = await worker.run(GroupRequest("val", 0, 8, [5], SAMPLING))
     assert (validated.score, validated.metrics) == (5.0, {})
 
 
-async def test_a_pool_asks_its_workers_in_turn_for_what_it_was_asked(worker: EpisodeWorker) -> None:
+async def test_a_pool_passes_requests_to_its_workers_in_turn(worker: EpisodeWorker) -> None:
     actor = SimpleNamespace(run=SimpleNamespace(remote=worker.run))
     idle = SimpleNamespace(run=SimpleNamespace(remote=None))
     [handle] = await EpisodePool([actor, idle]).run(GroupRequest("train", 0, 8, [5], SAMPLING, greedy_baseline=True))
     assert (handle.score, handle.baseline) == (4.0, -1.0)
 
 
-async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker) -> None:
+async def test_one_of_the_latest_samples_can_be_previewed(worker: EpisodeWorker) -> None:
     actor = SimpleNamespace(
         run=SimpleNamespace(remote=worker.run), preview_sample=SimpleNamespace(remote=worker.preview_sample)
     )
@@ -85,12 +85,12 @@ async def test_one_of_the_latest_answers_can_be_looked_at(worker: EpisodeWorker)
     assert await pool.preview_sample("val", "others") is None
 
 
-async def test_a_row_that_is_left_out_has_no_samples_not_even_none(worker: EpisodeWorker) -> None:
+async def test_a_row_that_is_left_out_returns_none(worker: EpisodeWorker) -> None:
     worker._datasets["train"] = [None]  # type: ignore[assignment]
     assert await worker.run(GroupRequest("train", 0, 8, [5], SAMPLING)) is None
 
 
-async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: EpisodeWorker) -> None:
+async def test_a_round_generates_all_its_responses_in_one_ordered_batch(worker: EpisodeWorker) -> None:
     asked = []
 
     async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
@@ -99,48 +99,48 @@ async def test_a_round_asks_for_all_its_answers_at_once_and_in_order(worker: Epi
 
     worker._pool = SimpleNamespace(generate_all=generate_all)  # type: ignore[assignment]
     worker._datasets["train"] = [worker._datasets["val"][0], None]  # type: ignore[assignment,list-item]
-    jobs = [
+    requests = [
         GroupRequest("train", 0, 8, [5, 6], SAMPLING),
         GroupRequest("train", 1, 9, [1], SAMPLING),
         GroupRequest("train", 0, 10, [7], SAMPLING),
     ]
-    first, left_out, last = await worker.run_round(jobs)
+    first, left_out, last = await worker.run_round(requests)
     assert asked == [[5, 6, 7]]
     assert [handle.index for handle in first or ()] == [0, 1]
     assert left_out is None
     assert [handle.group for handle in last or ()] == [10]
 
 
-async def test_what_a_pool_is_asked_in_one_turn_of_the_loop_is_one_round_and_rounds_do_not_mix() -> None:
+async def test_requests_of_one_loop_turn_form_a_round_and_rounds_do_not_overlap() -> None:
     rounds: list[list[int]] = []
     playing = 0
 
-    async def run_round(jobs: Sequence[GroupRequest]) -> list[list[Any]]:
+    async def run_round(requests: Sequence[GroupRequest]) -> list[list[Any]]:
         nonlocal playing
         playing += 1
         assert playing == 1
-        rounds.append([job.group for job in jobs])
+        rounds.append([request.group for request in requests])
         await asyncio.sleep(0)
         playing -= 1
-        return [[job.group] for job in jobs]
+        return [[request.group] for request in requests]
 
     pool = EpisodePool([SimpleNamespace(run_round=SimpleNamespace(remote=run_round))], deterministic=True)
     first = [asyncio.ensure_future(pool.run(GroupRequest("train", 0, group, [1], SAMPLING))) for group in range(3)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     second = [asyncio.ensure_future(pool.run(GroupRequest("train", 0, group, [1], SAMPLING))) for group in (3, 4)]
-    found: list[Any] = await asyncio.gather(*first, *second)
+    results: list[Any] = await asyncio.gather(*first, *second)
     assert rounds == [[0, 1, 2], [3, 4]]
-    assert found == [[0], [1], [2], [3], [4]]
+    assert results == [[0], [1], [2], [3], [4]]
 
 
-async def test_a_round_that_fails_fails_for_all_who_asked() -> None:
-    async def run_round(jobs: Sequence[GroupRequest]) -> None:
+async def test_a_failed_round_fails_all_its_requests() -> None:
+    async def run_round(requests: Sequence[GroupRequest]) -> None:
         raise ProcessLostError("gone")
 
     pool = EpisodePool([SimpleNamespace(run_round=SimpleNamespace(remote=run_round))], deterministic=True)
-    jobs = [pool.run(GroupRequest("train", 0, group, [1], SAMPLING)) for group in range(2)]
-    failed = await asyncio.gather(*jobs, return_exceptions=True)
+    requests = [pool.run(GroupRequest("train", 0, group, [1], SAMPLING)) for group in range(2)]
+    failed = await asyncio.gather(*requests, return_exceptions=True)
     assert [type(error) for error in failed] == [ProcessLostError] * 2
 
 

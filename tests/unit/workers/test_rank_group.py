@@ -1,4 +1,4 @@
-"""All ranks as one: what is asked of them, and when."""
+"""Calls to all ranks of a group."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ pytestmark = pytest.mark.unit
 
 
 class Rank:
-    """An actor that prepares until it is let go, and packs at once."""
+    """An actor whose `prepare` returns when it is released, and `pack_weights` at once."""
 
     def __init__(self) -> None:
-        self.let_go, self.asked = asyncio.Event(), list[str]()
+        self.released, self.calls = asyncio.Event(), list[str]()
         self.error: Exception | None = None
         self.__ray_call__ = SimpleNamespace(remote=lambda *_: None)
 
     async def _prepare(self, plan: Any) -> dict[str, float]:
-        self.asked.append("prepare")
-        await self.let_go.wait()
+        self.calls.append("prepare")
+        await self.released.wait()
         if self.error is not None:
             raise self.error
         return {}
 
     async def _pack_weights(self) -> list[Any]:
-        self.asked.append("pack_weights")
-        return ["parcel"]
+        self.calls.append("pack_weights")
+        return ["bucket"]
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"_{method}").__get__(self))
@@ -52,7 +52,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_deadline_of_a_join_does_not_run_while_the_ranks_are_busy() -> None:
+async def test_a_deadline_starts_when_the_ranks_are_free() -> None:
     ranks = Rank(), Rank()
     group = group_of(*ranks)
     preparing = asyncio.ensure_future(group.prepare(PLAN))
@@ -60,28 +60,28 @@ async def test_the_deadline_of_a_join_does_not_run_while_the_ranks_are_busy() ->
     packing = asyncio.ensure_future(group.pack_weights())
     await settled()
     assert {call.action for call in PENDING_CALLS.list_calls()} == {"prepare"}, (
-        "a wait for weights would be at its end before theirs"
+        "the call for weights would time out first"
     )
-    assert ranks[0].asked == ["prepare"]
+    assert ranks[0].calls == ["prepare"]
     for rank in ranks:
-        rank.let_go.set()
-    assert await packing == ["parcel"]
+        rank.released.set()
+    assert await packing == ["bucket"]
     assert await preparing == {}
-    assert ranks[0].asked == ["prepare", "pack_weights"]
+    assert ranks[0].calls == ["prepare", "pack_weights"]
 
 
-async def test_ranks_that_fail_are_asked_again() -> None:
+async def test_ranks_can_be_called_after_a_failure() -> None:
     ranks = Rank(), Rank()
     group = group_of(*ranks)
     ranks[1].error = ProcessLostError("train worker 1: prepare: its process has died")
     for rank in ranks:
-        rank.let_go.set()
+        rank.released.set()
     with pytest.raises(ProcessLostError):
         await group.prepare(PLAN)
-    assert await group.pack_weights() == ["parcel"]
+    assert await group.pack_weights() == ["bucket"]
 
 
-def test_the_port_where_rank_0_is_met_is_taken_from_the_moment_it_is_told() -> None:
+def test_rank_0_listens_from_the_moment_its_port_is_known() -> None:
     first, second = TrainWorker(0, 2), TrainWorker(1, 2)
     assert second.address() is None
     address = first.address()
@@ -89,4 +89,4 @@ def test_the_port_where_rank_0_is_met_is_taken_from_the_moment_it_is_told() -> N
     with pytest.raises(OSError, match="in use"):
         socket.create_server(address)
     with socket.create_connection(address, timeout=5):
-        pass  # who comes before the ranks have imported torch waits in the line
+        pass  # ranks that connect early wait in the backlog
