@@ -83,20 +83,20 @@ def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
     for key, value in result.items():
         if key == "score" or value is None:
             continue
-        number, name = _to_float(value), str(key)[:200]
-        if number is None or math.isinf(number):
+        as_float, name = _to_float(value), str(key)[:200]
+        if as_float is None or math.isinf(as_float):
             skipped[name] = truncate(value, 40)
-        elif not math.isnan(number):
-            metrics[name] = number
+        elif not math.isnan(as_float):
+            metrics[name] = as_float
     return require_number("'score'", result["score"]), metrics, skipped
 
 
-def require_number(what: str, value: Any) -> float:
-    """Return `value` as a finite float, or raise a ValueError that shows what was returned as `what`."""
-    number = _to_float(value)
-    if number is None or not math.isfinite(number):
-        raise ValueError(f"returned {truncate(value)} as {what}")
-    return number
+def require_number(label: str, value: Any) -> float:
+    """Return `value` as a finite float, or raise a ValueError that shows what was returned as `label`."""
+    as_float = _to_float(value)
+    if as_float is None or not math.isfinite(as_float):
+        raise ValueError(f"returned {truncate(value)} as {label}")
+    return as_float
 
 
 def _to_float(value: Any) -> float | None:

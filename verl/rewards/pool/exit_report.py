@@ -30,8 +30,8 @@ class ExitReport:
     def describe(self) -> str:
         if self.reason:
             return self.reason
-        if (number := self._signal()) is not None:
-            return f"its process died of {number.name}"
+        if (cause := self._signal()) is not None:
+            return f"its process died of {cause.name}"
         assert self.status is not None
         code = os.WEXITSTATUS(self.status)
         if code == SOCKET_CLOSED:

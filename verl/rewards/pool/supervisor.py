@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -55,8 +55,8 @@ class _Supervisor:
         self._control, self._memory_limit, self._parent = control, memory_limit, os.getppid()
         self._pid: int | None = None
         self._status: int | None = None
-        self._output = _Tail()
-        self._stack = _Tail()
+        self._output: _Tail
+        self._stack: _Tail
         self._base_memory, self._base_processes, self._is_retiring, self._checked = 0, 0, False, 0.0
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         self._wakeup, wakeup_writer = self._wakeup_pair = socket.socketpair()
@@ -115,10 +115,11 @@ class _Supervisor:
         if self._pid == 0:
             self._become_worker(channel, output, stack)
         channel.close()
-        for tail, (read_end, write_end) in ((self._output, output), (self._stack, stack)):
-            os.close(write_end)
-            tail.open(read_end)
-            self._selector.register(read_end, selectors.EVENT_READ, self._make_reader(tail))
+        os.close(output[1])
+        os.close(stack[1])
+        self._output, self._stack = _Tail(output[0]), _Tail(stack[0])
+        for tail in (self._output, self._stack):
+            self._selector.register(tail.fd, selectors.EVENT_READ, partial(self._read, tail))
 
     def _become_worker(self, channel: socket.socket, output: tuple[int, int], stack: tuple[int, int]) -> NoReturn:
         try:
@@ -137,9 +138,11 @@ class _Supervisor:
             sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
             faulthandler.enable(stack[1])
             faulthandler.register(signal.SIGUSR2, stack[1], all_threads=True)
-            _set_limit(resource.RLIMIT_CORE, 0)
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             if self._memory_limit:
-                _set_limit(resource.RLIMIT_DATA, self._memory_limit)
+                hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+                limit = self._memory_limit if hard == resource.RLIM_INFINITY else min(self._memory_limit, hard)
+                resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
             with contextlib.suppress(OSError):  # the kernel's OOM killer shall take this process, not the trainer
                 Path("/proc/self/oom_score_adj").write_text("1000")
             worker.serve(channel)
@@ -149,13 +152,11 @@ class _Supervisor:
             traceback.print_exc()
         os._exit(1)
 
-    def _make_reader(self, tail: _Tail) -> Callable[[], None]:
-        def read() -> None:
-            if tail.fd is not None and not tail.read():
-                self._selector.unregister(tail.fd)
-                tail.close()
-
-        return read
+    def _read(self, tail: _Tail, *, is_last: bool = False) -> None:
+        """Read what is available from a pipe, and close it at its end."""
+        if not tail.is_closed and (not tail.read() or is_last):
+            self._selector.unregister(tail.fd)
+            tail.close()
 
     def _reap(self) -> bool:
         """Reap all children that have ended; return whether any are left."""
@@ -205,11 +206,8 @@ class _Supervisor:
     def _end_worker(self, reason: str) -> None:
         """Kill the worker with all its processes, and report its end."""
         self.kill_all()
-        for tail in (self._output, self._stack):
-            if tail.fd is not None:
-                tail.read()
-                self._selector.unregister(tail.fd)
-                tail.close()
+        self._read(self._output, is_last=True)
+        self._read(self._stack, is_last=True)
         self._pid, status = None, self._status
         texts = {"output": self._output.text(), "stack": self._stack.text()}
         self._send(exited={"status": status, "reason": reason, **texts})
@@ -221,20 +219,15 @@ class _Supervisor:
 class _Tail:
     """The last few thousand bytes from a pipe."""
 
-    def __init__(self) -> None:
-        self.fd: int | None = None
-        self.data = b""
-        self._last_read = 0.0
-
-    def open(self, fd: int) -> None:
-        self.fd, self.data = fd, b""
+    def __init__(self, fd: int) -> None:
+        self.fd, self.data, self.is_closed, self._last_read = fd, b"", False, 0.0
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
         """Read what is available, of a flood only a part; return False at the end of the pipe."""
         for _ in range(16):
             try:
-                piece = os.read(self.fd, 1 << 16) if self.fd is not None else b""
+                piece = b"" if self.is_closed else os.read(self.fd, 1 << 16)
             except BlockingIOError:
                 return True
             if not piece:
@@ -246,9 +239,8 @@ class _Tail:
         return time.monotonic() - self._last_read > seconds
 
     def close(self) -> None:
-        if self.fd is not None:
-            os.close(self.fd)
-            self.fd = None
+        os.close(self.fd)
+        self.is_closed = True
 
     def text(self) -> str:
         return self.data.decode(errors="replace").strip()
@@ -276,12 +268,6 @@ def _measure_memory(pid: int) -> int:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
     return 0
-
-
-def _set_limit(which: int, value: int) -> None:
-    hard = resource.getrlimit(which)[1]
-    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-    resource.setrlimit(which, (value, value))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -18,7 +18,7 @@ from json import dumps
 from os import _exit, chdir, getcwd, getpid
 from pickle import loads
 from signal import alarm
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from verl.errors import RewardError
 from verl.rewards.result import RewardInput, RewardResult, Scored, format_timeout, make_failure
@@ -39,56 +39,40 @@ def encode(message: dict[str, Any]) -> bytes:
     return HEADER.pack(len(payload)) + payload
 
 
-class _Channel:
-    """Messages over a blocking socket: pickles in, JSON out."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-
-    def receive(self) -> Any:
-        """Return the next message; raise EOFError if the pool is gone."""
-        return loads(self._read(HEADER.unpack(self._read(HEADER.size))[0]))
-
-    def send(self, message: dict[str, Any]) -> None:
-        self._sock.sendall(encode(message))
-
-    def _read(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            part = self._sock.recv(min(count - len(data), 1 << 20))
-            if not part:
-                raise EOFError
-            data += part
-        return bytes(data)
-
-
 def serve(sock: socket.socket) -> None:
     """Load the function that the first message describes, report the outcome, and serve calls."""
-    channel = _Channel(sock)
+    stream = sock.makefile("rb")
     try:
-        settings, deadline_s = channel.receive()
+        settings, deadline_s = _receive(stream)
         try:
             reward = RewardFunction.load(settings)
         except RewardError as error:
-            channel.send({"refused": str(error)})
+            sock.sendall(encode({"refused": str(error)}))
             _exit(1)
         is_concurrent = reward.is_async and not reward.is_batched
-        channel.send({"ready": {"is_concurrent": is_concurrent}})
+        sock.sendall(encode({"ready": {"is_concurrent": is_concurrent}}))
         if is_concurrent:
             asyncio.run(_serve_async(reward, sock, deadline_s))
         else:
-            _serve_sync(reward, channel)
+            _serve_sync(reward, sock, stream)
     except EOFError:
         _exit(0)
     except OSError:  # only the function can have closed the socket
         _exit(SOCKET_CLOSED)
 
 
-def _serve_sync(reward: RewardFunction, channel: _Channel) -> NoReturn:
-    reward.warn = lambda text: channel.send({"warning": text})
+def _receive(stream: BinaryIO) -> Any:
+    header = stream.read(HEADER.size)
+    if len(header) < HEADER.size:
+        raise EOFError
+    return loads(stream.read(HEADER.unpack(header)[0]))
+
+
+def _serve_sync(reward: RewardFunction, sock: socket.socket, stream: BinaryIO) -> NoReturn:
+    reward.warn = lambda text: sock.sendall(encode({"warning": text}))
     home, process = getcwd(), getpid()
     while True:
-        calls: list[tuple[int, bytes]] = channel.receive()
+        calls: list[tuple[int, bytes]] = _receive(stream)
         requests = [RewardInput(*loads(pickled)) for _, pickled in calls]
         results: list[RewardResult]
         try:
@@ -100,7 +84,7 @@ def _serve_sync(reward: RewardFunction, channel: _Channel) -> NoReturn:
         if getpid() != process:  # the function forked, and this is the copy: only the original may reply
             _exit(0)
         for (call_id, _), result in zip(calls, results, strict=True):
-            channel.send(_to_message(call_id, result))
+            sock.sendall(encode(_to_message(call_id, result)))
         alarm(0)  # one that the function left would go off in the next call
         with contextlib.suppress(OSError):
             chdir(home)
