@@ -1,4 +1,4 @@
-"""Reward functions that do what they should not, each of them only for some answers."""
+"""Reward functions that do what they should not, each of them only for some responses."""
 
 import asyncio
 import builtins
@@ -22,7 +22,7 @@ def _is_bad(solution_str, extra_info, every):
 
 
 def _reward(misdeed):
-    """A reward function from what it does to a bad answer; with `every` 5, to all answers of each fifth prompt."""
+    """A reward function from what it does to a bad response; with `every` 5, to all responses of each fifth prompt."""
 
     def compute_score(data_source, solution_str, ground_truth, extra_info=None, every=0):
         return misdeed() if _is_bad(solution_str, extra_info, every) else float(solution_str == ground_truth)

@@ -1,9 +1,9 @@
 """Whatever a reward function does, a run of 3 steps ends as promised, and nothing is left behind.
 
-Each hostile function goes through 3 steps of scoring twice. Once it misbehaves on one answer of twelve: the steps are
-done, that answer is left out and counted, the others have their scores. Once on every answer: the run is stopped, and
-the message names the function, the cause and the answer; or all are scored, where the misdeed leaves the score whole.
-After each, no process, open file or thread of it is left. With `--train`, three of them do it to real runs of
+Each hostile function goes through 3 steps of scoring twice. Once it misbehaves on one response of twelve: the steps
+complete, that response is left out and counted, the others have their scores. Once on every response: the run stops,
+and the message names the function, the cause and the response; or all are scored, where the misdeed does not affect the
+score. After each, no process, open file or thread of it is left. With `--train`, three of them do it to real runs of
 `verl train`.
 """
 
@@ -32,10 +32,10 @@ from verl.rewards.result import Failed, Scored
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 FILE = Path(__file__).with_name("_hostile_rewards.py")
-STEPS, ANSWERS, LIMIT = 3, 12, 0.1
+STEPS, RESPONSES, LIMIT = 3, 12, 0.1
 MARK = f"VERL_SHOW_{uuid.uuid4().hex}"
 
-EXPECTED = {  # function -> (how a bad answer ends, what the message says)
+EXPECTED = {  # function -> (how a bad response ends, what the message says)
     "raises_key_error": ("error", "KeyError: 'gone'"),
     "raises_megabytes": ("error", "ValueError"),
     "raises_base_exception": ("error", "Stop: everything"),
@@ -166,38 +166,38 @@ async def try_out(name: str, deadline_s: float) -> list[str]:
 
 
 async def misbehaves_sometimes(pool: RewardPool, kind: str) -> list[str]:
-    """The run goes on, the bad answer is counted, the good ones keep their scores."""
+    """The run goes on, the bad response is counted, the good ones keep their scores."""
     problems = []
-    tally = FailureTracker(LIMIT, ANSWERS)
+    tracker = FailureTracker(LIMIT, RESPONSES)
     for step in range(STEPS):
-        answers = ["right", "bad", *["wrong", "right"] * 5]
-        outcomes = await asyncio.gather(*(pool.score("show", answer, "right") for answer in answers))
+        responses = ["right", "bad", *["wrong", "right"] * 5]
+        outcomes = await asyncio.gather(*(pool.score("show", response, "right") for response in responses))
         try:
             for outcome in outcomes:
-                tally.add(outcome)
+                tracker.add(outcome)
         except RewardError as error:
             return [f"step {step}: {error}"]
-        rates = tally.end_step()
-        expected = [Scored(float(answer == "right")) for answer in answers]
-        if [outcome for place, outcome in enumerate(outcomes) if place != 1] != [expected[0], *expected[2:]]:
+        rates = tracker.end_step()
+        expected = [Scored(float(response == "right")) for response in responses]
+        if [outcome for index, outcome in enumerate(outcomes) if index != 1] != [expected[0], *expected[2:]]:
             failed = next((outcome.message for outcome in outcomes if isinstance(outcome, Failed)), outcomes)
-            problems.append(f"step {step}: answers that are not bad have no score: {failed}")
+            problems.append(f"step {step}: responses that are not bad have no score: {failed}")
         found = outcomes[1].kind if isinstance(outcomes[1], Failed) else "scored"
         if found != kind:
             problems.append(f"step {step}: {found} and not {kind}: {outcomes[1]}")
         late = sum(rates.values()) if kind == "timeout" else 0.0
-        if rates["reward/timeout_rate"] != late or sum(rates.values()) != (kind != "scored") / ANSWERS:
+        if rates["reward/timeout_rate"] != late or sum(rates.values()) != (kind != "scored") / RESPONSES:
             problems.append(f"step {step}: counted as {rates}")
     return problems
 
 
 async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) -> list[str]:
     """The run stops and says why; or nothing is lost."""
-    tally = FailureTracker(LIMIT, ANSWERS)
-    calls = [asyncio.ensure_future(pool.score("show", f"bad {number}", "right")) for number in range(ANSWERS)]
+    tracker = FailureTracker(LIMIT, RESPONSES)
+    calls = [asyncio.ensure_future(pool.score("show", f"bad {number}", "right")) for number in range(RESPONSES)]
     try:
         for call in asyncio.as_completed(calls):
-            tally.add(await call)
+            tracker.add(await call)
     except RewardError as error:
         message = str(error)
         missing = [text for text in (where, part, "'bad ", f"max_failure_rate={LIMIT}") if text not in message]
@@ -207,7 +207,7 @@ async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) 
     finally:
         for call in calls:
             call.cancel()
-    return [] if kind == "scored" else ["every answer was bad, and the run was not stopped"]
+    return [] if kind == "scored" else ["every response was bad, and the run was not stopped"]
 
 
 async def try_to_load(body: str, part: str) -> list[str]:

@@ -1,7 +1,7 @@
-"""Answers are scored while others are still written: with a reward as slow as generation, a step is hardly longer.
+"""Responses are scored while others are still generated: with a reward as slow as generation, a step is hardly longer.
 
-`verl train` with real engines that write a few answers at once, and a reward that is told how long to take: nothing at
-first; then as much that the scoring processes are busy as long as generation lasted. Waiting for scored answers may
+`verl train` with real engines that write a few responses at once, and a reward of a given duration: nothing at
+first; then as much that the scoring processes are busy as long as generation lasted. Waiting for scored responses may
 then take 1.25 times as long; one after the other it would take 2. `--pool` measures the pool alone instead, with a
 stand-in for the engine, for plain, async and batched functions. `--short` (CI) is a run of two steps with rewards that
 take as long as generation: every response is scored, and no time is held.
@@ -24,16 +24,16 @@ from verl.rewards.result import Scored
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 BOUND = 1.25
-SEATS = 8
+SLOTS = 8
 SECONDS = 0.25
 PLAIN = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, seconds=SECONDS):\n"
 PLAIN += "    time.sleep(seconds)\n    return 1.0\n"
 ASYNC = f"async {PLAIN}".replace("time.sleep", "await asyncio.sleep")
 BATCH = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
 BATCH += "    time.sleep(SECONDS)\n    return [1.0] * len(solution_strs)\n"
-KINDS = {"plain": (PLAIN, SEATS, None), "async": (ASYNC, 1, None), "batch": (BATCH, 2, SEATS)}
+KINDS = {"plain": (PLAIN, SLOTS, None), "async": (ASYNC, 1, None), "batch": (BATCH, 2, SLOTS)}
 """Name -> (function, processes, size of a batch)."""
-PROMPTS, ANSWERS_A_PROMPT, STEPS = 16, 8, 6
+PROMPTS, RESPONSES_PER_PROMPT, STEPS = 16, 8, 6
 
 
 def main() -> None:
@@ -51,15 +51,15 @@ def of_a_run(folder: Path, *, short: bool) -> None:
     make_assets(folder)
     written(folder, "plain", PLAIN)
     if short:
-        seconds = seconds_to_answers(folder, "short", reward_s=0.05, steps=2)
-        finish("reward_overlap", True, answers=PROMPTS * ANSWERS_A_PROMPT, with_reward_s=round(seconds, 2))
-    alone = seconds_to_answers(folder, "alone", reward_s=0.0)
-    reward_s = alone * SEATS / (PROMPTS * ANSWERS_A_PROMPT)  # all answers of a step, over all processes: as long again
-    both = seconds_to_answers(folder, "both", reward_s)
+        seconds = seconds_to_responses(folder, "short", reward_s=0.05, steps=2)
+        finish("reward_overlap", True, answers=PROMPTS * RESPONSES_PER_PROMPT, with_reward_s=round(seconds, 2))
+    alone = seconds_to_responses(folder, "alone", reward_s=0.0)
+    reward_s = alone * SLOTS / (PROMPTS * RESPONSES_PER_PROMPT)  # of a response: all of them take as long again
+    both = seconds_to_responses(folder, "both", reward_s)
     finish(
         "reward_overlap",
         both / alone <= BOUND,
-        answers=PROMPTS * ANSWERS_A_PROMPT,
+        answers=PROMPTS * RESPONSES_PER_PROMPT,
         generation_s=round(alone, 2),
         with_reward_s=round(both, 2),
         reward_of_an_answer_s=round(reward_s, 3),
@@ -68,19 +68,19 @@ def of_a_run(folder: Path, *, short: bool) -> None:
     )
 
 
-def seconds_to_answers(folder: Path, name: str, reward_s: float, steps: int = STEPS) -> float:
-    """How long a step waits for its answers and their scores: the median over the steps but the first."""
+def seconds_to_responses(folder: Path, name: str, reward_s: float, steps: int = STEPS) -> float:
+    """How long a step waits for its responses and their scores: the median over the steps but the first."""
     code, _ = train(
         *sized_for_addition(folder),
         f"data.train_batch_size={PROMPTS}",
         "data.max_response_length=64",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={PROMPTS}",
-        f"actor_rollout_ref.rollout.n={ANSWERS_A_PROMPT}",
-        f"actor_rollout_ref.rollout.max_num_seqs={SEATS}",
+        f"actor_rollout_ref.rollout.n={RESPONSES_PER_PROMPT}",
+        f"actor_rollout_ref.rollout.max_num_seqs={SLOTS}",
         f"reward.custom_reward_function.path={folder / 'plain.py'}",
         f"reward.custom_reward_function.reward_kwargs.seconds={reward_s}",
         "reward.reward_manager.name=prime",
-        f"reward.num_workers={SEATS}",
+        f"reward.num_workers={SLOTS}",
         "trainer.n_gpus_per_node=1",
         "trainer.val_before_train=False",
         f"trainer.total_training_steps={steps}",
@@ -116,11 +116,11 @@ def written(folder: Path, kind: str, function: str) -> Path:
 async def measure(pool: RewardPool, answers: int) -> tuple[float, float, float]:
     """(generation alone, the step, generation and then the reward)."""
     await pool.start()
-    await asyncio.gather(*(pool.score("show", "warm", "") for _ in range(SEATS)))
-    seats = asyncio.Semaphore(SEATS)
+    await asyncio.gather(*(pool.score("show", "warm", "") for _ in range(SLOTS)))
+    slots = asyncio.Semaphore(SLOTS)
 
     async def generate() -> None:
-        async with seats:
+        async with slots:
             await asyncio.sleep(SECONDS)
 
     async def episode() -> None:

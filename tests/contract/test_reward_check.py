@@ -1,4 +1,4 @@
-"""Before anything is started, the reward function is loaded once: elsewhere, so that the controller stays clean."""
+"""Before a run starts, the reward function is loaded once, in another process than the controller."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_the_file_is_imported_in_another_process_which_ends(tmp_path: Path
         ("def compute_reward(data_source, solution_str, ground_truth):\n    return 1\n", "it has: compute_reward"),
     ],
 )
-async def test_a_file_that_cannot_be_used_is_said_before_the_start(tmp_path: Path, body: str, says: str) -> None:
+async def test_a_file_that_cannot_be_used_is_reported_before_the_start(tmp_path: Path, body: str, says: str) -> None:
     file = tmp_path / "my_reward.py"
     file.write_text(body)
     with pytest.raises(RewardError, match=says):

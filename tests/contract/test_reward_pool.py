@@ -1,4 +1,4 @@
-"""The pool that scores, with real processes: what a reward function does to its process harms nobody else."""
+"""The reward pool with real processes: what a function does to its process does not affect others."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ WRITE_EVERYWHERE = """
     time.sleep(60)
 """
 FAIR = 20.0
-"""Seconds: a deadline that nothing honest here comes near, also on a machine with much else to do."""
+"""Seconds: a deadline that no well-behaved function here comes near, even on a busy machine."""
 
 Pool = Callable[..., RewardPool]
 
 
 @pytest.fixture
 def pool(tmp_path: Path) -> Iterator[Pool]:
-    """Makes pools of a function given as text; after the test nothing of them is left."""
+    """Return a factory of pools for a function given as text; check that nothing of them is left after the test."""
     gc.collect()  # what other tests left open is not closed in the middle of this one
     before = open_files()
     made = []
@@ -68,8 +68,8 @@ def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-async def one(pool: RewardPool, answer: str = "46", **extra: Any) -> RewardResult:
-    return await pool.score("sums", answer, "46", extra)
+async def one(pool: RewardPool, response: str = "46", **extra: Any) -> RewardResult:
+    return await pool.score("sums", response, "46", extra)
 
 
 async def started(pool: RewardPool) -> RewardPool:
@@ -122,9 +122,7 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
         (WRITE_EVERYWHERE, "died", "not its own"),
     ],
 )
-async def test_an_end_is_told_by_its_cause_and_the_next_call_is_served(
-    pool: Pool, body: str, kind: str, part: str
-) -> None:
+async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body: str, kind: str, part: str) -> None:
     ready = await started(pool("if solution_str != 'bad': return 1.0\n" + textwrap.dedent(body)))
     failed = await one(ready, "bad")
     assert isinstance(failed, Failed), failed
@@ -157,14 +155,14 @@ async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, ha
 
 
 @pytest.mark.parametrize("end", ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"])
-async def test_of_many_brief_calls_none_is_taken_for_the_one_that_ended_the_worker(pool: Pool, end: str) -> None:
+async def test_of_many_short_calls_only_those_that_ended_their_worker_fail(pool: Pool, end: str) -> None:
     ready = await started(pool(f"if solution_str.startswith('bad'): {end}\nreturn 1.0", workers=2))
-    answers = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
-    found = await asyncio.gather(*(one(ready, answer) for answer in answers))
-    assert [isinstance(outcome, Failed) for outcome in found] == [answer != "good" for answer in answers]
+    responses = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
+    found = await asyncio.gather(*(one(ready, response) for response in responses))
+    assert [isinstance(outcome, Failed) for outcome in found] == [response != "good" for response in responses]
     assert all(
-        repr(answer) in outcome.message
-        for answer, outcome in zip(answers, found, strict=True)
+        repr(response) in outcome.message
+        for response, outcome in zip(responses, found, strict=True)
         if isinstance(outcome, Failed)
     )
 
@@ -174,7 +172,7 @@ async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> 
     assert await asyncio.gather(*(one(ready) for _ in range(24))) == [Scored(1.0)] * 24
 
 
-async def test_several_workers_work_side_by_side(pool: Pool, tmp_path: Path) -> None:
+async def test_several_workers_run_concurrently(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     body = """
         os.chdir(solution_str)
@@ -259,7 +257,7 @@ async def test_children_that_pile_up_are_cleared_away(pool: Pool) -> None:
         assert await one(ready) == Scored(1.0)
 
 
-async def test_a_copy_of_the_worker_does_not_answer(pool: Pool) -> None:
+async def test_a_forked_copy_of_the_worker_does_not_reply(pool: Pool) -> None:
     ready = await started(pool("os.fork()\nreturn float(solution_str)"))
     for value in range(10):
         assert await one(ready, str(value)) == Scored(float(value))
@@ -271,7 +269,7 @@ async def test_the_working_directory_is_the_same_for_every_call(pool: Pool) -> N
         assert await one(ready, os.getcwd()) == Scored(1.0)
 
 
-async def test_async_functions_run_side_by_side_and_one_that_is_late_ends_alone(pool: Pool) -> None:
+async def test_async_calls_run_concurrently_and_only_the_late_one_fails(pool: Pool) -> None:
     body = "await asyncio.sleep(600 if solution_str == 'bad' else 1)\nreturn os.getpid()"
     ready = await started(pool(body, ASYNC, deadline_s=3.0))
     start = time.monotonic()
@@ -304,7 +302,7 @@ async def test_a_batched_function_gets_what_is_waiting(pool: Pool) -> None:
 @pytest.mark.parametrize(
     ("body", "part"), [("return [1.0]", "1 results for 3"), ("return 1.0", "returns a list"), ("1 / 0", "ZeroDivision")]
 )
-async def test_a_batch_that_fails_fails_for_each_of_its_answers(
+async def test_a_batch_that_fails_fails_for_each_of_its_responses(
     pool: Pool, monkeypatch: pytest.MonkeyPatch, body: str, part: str
 ) -> None:
     monkeypatch.setattr("verl.rewards.pool.pool._BATCH_WAIT_S", 60.0)  # the batch is sent when it is full
@@ -321,15 +319,13 @@ async def test_a_batch_that_fails_fails_for_each_of_its_answers(
         ("def compute_score(question, reply):\n", "has the signature (question, reply)"),
     ],
 )
-async def test_a_function_that_cannot_be_loaded_is_told_at_the_start(pool: Pool, head: str, part: str) -> None:
+async def test_a_function_that_cannot_be_loaded_fails_at_the_start(pool: Pool, head: str, part: str) -> None:
     with pytest.raises(RewardError, match=r"my_reward\.py") as caught:
         await pool("return 1.0", head).start()
     assert part in str(caught.value)
 
 
-async def test_a_function_that_can_no_longer_be_loaded_ends_the_run_and_not_the_patience(
-    pool: Pool, tmp_path: Path
-) -> None:
+async def test_a_function_that_can_no_longer_be_loaded_ends_the_run(pool: Pool, tmp_path: Path) -> None:
     ready = await started(pool("os._exit(1)"))
     (tmp_path / "my_reward.py").unlink()
     assert isinstance(await one(ready), Failed)
@@ -370,7 +366,7 @@ async def test_a_caller_that_gives_up_leaves_the_others_alone(pool: Pool) -> Non
     assert await asyncio.gather(*calls[4:]) == [Scored(4.0), Scored(5.0)]
 
 
-async def test_a_closed_pool_refuses(pool: Pool) -> None:
+async def test_a_closed_pool_rejects_calls(pool: Pool) -> None:
     ready = await started(pool("time.sleep(60)"))
     call = asyncio.ensure_future(one(ready))
     await asyncio.sleep(0.1)
@@ -381,9 +377,7 @@ async def test_a_closed_pool_refuses(pool: Pool) -> None:
         await one(ready)
 
 
-async def test_closing_in_the_middle_leaves_no_call_without_an_end(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
+async def test_closing_leaves_no_call_pending(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     ready = await started(pool("if solution_str == '1999': time.sleep(60)\nreturn 1.0", workers=2, deadline_s=120.0))
     calls = [ready.submit(RewardInput("sums", str(number), "")) for number in range(2000)]
     await asyncio.wrap_future(calls[50])

@@ -81,7 +81,7 @@ async def test_functions_given_as_settings_are_loaded_weighted_and_clipped(tmp_p
         ([{"name": "nobody"}], "there is no 'nobody'"),
     ],
 )
-def test_settings_that_cannot_serve_name_their_place(tmp_path: Path, specs: list[dict[str, Any]], part: str) -> None:
+def test_invalid_settings_are_named(tmp_path: Path, specs: list[dict[str, Any]], part: str) -> None:
     with pytest.raises(RewardError) as caught:
         RewardFunction.load(RewardFunctionSettings(functions=functions(tmp_path, *specs)))
     assert part in str(caught.value)

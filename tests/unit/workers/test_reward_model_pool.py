@@ -1,4 +1,4 @@
-"""Several reward models look like one; one that is lost is started again, and what it had is scored again."""
+"""Several reward models behind one interface: a lost one is restarted, and its conversations are scored again."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
@@ -104,7 +104,7 @@ async def test_each_conversation_goes_to_the_model_with_the_fewest_tokens_to_rea
 
 
 @in_simulated_time
-async def test_what_one_that_died_had_is_scored_by_the_others_meanwhile() -> None:
+async def test_conversations_of_a_dead_model_are_scored_by_the_others() -> None:
     lost, other = Model(1), Model(2)
     pool = RewardModelPool([lost, other])
     after(0.5, lost.die)
@@ -128,7 +128,7 @@ async def test_a_model_that_died_is_reported_once_restarted_and_used_again() -> 
 
 
 @in_simulated_time
-async def test_the_only_one_scores_what_it_had_when_it_is_back() -> None:
+async def test_the_only_model_scores_its_conversations_after_its_restart() -> None:
     only = Model(1)
     after(2.5, only.die)
     assert await scored(RewardModelPool([only]), [[number] for number in range(8)]) == [1] * 8
@@ -152,14 +152,14 @@ async def test_when_none_comes_back_everything_fails_after_one_deadline_and_says
 
 
 @in_simulated_time
-async def test_one_that_is_slow_is_waited_for_as_long_as_it_is_there() -> None:
+async def test_a_slow_model_is_waited_for_as_long_as_it_lives() -> None:
     slow = Model(1, seconds=10_000)
     assert await RewardModelPool([slow], heartbeat_s=60).score([7]) == 1
     assert slow.starts == 0
 
 
 @in_simulated_time
-async def test_one_that_does_not_answer_any_more_is_ended_and_started_again() -> None:
+async def test_a_model_that_does_not_reply_is_ended_and_restarted() -> None:
     hung = Model(1)
     hung.hangs = True
     assert await RewardModelPool([hung], heartbeat_s=60).score([7]) == 1
@@ -212,7 +212,7 @@ async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() 
     await actor.close()
 
 
-async def test_an_actor_that_is_new_is_lost_until_somebody_starts_it() -> None:
+async def test_a_new_actor_is_lost_until_it_is_started() -> None:
     actor = RewardActor(settings())
     assert not await actor.is_ready()
     with pytest.raises(ProcessLostError, match="has not loaded the model yet"):

@@ -1,4 +1,4 @@
-"""Reward functions that are given as functions: how they travel, what they are called with, and scoring in place."""
+"""Reward functions given as Python objects: packing them, calling them by name, and scoring in this process."""
 
 import bdb
 import threading
@@ -26,19 +26,19 @@ def exact(response: str, ground_truth: str) -> float:
     return float(response == ground_truth)
 
 
-def test_a_function_travels_by_value_with_what_it_refers_to() -> None:
+def test_a_function_is_packed_by_value_with_all_it_refers_to() -> None:
     bonus = 0.5
     sent = pack_function(lambda response, ground_truth: exact(response, ground_truth) + bonus)
     assert unpack_function(sent)(response="4", ground_truth="4") == 1.5
 
 
-def test_what_cannot_travel_is_refused_with_a_mend() -> None:
+def test_what_cannot_be_packed_is_an_error_with_a_fix() -> None:
     lock = threading.Lock()
     with pytest.raises(RewardError, match=r"cannot be sent .*inside the function"):
         pack_function(lambda response: lock.locked())
 
 
-async def test_a_given_function_takes_the_place_of_a_file() -> None:
+async def test_a_function_object_replaces_a_file() -> None:
     reward = RewardFunction.load(RewardFunctionSettings("python:exact", "exact", function=pack_function(exact)))
     assert reward.label == "python:exact:exact"
     assert await reward.score("", "4", "4") == (1.0, {})
@@ -62,7 +62,7 @@ async def test_without_processes_a_function_is_called_here() -> None:
     assert seen == ["abc"]
 
 
-async def test_a_failure_here_is_told_and_leaving_the_debugger_ends_the_run() -> None:
+async def test_a_failure_here_is_a_result_and_quitting_the_debugger_ends_the_run() -> None:
     def strange(response: str) -> float:
         if response == "quit":
             raise bdb.BdbQuit

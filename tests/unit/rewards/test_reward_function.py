@@ -1,4 +1,4 @@
-"""Loading, calling and checking a reward function; every refusal names the place and the mend."""
+"""Loading, calling and checking a reward function; every error names the setting and a fix."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def returning(folder: Path, expression: str) -> RewardFunction:
     return load_reward(write(folder, f"{HEAD}    return {expression}\n"))
 
 
-async def test_a_plain_function_from_a_file_scores(tmp_path: Path) -> None:
+async def test_a_sync_function_from_a_file_scores(tmp_path: Path) -> None:
     reward = returning(tmp_path, "float(solution_str == ground_truth)")
     assert await reward.score("mine", "046", "046") == (1.0, {})
     assert await reward.score("mine", "047", "046") == (0.0, {})
@@ -69,7 +69,7 @@ async def test_reward_kwargs_and_extra_info_reach_the_function(tmp_path: Path) -
         ("{'score': 1, 'format': False}", (1.0, {"format": 0.0})),
     ],
 )
-async def test_whatever_is_a_number_counts_as_one(tmp_path: Path, expression: str, expected: object) -> None:
+async def test_all_kinds_of_numbers_are_scores(tmp_path: Path, expression: str, expected: object) -> None:
     assert await returning(tmp_path, expression).score("", "", "") == expected
 
 
@@ -99,7 +99,7 @@ async def test_what_is_not_a_finite_number_is_an_error_that_shows_the_sample(tmp
 
 
 @pytest.mark.parametrize("prefix", ["", "async "])
-async def test_an_exception_comes_with_the_users_own_traceback_and_nothing_else(tmp_path: Path, prefix: str) -> None:
+async def test_an_exception_comes_with_the_users_traceback_and_nothing_else(tmp_path: Path, prefix: str) -> None:
     path = write(tmp_path, f"def inner():\n    return {{}}['gone']\n\n{prefix}{HEAD}    return inner()\n")
     with pytest.raises(RewardError) as caught:
         await load_reward(path).score("sums", "12", "3")
@@ -111,7 +111,7 @@ async def test_an_exception_comes_with_the_users_own_traceback_and_nothing_else(
     assert "'sums'" in message
 
 
-async def test_a_timeout_of_the_users_own_is_an_exception_like_others(tmp_path: Path) -> None:
+async def test_a_timeout_error_of_the_user_is_an_exception_like_others(tmp_path: Path) -> None:
     path = write(tmp_path, f"{HEAD}    raise TimeoutError('judge is away')\n")
     with pytest.raises(RewardError, match="raised TimeoutError") as caught:
         await load_reward(path).score("sums", "12", "3")
@@ -152,7 +152,7 @@ def test_a_missing_file_or_module_is_named(path: str, part: str) -> None:
     assert path in str(caught.value)
 
 
-async def test_an_unknown_data_source_names_the_mend() -> None:
+async def test_an_unknown_data_source_names_a_fix() -> None:
     reward = load_reward(None)
     assert describe_scorer("my/data", RewardFunctionSettings()) is None
     with pytest.raises(RewardError, match=r"reward\.custom_reward_function\.path=") as caught:
@@ -177,7 +177,9 @@ def test_kwargs_without_a_function_are_refused() -> None:
         ("json_schema", "[46]", "46", {"type": "array"}),
     ],
 )
-async def test_every_shipped_scorer_tells_right_from_wrong(source: str, right: str, wrong: str, truth: object) -> None:
+async def test_every_built_in_scorer_distinguishes_right_from_wrong(
+    source: str, right: str, wrong: str, truth: object
+) -> None:
     reward = load_reward(None)
     assert (await reward.score(source, right, truth))[0] == 1.0
     assert (await reward.score(source, wrong, truth))[0] == 0.0
@@ -216,5 +218,5 @@ def test_gsm8k_refuses_a_ground_truth_without_a_number() -> None:
         gsm8k.compute_score("gsm8k", "#### 1", "one")
 
 
-def test_a_reward_error_survives_the_way_between_processes() -> None:
+def test_a_reward_error_can_be_pickled() -> None:
     assert str(pickle.loads(pickle.dumps(RewardError("why")))) == "why"

@@ -18,32 +18,32 @@ outcomes = st.one_of(st.just(Scored(1.0)), st.builds(Failed, kinds, st.just("why
 
 @given(st.lists(outcomes, min_size=1, max_size=40))
 def test_the_two_rates_are_shares_of_the_step_and_cover_every_failure(step: list[RewardResult]) -> None:
-    tally = FailureTracker(max_failure_rate=1.0, samples=len(step))
+    tracker = FailureTracker(max_failure_rate=1.0, samples=len(step))
     for outcome in step:
-        tally.add(outcome)
-    rates = tally.end_step()
+        tracker.add(outcome)
+    rates = tracker.end_step()
     failed = [outcome for outcome in step if isinstance(outcome, Failed)]
     assert sum(rates.values()) == pytest.approx(len(failed) / len(step))
     assert rates["reward/timeout_rate"] == sum(outcome.kind == "timeout" for outcome in failed) / len(step)
-    assert set(tally.end_step().values()) == {0.0}
+    assert set(tracker.end_step().values()) == {0.0}
 
 
 @given(st.integers(1, 50), st.floats(0, 1))
 def test_it_stops_at_the_first_failure_above_the_limit_and_not_before(samples: int, limit: float) -> None:
-    tally, allowed = FailureTracker(limit, samples), int(limit * samples)
+    tracker, allowed = FailureTracker(limit, samples), int(limit * samples)
     for count in range(allowed):
-        tally.add(Failed("timeout", f"failure {count}"))
+        tracker.add(Failed("timeout", f"failure {count}"))
     if allowed < samples:
         with pytest.raises(RewardError, match=f"{allowed + 1} of the {samples} responses .* could not be scored"):
-            tally.add(Failed("died", f"failure {allowed}"))
+            tracker.add(Failed("died", f"failure {allowed}"))
 
 
-def test_the_message_tells_the_first_failure_the_kinds_and_the_limit() -> None:
-    tally = FailureTracker(0.25, samples=8)
-    tally.add(Failed("timeout", "my_reward.py: gave no score"))
-    tally.add(Failed("error", "my_reward.py: raised KeyError"))
+def test_the_message_has_the_first_failure_the_kinds_and_the_limit() -> None:
+    tracker = FailureTracker(0.25, samples=8)
+    tracker.add(Failed("timeout", "my_reward.py: gave no score"))
+    tracker.add(Failed("error", "my_reward.py: raised KeyError"))
     with pytest.raises(RewardError) as caught:
-        tally.add(Failed("timeout", "a third one"))
+        tracker.add(Failed("timeout", "a third one"))
     for part in ("3 of the 8", "2 timeout, 1 error", "reward.max_failure_rate=0.25", "my_reward.py: gave no score"):
         assert part in str(caught.value)
 
@@ -54,11 +54,11 @@ def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> Non
     assert found == (1.0, {"length": 1.0}, {"far": "inf", "parsed": "'x'"})
 
 
-def test_the_first_failure_of_a_step_is_said_at_once() -> None:
-    said: list[str] = []
-    tally = FailureTracker(0.5, samples=8, report=said.append)
+def test_the_first_failure_of_a_step_is_reported_at_once() -> None:
+    reported: list[str] = []
+    tracker = FailureTracker(0.5, samples=8, report=reported.append)
     for count in range(3):
-        tally.add(Failed("error", f"failure {count}"))
-    tally.end_step()
-    tally.add(Failed("died", "failure 3"))
-    assert [line.rsplit(maxsplit=2)[-2:] for line in said] == [["failure", "0"], ["failure", "3"]]
+        tracker.add(Failed("error", f"failure {count}"))
+    tracker.end_step()
+    tracker.add(Failed("died", "failure 3"))
+    assert [line.rsplit(maxsplit=2)[-2:] for line in reported] == [["failure", "0"], ["failure", "3"]]
