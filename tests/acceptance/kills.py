@@ -207,7 +207,7 @@ class Disturbed:
                 if found := re.match(r"step +(\d+)/", line):
                     self._step = int(found[1])
                     self._steps.append((time.monotonic(), self._step))
-                if "all processes are started again" in line or re.search(r"rollout engine \d+ is lost", line):
+                if "restarting all processes" in line or re.search(r"rollout engine \d+ is lost", line):
                     self._noticed.append(time.monotonic())
                 if not line.startswith(("──", "prompts a", "answers", "tokens", "...", "samples", "micro", "train r")):
                     print(f"{self._name}| {line}", end="", flush=True)

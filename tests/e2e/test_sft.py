@@ -83,7 +83,7 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
 
     again = subprocess.run(command(assets, run), capture_output=True, text=True, timeout=900)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"going on with step {done + 1}" in again.stdout
+    assert f"continuing with step {done + 1}" in again.stdout
     assert "valid 30/30  loss " in again.stdout
     assert sorted(losses(run)) == list(range(1, 31))
 

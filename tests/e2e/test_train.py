@@ -90,7 +90,7 @@ def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, tmp_path: 
     last = step + 1
     again = run(assets, tmp_path, *settings, f"trainer.total_training_steps={last}", "rollout.name=hf")
     assert again.returncode == 0, again.stdout + again.stderr
-    assert f"going on with step {last}" in again.stdout
+    assert f"continuing with step {last}" in again.stdout
     assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
     steps = [line for line in metrics_of(tmp_path) if "reward/mean" in line]
     assert [line["step"] for line in steps] == list(range(1, last + 1))
@@ -136,7 +136,7 @@ def test_streamed_files_with_weights_train_full_batches_and_resume(assets: Asset
     first = run(assets, tmp_path / "run", *settings)
     assert first.returncode == 0, first.stdout + first.stderr
     assert "2 files: 100 rows, streamed" in first.stdout
-    assert "are longer than data.max_prompt_length and were left out" in first.stdout
+    assert "are longer than data.max_prompt_length and were dropped" in first.stdout
     again = run(assets, tmp_path / "run", *settings, "trainer.total_training_steps=3", "trainer.local=True")
     assert again.returncode == 0, again.stdout + again.stderr
     steps = [line for line in metrics_of(tmp_path / "run") if "reward/mean" in line]

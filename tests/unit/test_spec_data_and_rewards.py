@@ -334,7 +334,7 @@ async def test_a_function_that_fails_in_validation_is_said() -> None:
     validation = Evaluator(answer, ["mine"] * 2, preview=preview)
     means = await validation.evaluate()
     assert math.isnan(means["val/mine/mean@1"])
-    assert validation.warnings == [f"validation: 2 answers could not be scored; {failed.message}"]
+    assert validation.warnings == [f"validation: 2 responses could not be scored; {failed.message}"]
 
 
 @pytest.mark.parametrize("reward", [0.0, 1.0])

@@ -1,4 +1,4 @@
-"""What feeds the loop: groups of episodes on their way, never more of them than the staleness allows."""
+"""Runs groups of episodes ahead of training, never more of them than the allowed staleness permits."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from verl.types import SampleHandle
 __all__ = ["EpisodeBuffer", "differs"]
 
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
-"""(position in the data stream, row of the data) -> the finished samples of that prompt; None: it is left out."""
+"""(position in the data stream, row of the data) -> the finished samples of that prompt; None: it is dropped."""
 
 HasSignal = Callable[[list[SampleHandle]], bool]
-"""The finished samples of one prompt -> whether there is anything to learn from how they differ."""
+"""The finished samples of one prompt -> whether they differ, so that there is something to learn from them."""
 
-MOST_LEFT_OUT = 100  # for each prompt of a batch; more are data that do not fit the settings
-LONG_SEARCH = 10  # batches without enough groups that have signal, before the first word on it
+MAX_DROPPED = 100  # for each prompt of a batch; with more the data does not fit the settings
+LONG_SEARCH = 10  # batches without enough groups that have signal, before the first warning
 
 _SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
-_MEND = (
-    "Give prompts that the model solves sometimes (data.train_files), draw more or more varied answers for each "
-    "(actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.temperature), compare another number "
+_FIX = (
+    "Use prompts that the model solves sometimes (data.train_files), sample more or more varied responses to each "
+    "(actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.temperature), compare another metric "
     "(algorithm.filter_groups.metric), or search longer (algorithm.filter_groups.max_num_gen_batches)"
 )
 
 
 def differs(metric: str) -> HasSignal:
-    """Whether a number differs within a group: the score, or one that the reward function returned beside it.
+    """Return a check whether a metric differs within a group: the score, or one that the reward function returned.
 
-    An answer that is alone, since the others could not be scored, has nothing to differ from.
+    A group with a single scored sample has no signal.
     """
 
     def value(sample: SampleHandle) -> float:
@@ -44,9 +44,9 @@ def differs(metric: str) -> HasSignal:
         if metric not in sample.metrics:
             raise ConfigError(
                 [
-                    f"algorithm.filter_groups.metric={metric}: no such number came with an answer to prompt "
-                    f"{sample.group}; choose one of {', '.join(['score', *sorted(sample.metrics)])}, or let the reward "
-                    f"function return a dict with {metric!r} in it"
+                    f"algorithm.filter_groups.metric={metric}: the reward of a response to prompt {sample.group} has "
+                    f"no such number; choose one of {', '.join(['score', *sorted(sample.metrics)])}, or return it from "
+                    "the reward function in a dict"
                 ]
             )
         return sample.metrics[metric]
@@ -61,28 +61,27 @@ def differs(metric: str) -> HasSignal:
 class _Group:
     samples: list[SampleHandle]
     has_signal: bool = True
-    left_out: bool = False
+    dropped: bool = False  # the prompt is too long
 
 
 class EpisodeBuffer:
-    """Starts the episodes of prompts in the order of the stream, and hands out finished groups in the same order.
+    """Starts the episodes of prompts in the order of the stream, and returns finished groups in the same order.
 
-    The law: with the weights of version v in the engines, at most `batch * (v + 1 + max_staleness)` groups have started
-    (counted from the version that the run began with), so no sample is trained more than `max_staleness` versions after
-    the weights that wrote it. With 0 the loop is synchronous; with 1 generation runs one step ahead. The controller
-    calls `advance` and `take`; nobody else does.
+    Invariant: with the weights of version v in the engines, at most `batch * (v + 1 + max_staleness)` groups have
+    started (counted from the first version of the run), so no sample is trained more than `max_staleness` versions
+    after the weights that generated it. With 0 the loop is synchronous; with 1 generation runs one step ahead. Only the
+    controller calls `advance` and `take`.
 
-    Dynamic sampling: with `has_signal`, a group found to be without signal does not count in that law, so the next
-    prompt of the stream starts in its place at once. A take looks at groups in the order of the stream until it has
-    enough with signal, but at no more than `max_batches` times as many as it was asked for (0: no bound; `warn` reports
-    a long search). So what it returns follows from the order of the stream and from which groups have signal, never
-    from which finished first.
-    Nothing starts that is beyond the reach of the takes that may still use it: at version v, no group that lies
-    `batch * (max_batches + max_staleness)` or more after the first that the take of v looks at. Without run-ahead no
-    group is therefore left over; with it, what a take did not look at is there for the next one, and is young enough.
+    Dynamic sampling: with `has_signal`, a group without signal does not count in that invariant, so the next prompt of
+    the stream starts at once. A take goes through the groups in the order of the stream until it has enough with
+    signal, but through no more than `max_batches` times as many as requested (0: no bound; `warn` reports a long
+    search). So its result depends on the order of the stream and on which groups have signal, never on which finished
+    first. No group starts that the takes allowed to use it cannot reach: at version v, none that is
+    `batch * (max_batches + max_staleness)` or more after the first group of v's take. So without run-ahead no group is
+    left over; with it, the next take uses what is left over, which is still fresh enough.
 
-    A prompt that is left out (`run_group` gave None: it is too long, and of a streamed data set that is found out when
-    it is read) counts nowhere in these laws: it is as if the stream did not have it. It is reported.
+    A dropped prompt (`run_group` returned None: it is too long, which streamed data shows only when it is read) counts
+    nowhere, as if the stream did not contain it.
     """
 
     def __init__(
@@ -99,73 +98,73 @@ class EpisodeBuffer:
         self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness
         self._has_signal, self._max_batches, self._warn = has_signal, max_batches, warn
         self._groups: deque[asyncio.Task[_Group]] = deque()
-        self._first: int | None = None  # version that the run began with
+        self._first: int | None = None  # the first version of the run
         self._version = 0
-        self._started = 0  # without those that had no signal
-        self._reach = 0  # the position in the stream before which groups may start
-        self._left_out = 0  # of the groups that no take has looked at yet
-        self._ever_left_out = False
+        self._started = 0  # groups, without those that have no signal
+        self._reach = 0  # groups may start before this position of the stream
+        self._dropped = 0  # prompts, among the groups that no take has seen yet
+        self._has_dropped = False
         self._metrics: dict[str, float] = {}
-        self.warnings: list[str] = []  # what the user should know of the last take, in words
+        self.warnings: list[str] = []  # of the last take
 
     def advance(self, version: int) -> None:
-        """The engines hold `version` now: start what that allows."""
+        """Start the groups that are allowed now that the engines hold `version`."""
         self._first = version if self._first is None else self._first
         self._version = version
         ahead = self.batch * (self._max_batches + self._max_staleness)
-        self._reach = self.position + ahead + self._left_out if self._max_batches else sys.maxsize
+        self._reach = self.position + ahead + self._dropped if self._max_batches else sys.maxsize
         self._start_allowed()
 
     async def take(self, count: int) -> list[SampleHandle]:
-        """The samples of the `count` oldest groups, once they are all finished. A failed episode fails the wait.
+        """Return the samples of the `count` oldest groups when all are finished. Raises if an episode fails.
 
-        With dynamic sampling: of the `count` oldest that have signal; of fewer, and a warning, if the bound is reached.
+        With dynamic sampling: of the `count` oldest with signal; of fewer, with a warning, if the bound is reached.
         """
         if count > len(self._groups):
-            raise RuntimeError(f"waiting for {count} groups while only {len(self._groups)} may run: a wait without end")
+            raise RuntimeError(f"take({count}) would wait forever: only {len(self._groups)} groups may run")
         bound, patience = self._max_batches * count or sys.maxsize, LONG_SEARCH * count
         kept: list[_Group] = []
+        uniform: list[_Group] = []  # without signal
         dropped: list[_Group] = []
-        left_out: list[_Group] = []
-        while (missing := min(count - len(kept), bound - len(kept) - len(dropped))) > 0:
+        while (missing := min(count - len(kept), bound - len(kept) - len(uniform))) > 0:
             for group in await self._oldest(missing):
-                (left_out if group.left_out else kept if group.has_signal else dropped).append(group)
-            if len(left_out) > MOST_LEFT_OUT * count:
-                others = len(kept) + len(dropped)
+                (dropped if group.dropped else kept if group.has_signal else uniform).append(group)
+            if len(dropped) > MAX_DROPPED * count:
+                others = len(kept) + len(uniform)
                 raise DataError(
-                    f"{len(left_out):,} of the last {len(left_out) + others:,} prompts are longer than "
-                    "data.max_prompt_length and were left out; raise it, or mend data.train_files"
+                    f"{len(dropped):,} of the last {len(dropped) + others:,} prompts are longer than "
+                    "data.max_prompt_length and were dropped; increase it, or fix data.train_files"
                 )
-            if patience <= len(kept) + len(dropped) < bound and len(kept) < count:
+            if patience <= len(kept) + len(uniform) < bound and len(kept) < count:
                 patience *= 2
-                self._warn(f"{self._found(count, kept, dropped)}. The search goes on. {_MEND}")
-        self._started += count - len(kept)  # the places of a smaller batch are used up all the same
-        self._report(count, kept, dropped)
-        self._report_left_out(len(left_out), len(kept) + len(dropped))
+                self._warn(f"{self._describe_search(count, kept, uniform)}. The search continues. {_FIX}")
+        self._started += count - len(kept)  # a smaller batch counts as a whole one
+        self._report(count, kept, uniform)
+        self._report_dropped(len(dropped), len(kept) + len(uniform))
         samples = [sample for group in kept for sample in group.samples]
         if not samples:
             raise RewardError(
-                f"none of the answers to {len(kept)} prompts could be scored, and there is nothing to train on; mend "
-                "the reward (reward.max_failure_rate allows so many failures)"
+                f"none of the responses to {len(kept)} prompts could be scored: there is nothing to train on. Fix the "
+                "reward function (reward.max_failure_rate allows this many failures)"
             )
         oldest = min(sample.version for sample in samples)
         if self._version - oldest > self._max_staleness:
             raise WeightSyncError(
-                f"an answer was written by version {oldest} of the weights, and version {self._version} is about to be "
-                f"trained on it: at most {self._max_staleness} behind is allowed (trainer.max_staleness)"
+                f"a response of version {oldest} of the weights would be trained at version {self._version}, but "
+                f"trainer.max_staleness={self._max_staleness}"
             )
         return samples
 
     def metrics(self) -> dict[str, float]:
-        """What dynamic sampling cost in the last take, and how many prompts were left out; empty without both."""
+        """Return the metrics of dynamic sampling and of dropped prompts in the last take; empty without both."""
         return self._metrics
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint: the place in the data, without the groups that no take has looked at: they run again."""
+        """Return the position in the data for a checkpoint. Groups that no take has seen run again."""
         return self._stream.state() | {"position": self.position}
 
     async def close(self) -> None:
-        """Give up what still runs."""
+        """Cancel what still runs."""
         for group in self._groups:
             group.cancel()
         await asyncio.gather(*self._groups, return_exceptions=True)
@@ -173,29 +172,29 @@ class EpisodeBuffer:
 
     @property
     def position(self) -> int:
-        """The first position that no take has looked at yet."""
+        """The first position that no take has seen."""
         return self._stream.position - len(self._groups)
 
     def _start_allowed(self) -> None:
-        assert self._first is not None, "nothing runs before the first version"
-        places = self.batch * (self._version - self._first + 1 + self._max_staleness)
-        while self._started < places and self._stream.position < self._reach:
+        assert self._first is not None, "advance comes first"
+        allowed = self.batch * (self._version - self._first + 1 + self._max_staleness)
+        while self._started < allowed and self._stream.position < self._reach:
             self._groups.append(asyncio.ensure_future(self._generate(*next(self._stream))))
             self._started += 1
 
     async def _generate(self, position: int, row: int) -> _Group:
         samples = await self._run_group(position, row)
         if samples is None:
-            self._left_out += 1
+            self._dropped += 1
             self._started -= 1
             self._reach += 1
             self._start_allowed()
-            return _Group([], left_out=True)
+            return _Group([], dropped=True)
         if self._has_signal is None or self._has_signal(samples):
             return _Group(samples)
         self._started -= 1
         self._start_allowed()
-        # What is not trained on need not stay in the object store until a take comes by.
+        # Release samples that are not trained from the object store now, not at the next take.
         return _Group([replace(sample, ref=None) for sample in samples], has_signal=False)
 
     async def _oldest(self, count: int) -> list[_Group]:
@@ -206,52 +205,49 @@ class EpisodeBuffer:
             for task in tasks:
                 task.cancel()
             raise
-        self._left_out -= sum(group.left_out for group in groups)
+        self._dropped -= sum(group.dropped for group in groups)
         return groups
 
-    def _report(self, count: int, kept: Sequence[_Group], dropped: Sequence[_Group]) -> None:
-        """Metrics and warnings of a take; an error if it has found nothing to train on."""
+    def _report(self, count: int, kept: Sequence[_Group], uniform: Sequence[_Group]) -> None:
+        """Set metrics and warnings of a take; raise if there is nothing to train on."""
         self._metrics, self.warnings = {}, []
         if self._has_signal is None:
             return
-        looked_at = len(kept) + len(dropped)
+        generated = len(kept) + len(uniform)
         self._metrics = {
-            "sampling/groups_generated": float(looked_at),
-            "sampling/groups_dropped": float(len(dropped)),
-            "sampling/gen_batches": looked_at / count,
+            "sampling/groups_generated": float(generated),
+            "sampling/groups_dropped": float(len(uniform)),
+            "sampling/gen_batches": generated / count,
         }
-        if not dropped:
+        if not uniform:
             return
-        self._metrics["sampling/dropped_score_mean"] = _mean_score(dropped)
+        self._metrics["sampling/dropped_score_mean"] = _mean_score(uniform)
         if len(kept) == count:
             return
-        found = self._found(count, kept, dropped)
+        search = self._describe_search(count, kept, uniform)
         if not kept:
             last = self.position
-            raise RewardError(
-                f"{found}. They answer the prompts {last - looked_at} to {last - 1} of the stream. {_MEND}"
-            )
-        self.warnings = [f"{found}. The step trains on the smaller batch. {_MEND}"]
+            raise RewardError(f"{search}. Their prompts are {last - generated} to {last - 1} of the stream. {_FIX}")
+        self.warnings = [f"{search}. The step trains on the smaller batch. {_FIX}"]
 
-    def _found(self, count: int, kept: Sequence[_Group], dropped: Sequence[_Group]) -> str:
-        """How far a search has come, in words."""
+    def _describe_search(self, count: int, kept: Sequence[_Group], uniform: Sequence[_Group]) -> str:
         bound = f"at most {self._max_batches} batches are searched" if self._max_batches else "searched without a bound"
         return (
-            f"dynamic sampling: {len(kept)} of {len(kept) + len(dropped):,} groups have answers that differ, "
-            f"{count:,} were wanted ({bound}); those without scored {_mean_score(dropped):.3g} on average"
+            f"dynamic sampling: {len(kept)} of {len(kept) + len(uniform):,} groups have different scores, "
+            f"{count:,} are needed ({bound}); the mean score of the others is {_mean_score(uniform):.3g}"
         )
 
-    def _report_left_out(self, left_out: int, others: int) -> None:
-        """A metric from the first one on, and words for that."""
-        if left_out and not self._ever_left_out:
-            self._ever_left_out = True
+    def _report_dropped(self, dropped: int, others: int) -> None:
+        """Warn at the first dropped prompt; from then on there is a metric."""
+        if dropped and not self._has_dropped:
+            self._has_dropped = True
             self.warnings.append(
-                f"{left_out:,} of {left_out + others:,} prompts are longer than data.max_prompt_length and were left "
-                "out (data.filter_overlong_prompts=True); the next ones of the data took their places. From now on "
-                "data/left_out counts them for each step"
+                f"{dropped:,} of {dropped + others:,} prompts are longer than data.max_prompt_length and were dropped "
+                "(data.filter_overlong_prompts=True); the next prompts replace them. From now on data/left_out counts "
+                "them for each step"
             )
-        if self._ever_left_out:
-            self._metrics["data/left_out"] = float(left_out)
+        if self._has_dropped:
+            self._metrics["data/left_out"] = float(dropped)
 
 
 def _mean_score(groups: Sequence[_Group]) -> float:

@@ -1,4 +1,4 @@
-"""Saving and resuming as the loop sees them: one checkpoint at a time, written while training goes on."""
+"""Writes checkpoints in the background, one at a time, and finds the one to resume from."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Verify = Callable[[str], Awaitable[list[str]]]
 
 
 class SavedPolicy(Protocol):
-    """The trained model over all ranks, as saving needs it."""
+    """The trained model over all ranks."""
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        """Copy all that a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
+        """Copy what a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
 
     async def poll_save(self, *, wait: bool) -> float | None:
         """The seconds that writing took what `save` began, None while it goes on; raises what went wrong with it."""
 
 
 class Checkpointer:
-    """Owns the writing of checkpoints. The loop stands still while the state is copied, and while a former checkpoint
-    is still being written; what goes wrong with one is raised by the next call."""
+    """Writes checkpoints. Training waits while the state is copied, and while the previous checkpoint is still being
+    written; an error in writing is raised by the next call."""
 
     def __init__(
         self,
@@ -47,26 +47,26 @@ class Checkpointer:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
-        self._writing: tuple[int, float] | None = None  # a step, and the seconds that its copy took
+        self._writing: tuple[int, float] | None = None  # version, and the seconds that its copy took
         self._deadline, self._clock = deadline, clock
-        self.longest_s = 0.0  # that a checkpoint took so far
-        self.begun: int | None = None  # version that was last begun
-        self.last: int | None = None  # version that was saved, as far as was looked
+        self.longest_s = 0.0  # the longest save so far
+        self._begun: int | None = None  # the last version that was started
+        self.last: int | None = None  # the last version known to be saved
 
     async def save(self, version: int, trainer: Mapping[str, Any]) -> float:
-        """Begin a checkpoint of the current state; the seconds that the loop stood still."""
-        began = self._clock()
+        """Start a checkpoint of the current state; return the seconds that training waited."""
+        called = self._clock()
         await self.finish()
         started = self._clock()
         directory = await self._on_disk("begin a checkpoint", lambda: self._checkpoints.begin(version))
-        self.begun = version
+        self._begun = version
         await self._policy.save(str(directory), trainer)
         ended = self._clock()
         self._writing = version, ended - started
-        return ended - began
+        return ended - called
 
     async def poll(self) -> None:
-        """Whether the checkpoint is written by now; if so, say it, and delete those that are too many."""
+        """If the checkpoint is written by now, report it and delete old ones."""
         await self._end(wait=False)
 
     async def finish(self) -> None:
@@ -74,13 +74,12 @@ class Checkpointer:
         await self._end(wait=True)
 
     async def has_saved(self) -> bool:
-        """Whether this run can go on from a checkpoint of its own, also from one that was written to its end while
-        nobody looked."""
-        if self.last is not None or (begun := self.begun) is None:
+        """Whether this run has a complete checkpoint of its own, known from `poll` or only on disk."""
+        if self.last is not None or (begun := self._begun) is None:
             return self.last is not None
         directory = self._checkpoints.step_dir(begun)
         return await self._on_disk(
-            "look at the last checkpoint",
+            "inspect the last checkpoint",
             lambda: self._checkpoints.read_latest() == begun and not find_corruption(directory, sums=False),
         )
 
@@ -96,7 +95,7 @@ class Checkpointer:
             if written_s is None:
                 return
         except BaseException:
-            self._writing = None  # it is raised once
+            self._writing = None  # raise it once
             raise
         self._writing = None
         self.longest_s = max(self.longest_s, copied_s + written_s)
@@ -109,9 +108,9 @@ class Checkpointer:
 
 
 async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadline) -> T:
-    """What `work` gives, which the file system under `root` may keep for ever: a wait with a name and a deadline.
+    """Run `work` on the file system under `root`, with a deadline: it may hang forever.
 
-    The thread is one that nobody joins: a call that hangs in the kernel must not keep the process from its end.
+    In a daemon thread, so that a call that hangs in the kernel does not keep the process from exiting.
     """
     done: Future[T] = Future()
     done.set_running_or_notify_cancel()
@@ -119,7 +118,7 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
     def run() -> None:
         try:
             done.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - it is theirs who wait
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
             done.set_exception(error)
 
     threading.Thread(target=run, name=what, daemon=True).start()
@@ -128,9 +127,9 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
         while not (await asyncio.wait([answer], timeout=pending.remaining_s))[0]:
             if pending.remaining_s <= 0:
                 raise CheckpointError(
-                    f"{root}: waited {pending.elapsed_s:.0f} s for the file system to {what} and gave up; see whether "
-                    f"it answers (ls {root}) and start again: checkpoints that are complete are as they were. If it "
-                    f"only needs longer, raise {deadline}{await format_report_hint(pending)}"
+                    f"Timed out after {pending.elapsed_s:.0f} s waiting for the file system of {root} ({what}). Check "
+                    f"that it responds (ls {root}) and rerun the command to resume; complete checkpoints are unchanged."
+                    f" Increase {deadline} if this is expected.{await format_report_hint(pending)}"
                 )
     return answer.result()
 
@@ -138,20 +137,20 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
 async def find_checkpoint(
     source: CheckpointDir, verify: Verify, console: Console, deadline: Deadline = DEFAULT_DEADLINES.checkpoint
 ) -> int | None:
-    """The step to resume from: the first candidate that is whole; None if there is nothing to resume.
+    """Return the step to resume from: of the newest complete checkpoint; None if there is nothing to resume.
 
-    What is passed over is said, with what is wrong with it. If nothing is left of a run that had saved, that is an
-    error: it would start anew, and write over what may still be mended, or go on from another run.
+    Checkpoints that are skipped are reported. If a run has saved and none of its checkpoints is complete, that is an
+    error: starting over would overwrite what may still be repaired, or resume another run.
     """
-    found: dict[Path, list[str]] = {}
+    skipped: dict[Path, list[str]] = {}
 
-    def pass_over(directory: Path, damage: list[str]) -> None:
-        found[directory] = damage
-        console.note(f"not resumed from {directory}: {_few(damage)}")
+    def skip(directory: Path, damage: list[str]) -> None:
+        skipped[directory] = damage
+        console.note(f"not resumed from {directory}: {_shorten(damage)}")
 
-    async def look(directory: Path) -> list[str]:
+    async def inspect(directory: Path) -> list[str]:
         return await on_disk(
-            "look at a checkpoint", lambda: find_corruption(directory, sums=False), source.root, deadline
+            "inspect a checkpoint", lambda: find_corruption(directory, sums=False), source.root, deadline
         )
 
     named, candidates, later = await on_disk(
@@ -162,29 +161,29 @@ async def find_checkpoint(
     )
     for step in candidates:
         directory = source.step_dir(step)
-        damage = await look(directory) or await verify(str(directory))
+        damage = await inspect(directory) or await verify(str(directory))
         if not damage:
             for newer in map(source.step_dir, [*(other for other in candidates if other > step), *later]):
-                if newer not in found and (damage := await look(newer)):
-                    pass_over(newer, damage)  # what a kill has left, as a rule
+                if newer not in skipped and (damage := await inspect(newer)):
+                    skip(newer, damage)  # usually left by a kill
             return step
-        pass_over(directory, damage)
-    if named is None or not (found or later):
+        skip(directory, damage)
+    if named is None or not (skipped or later):
         return None
-    harms = "; ".join(f"{directory.name}: {_few(damage)}" for directory, damage in found.items())
-    whole = [directory for directory in map(source.step_dir, later) if not await look(directory)]
+    reasons = "; ".join(f"{directory.name}: {_shorten(damage)}" for directory, damage in skipped.items())
+    complete = [directory for directory in map(source.step_dir, later) if not await inspect(directory)]
     others = (
-        f"{', '.join(directory.name for directory in whole)}: later, so of another run, or gone back from; to go on "
-        f"from there nevertheless, trainer.resume_mode=path trainer.resume_from_path={whole[-1]}. "
-        if whole
+        f"{', '.join(directory.name for directory in complete)}: newer, so of another run, or rolled back; to resume "
+        f"from there anyway, set trainer.resume_mode=path trainer.resume_from_path={complete[-1]}. "
+        if complete
         else ""
     )
     raise CheckpointError(
-        f"no checkpoint in {source.root} up to step {named}, which {LATEST} names, is whole: "
-        f"{harms or 'there is none'}. {others}Bring one back, or begin anew with trainer.resume_mode=disable"
+        f"no checkpoint in {source.root} up to step {named}, which {LATEST} names, is complete: "
+        f"{reasons or 'none exists'}. {others}Restore one, or start over with trainer.resume_mode=disable"
     )
 
 
-def _few(damage: list[str]) -> str:
+def _shorten(damage: list[str]) -> str:
     more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
     return "; ".join(damage[:3]) + more

@@ -1,4 +1,4 @@
-"""The order of the training prompts, as the settings say."""
+"""Builds the sampler that orders the training prompts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["build_sampler", "load_sampler"]
 
 
 def load_sampler(name: str) -> SamplerFunction:
-    """The function that data.sampler names."""
+    """Load the function that data.sampler names."""
     known: dict[str, SamplerFunction] = {}
     try:
         return load_function(name, known, "data.sampler")
@@ -30,27 +30,27 @@ def load_sampler(name: str) -> SamplerFunction:
 
 
 def build_sampler(config: Config, dataset: PromptDataset, entries: list[str]) -> Sampler:
-    """The order of the prompts of a data set that was made of these entries."""
+    """Return the sampler for a data set of these entries of data.train_files."""
     data = config.data
     seed = config.trainer.seed if data.seed is None else data.seed
     if data.sampler is not None:
         return CustomSampler(load_sampler(data.sampler), data.sampler, len(dataset), seed, dataset.column)
     if data.train_weights is None:
-        return _within(config, dataset, range(len(dataset)), seed, data.shuffle_buffer_size)
+        return _build_part(config, dataset, range(len(dataset)), seed, data.shuffle_buffer_size)
     starts = [0, *dataset.entry_ends[:-1]]
     parts = []
-    for number, (start, stop) in enumerate(zip(starts, dataset.entry_ends, strict=True)):
+    for index, (start, stop) in enumerate(zip(starts, dataset.entry_ends, strict=True)):
         if start == stop:
             raise DataError(
-                f"{entries[number]}: no rows are left of it, and it has a weight in data.train_weights; "
-                "take both out, or look at data.train_max_samples and data.max_prompt_length"
+                f"{entries[index]}: no rows are left of it, but it has a weight in data.train_weights; "
+                "remove both, or check data.train_max_samples and data.max_prompt_length"
             )
         buffer = max(1, data.shuffle_buffer_size // len(starts))
-        parts.append(_within(config, dataset, range(start, stop), seed + number, buffer))
+        parts.append(_build_part(config, dataset, range(start, stop), seed + index, buffer))
     return WeightedSampler(parts, data.train_weights, seed)
 
 
-def _within(config: Config, dataset: PromptDataset, rows: range, seed: int, buffer: int) -> Sampler:
+def _build_part(config: Config, dataset: PromptDataset, rows: range, seed: int, buffer: int) -> Sampler:
     data = config.data
     if data.curriculum_key is not None:
         numbers = dataset.numbers(data.curriculum_key)[rows.start : rows.stop]

@@ -1,4 +1,4 @@
-"""The data of a run, read and checked once by the controller; episode workers are told which rows survived."""
+"""The data of an RL run, read and checked once by the controller; episode workers read only the rows that were kept."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """What the controller keeps of the data: numbers. The prompts are read again where the episodes run."""
+    """What the controller keeps of the data. The prompts themselves are read where the episodes run."""
 
     datasets: dict[str, DatasetSettings]
     order: Sampler
@@ -53,8 +53,7 @@ class RunData:
 
 
 def read_data(config: Config) -> RunData:
-    """Tokenise every prompt once, to know which are too long (streamed ones are only tried); `DataError` says what is
-    wrong with a file."""
+    """Read and tokenize all prompts (of streamed data a few), to find those that are too long or cannot be scored."""
     from transformers import AutoConfig
 
     model = config.actor_rollout_ref.model
@@ -71,14 +70,14 @@ def read_data(config: Config) -> RunData:
             truncation=config.data.truncation,
             chat_template_kwargs=config.data.apply_chat_template_kwargs,
             max_samples=config.data.train_max_samples if split == "train" else config.data.val_max_samples,
-            streaming=split == "train" and _streams(config),
+            streaming=split == "train" and _should_stream(config),
         )
         dataset = settings.open(tokenizer, num_workers=config.data.num_workers, cache_dir=length_cache_dir(config))
         datasets[split] = replace(settings, streaming=dataset.report.streamed, kept=dataset.kept)
         reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
-            reports += _cautions(config, dataset)
+            reports += _streaming_warnings(config, dataset)
         else:
             sources = dataset.sources()
         if split == "train":
@@ -92,73 +91,73 @@ def read_data(config: Config) -> RunData:
         if unknown:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
-    found = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    check_length(
-        model.path, found, get_max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length"
-    )
-    reports += [note] if (note := family_note(model.path, found.model_type)) else []
+    loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    longest = get_max_sequence_tokens(config)
+    check_length(model.path, loaded, longest, "data.max_prompt_length + data.max_response_length")
+    reports += [note] if (note := family_note(model.path, loaded.model_type)) else []
     stops = find_stop_tokens(model.path, tokenizer)
-    return RunData(datasets, order, val_sources, reports, stops, found.get_text_config().vocab_size)
+    return RunData(datasets, order, val_sources, reports, stops, loaded.get_text_config().vocab_size)
 
 
-def check_length(path: str, found: PretrainedConfig, longest: int, settings: str) -> None:
-    """Raises if a model cannot be trained on packed sequences as long as the settings allow."""
-    if wrong := packing_length_problem(path, found.get_text_config().to_dict(), longest, settings):
-        raise ConfigError([wrong])
+def check_length(path: str, model: PretrainedConfig, longest: int, settings: str) -> None:
+    """Raise if a model cannot be trained on packed sequences as long as the settings allow."""
+    if problem := packing_length_problem(path, model.get_text_config().to_dict(), longest, settings):
+        raise ConfigError([problem])
 
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of the model that is trained; `section` is where its settings stand."""
+    """Load the tokenizer of the trained model; `section` is the name of its settings, for messages."""
     key, path = ("tokenizer_path", model.tokenizer_path) if model.tokenizer_path else ("path", model.path)
     try:
         return load_tokenizer(path, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError([f"{section}.{key}={path}: no tokenizer found: {error}{_taken_for_a_name(path)}"]) from error
+        raise ConfigError([f"{section}.{key}={path}: no tokenizer found: {error}{_suggest_folder(path)}"]) from error
 
 
-def _taken_for_a_name(path: str) -> str:
-    """Of what is no folder here, and was looked for on the hub: what may have been meant."""
+def _suggest_folder(path: str) -> str:
+    """Return a hint for a path that is not a local folder and was therefore looked for on the hub."""
     folder = Path(path).expanduser()
-    there, near = ("", None) if folder.is_dir() else suggest_path(folder)
-    meant = f"did you mean {near}? " if near is not None and near.is_dir() else ""
-    return f"\n{meant}{path} is no folder here, and was taken for a name on the hub; {there}" if there else ""
+    existing, near = ("", None) if folder.is_dir() else suggest_path(folder)
+    question = f"did you mean {near}? " if near is not None and near.is_dir() else ""
+    return (
+        f"\n{question}{path} is not a local folder, and was taken for a name on the hub; {existing}" if existing else ""
+    )
 
 
 def find_stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end an answer of the model at `path`."""
+    """Return the ids of the tokens that end a response of the model at `path`."""
     from transformers import GenerationConfig
 
     try:
         ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the model brings none: the tokenizer's end token is all there is
+    except OSError:  # the model has no generation config
         ends = None
     return tuple(sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}))
 
 
-def _streams(config: Config) -> bool | None:
-    """As it was asked for; None leaves it to the size of the files, unless the order needs all rows."""
+def _should_stream(config: Config) -> bool | None:
+    """Return data.streaming; its default None (by file size) becomes False if the order needs all rows."""
     data = config.data
-    needs_all = data.curriculum_key is not None or data.sampler is not None
-    return False if data.streaming is None and needs_all else data.streaming
+    needs_all_rows = data.curriculum_key is not None or data.sampler is not None
+    return False if data.streaming is None and needs_all_rows else data.streaming
 
 
-def _cautions(config: Config, dataset: PromptDataset) -> list[str]:
-    """What one should know of a streamed data set before it is noticed."""
-    data, found = config.data, []
+def _streaming_warnings(config: Config, dataset: PromptDataset) -> list[str]:
+    data, warnings = config.data, []
     if not data.filter_overlong_prompts and data.truncation == "error":
-        found.append(
-            f"a prompt longer than data.max_prompt_length={data.max_prompt_length} will stop the run when its turn "
-            "comes; data.filter_overlong_prompts=True leaves such prompts out"
+        warnings.append(
+            f"a prompt longer than data.max_prompt_length={data.max_prompt_length} will stop the run when it is "
+            "reached; set data.filter_overlong_prompts=True to drop such prompts"
         )
     if data.shuffle and dataset.bytes_a_row * data.shuffle_buffer_size > CACHED_BYTES:
-        fitting = int(CACHED_BYTES / dataset.bytes_a_row)
-        found.append(
+        max_rows = int(CACHED_BYTES / dataset.bytes_a_row)
+        warnings.append(
             f"data.shuffle_buffer_size={data.shuffle_buffer_size:,} rows do not fit into the {CACHED_BYTES >> 20} MiB "
-            f"that are kept of the data, so that blocks are read several times; try data.shuffle_buffer_size={fitting}"
+            f"of data that are cached, so blocks are read several times; set data.shuffle_buffer_size={max_rows}"
         )
-    return found
+    return warnings
 
 
 def length_cache_dir(config: Config | SftConfig) -> Path:
-    """Where lengths are kept from one start to the next."""
+    """Return the folder in which prompt lengths are cached between runs."""
     return Path(config.data.cache_dir or "~/.cache/verl").expanduser() / "lengths"

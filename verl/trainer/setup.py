@@ -1,4 +1,4 @@
-"""What every run starts with, whatever it trains by: its devices, its trackers, and where it left off."""
+"""What every run starts with: its devices, its metric loggers, and the checkpoint it resumes from."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ S = TypeVar("S", bound=Section)
 
 @dataclass(frozen=True, slots=True)
 class Runtime(Generic[C]):
-    """Where a run takes place. Its settings may have been changed to what is there."""
+    """The devices of a run, and its settings, adapted to the devices that exist."""
 
     config: C
     pool: DevicePool | LocalPool
@@ -59,7 +59,7 @@ class Runtime(Generic[C]):
 async def start_runtime(
     config: C, console: Console, restarts: RestartTracker, times: Metrics
 ) -> AsyncIterator[Runtime[C]]:
-    """The devices of a run, in Ray's processes or in this one; leaving gives them back."""
+    """Reserve the devices of a run, in Ray or in this process; release them on exit."""
     if config.trainer.local:
         yield Runtime(config, LocalPool(), _device(config, detect_local_device))
         return
@@ -67,16 +67,17 @@ async def start_runtime(
         limits = deadlines(config)
         closing.callback(disconnect)
         with timer(times, "start_ray"):
-            if told := connect(config.ray_kwargs.ray_init.arguments()):
-                console.note(told)
+            if note := connect(config.ray_kwargs.ray_init.arguments()):
+                console.note(note)
         if timeline := config.ray_kwargs.timeline_json_file:
             closing.callback(_write_timeline, Path(timeline), console)
         stalls = config.trainer.checkpoint_dir / "stalls"
         closing.enter_context(watch_for_hangs(stalls, console.note, console.advice, limits.reply))
         device = _device(config, detect_device)
         if restarts.has_restarted:
-            config = await _with_devices_left(config, device, console)
-        fix = f"set trainer.n_gpus_per_node to what a machine has: {_owned(device)}"
+            config = await _fit_to_devices(config, device, console)
+        owned = f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
+        fix = f"set trainer.n_gpus_per_node to what a machine has: {owned}"
         ranks = count_train_ranks(config)
         pool = await asyncio.to_thread(DevicePool, ranks, device, fix=fix, deadline=limits.devices)
         closing.callback(pool.close)
@@ -87,7 +88,7 @@ def _write_timeline(path: Path, console: Console) -> None:
     try:
         write_timeline(path)
         console.note(f"Ray's timeline is in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
-    except Exception as error:  # noqa: BLE001 - the run has its end already, and it is not this
+    except Exception as error:  # noqa: BLE001 - must not hide how the run has ended
         console.note(f"Ray's timeline was not written to {path} (ray_kwargs.timeline_json_file): {error}")
 
 
@@ -95,38 +96,33 @@ def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
     return detect() if config.trainer.device == "auto" else config.trainer.device
 
 
-async def _with_devices_left(config: C, device: str, console: Console) -> C:
-    """After a loss: wait until the cluster has devices for all ranks again, or go on with fewer, as configured."""
+async def _fit_to_devices(config: C, device: str, console: Console) -> C:
+    """Wait until the cluster has devices for all ranks again, or continue with fewer, as configured."""
     wanted, settings = count_train_ranks(config), config.trainer.faults
-    there = await count_live_devices(device, wanted)
-    if there >= wanted:
+    count = await count_live_devices(device, wanted)
+    if count >= wanted:
         return config
-    left = f"the cluster has {there} of {wanted} devices left"
-    if there and settings.on_lost_node == "shrink":
-        console.advice(f"{left}: the run goes on with {there} train ranks (trainer.faults.on_lost_node=shrink)")
-        return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": there}})
+    left = f"the cluster has {count} of {wanted} devices left"
+    if count and settings.on_lost_node == "shrink":
+        console.advice(f"{left}: continuing with {count} train ranks (trainer.faults.on_lost_node=shrink)")
+        return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": count}})
     console.advice(
-        f"{left}: waiting for others, up to trainer.faults.node_wait={settings.node_wait:g} s; with "
-        "trainer.faults.on_lost_node=shrink the run would go on with fewer"
+        f"{left}: waiting up to trainer.faults.node_wait={settings.node_wait:g} s for more; set "
+        "trainer.faults.on_lost_node=shrink to continue with fewer"
     )
     with track_call(f"have {wanted} devices", target=CallTarget("cluster"), deadline=Deadline(settings.node_wait)):
         await count_live_devices(device, wanted, timeout_s=settings.node_wait)
-    return config  # if they are still too few, the pool says so
-
-
-def _owned(device: str) -> str:
-    return f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
+    return config  # the pool raises if there are still too few
 
 
 def resolve_path(path: str) -> str:
-    """A local path in full: workers on a cluster that was started elsewhere have another working directory. A name on a
-    hub stays as it is."""
-    found = Path(path).expanduser()
-    return str(found.absolute()) if found.exists() else path
+    """Return the absolute path of what exists here; anything else, such as a name on the hub, unchanged."""
+    local = Path(path).expanduser()
+    return str(local.absolute()) if local.exists() else path
 
 
 def with_changes(section: S, changes: Mapping[str, Any]) -> S:
-    """A copy of frozen settings with some replaced, section by section."""
+    """Return a copy of frozen settings with some replaced, section by section."""
     update = {
         name: with_changes(getattr(section, name), value) if isinstance(value, Mapping) else value
         for name, value in changes.items()
@@ -135,17 +131,17 @@ def with_changes(section: S, changes: Mapping[str, Any]) -> S:
 
 
 def device_hints(config: C, device: str, hints: Callable[[C], Iterable[ConfigProblem]]) -> list[str]:
-    """What is probably not meant, but could not be said before it was known what trainer.device=auto is here."""
-    known = {found.text for found in hints(config)}
+    """Return the hints that depend on what trainer.device=auto turned out to be."""
+    known = {hint.text for hint in hints(config)}
     now = hints(with_changes(config, {"trainer": {"device": device}}))
-    return [found.text for found in now if found.text not in known]
+    return [hint.text for hint in now if hint.text not in known]
 
 
 def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
     console.total_steps = schedule.total_steps
     if schedule.save_every == -1 and "save_freq" not in config.trainer.model_fields_set:
         console.note(
-            "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is gone when the run ends; set "
+            "hint: nothing will be saved (trainer.save_freq=-1), and the trained model is lost when the run ends; set "
             "trainer.save_freq=null for a checkpoint after the last step, or trainer.save_freq=20 for one every 20"
         )
     run = RunInfo(
@@ -172,8 +168,7 @@ def build_checkpointer(config: Config | SftConfig, policy: SavedPolicy, console:
 
 @dataclass(frozen=True, slots=True)
 class WithRunInfo:
-    """A model whose checkpoints say by which command, and from which model, they were trained: two runs may have been
-    given one folder, and nothing else tells them apart."""
+    """A model whose checkpoints record the command and the model they come from: two runs may share one folder."""
 
     policy: SavedPolicy
     config: Config | SftConfig
@@ -192,46 +187,46 @@ def _signature(config: Config | SftConfig) -> dict[str, str]:
 
 
 def _check_signature(config: Config | SftConfig, checkpoint: Path, saved: Mapping[str, str] | None) -> None:
-    """Refuse the checkpoint of another command, and unless it was named, of another model. Older ones have none."""
+    """Refuse the checkpoint of another command, or of another model unless it was named. Old ones have no record."""
     if saved is None:
         return
-    own, place = _signature(config), f"checkpoint {checkpoint}"
-    anew = "give this run a folder of its own (trainer.experiment_name), or begin anew with trainer.resume_mode=disable"
-    if saved["command"] != own["command"]:
+    current = _signature(config)
+    fix = "give this run another folder (trainer.experiment_name), or start over with trainer.resume_mode=disable"
+    if saved["command"] != current["command"]:
         raise CheckpointError(
-            f"{place}: is one of verl {saved['command']}, and verl {own['command']} cannot go on from it; {anew}. To "
-            f"begin from its model: verl merge --local_dir {checkpoint}/actor --target_dir merged, and name merged as "
-            "the model"
+            f"checkpoint {checkpoint}: was written by verl {saved['command']}, and verl {current['command']} cannot "
+            f"resume from it; {fix}. To start from its model, run verl merge --local_dir {checkpoint}/actor "
+            "--target_dir merged and use merged as the model"
         )
-    if config.trainer.resume_mode == "auto" and not _are_one(saved["model"], own["model"]):
+    if config.trainer.resume_mode == "auto" and not _may_be_same(saved["model"], current["model"]):
         raise CheckpointError(
-            f"{place}: was trained from the model {saved['model']}, and the settings name {own['model']}, which would "
-            f"not be used; {anew}. If they are the same: trainer.resume_mode=path "
+            f"checkpoint {checkpoint}: was trained from the model {saved['model']}, but the settings name "
+            f"{current['model']}, which would be ignored; {fix}. If they are the same, set trainer.resume_mode=path "
             f"trainer.resume_from_path={checkpoint}"
         )
 
 
-def _are_one(before: str, now: str) -> bool:
-    """Whether two paths or names may be of one model. A folder that is gone was probably moved."""
+def _may_be_same(before: str, now: str) -> bool:
+    """Whether two paths or names may be the same model. A folder that no longer exists was probably moved."""
     return before == now or (
         Path(before).is_absolute() and (not Path(before).is_dir() or Path(before).resolve() == Path(now).resolve())
     )
 
 
 async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptStream, console: Console) -> int:
-    """Load what there is to resume; the version to go on from, 0 for a fresh start."""
+    """Load the checkpoint to resume from, if there is one; return its version, 0 for a fresh start."""
     mode = config.trainer.resume_mode
     if mode == "disable":
         return 0
     if mode == "path":
         path = Path(config.trainer.resume_from_path or "").expanduser().absolute()
-        number = path.name.removeprefix("global_step_")
-        if not number.isdigit():
+        digits = path.name.removeprefix("global_step_")
+        if not digits.isdigit():
             raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
         source = CheckpointDir(path.parent)
-        step: int | None = int(number)
+        step: int | None = int(digits)
         if damage := find_corruption(path, sums=False) or await policy.verify(str(path)):
-            raise CheckpointError(f"trainer.resume_from_path={path}: is not whole: {'; '.join(damage)}")
+            raise CheckpointError(f"trainer.resume_from_path={path}: is incomplete: {'; '.join(damage)}")
     else:
         source = CheckpointDir(config.trainer.checkpoint_dir)
         step = await find_checkpoint(source, policy.verify, console, deadlines(config).checkpoint)
@@ -241,5 +236,5 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
     _check_signature(config, source.step_dir(step), saved.get("run"))
     stream.load(saved["data"])
     await policy.load(str(source.step_dir(step)))
-    console.note(f"resumed from {source.step_dir(step)}: going on with step {step + 1}")
+    console.note(f"resumed from {source.step_dir(step)}: continuing with step {step + 1}")
     return step

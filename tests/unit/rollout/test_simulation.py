@@ -81,7 +81,7 @@ async def _whenever(self: WeightSync) -> AsyncIterator[None]:
 async def _by_completion(self: EpisodeBuffer, count: int) -> list[Any]:
     tasks = [self._groups.popleft() for _ in range(count)]
     groups = [await task for task in asyncio.as_completed(tasks)]
-    self._left_out -= sum(group.left_out for group in groups)
+    self._dropped -= sum(group.dropped for group in groups)
     return groups
 
 
@@ -124,7 +124,7 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         EngineSupervisor,
         "wait_for_stale_exit",
         _nothing,
-        "written by",
+        "a response of version",
         136,
     ),
     "a weight sync that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
@@ -132,7 +132,7 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
     "a weight sync that hears those who were replaced": (WeightSync, "_drop_lost", _of_all, "did not reach", 35),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
-    "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "written by", 0),
+    "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "a response of version", 0),
 }
 
 

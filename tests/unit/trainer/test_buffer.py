@@ -51,7 +51,7 @@ async def test_a_step_of_which_nothing_could_be_scored_is_told() -> None:
 
     buffer = EpisodeBuffer(unscored, stream(), 2)
     buffer.advance(0)
-    with pytest.raises(RewardError, match="none of the answers to 2 prompts could be scored"):
+    with pytest.raises(RewardError, match="none of the responses to 2 prompts could be scored"):
         await buffer.take(2)
 
 
@@ -84,7 +84,7 @@ async def test_waiting_for_groups_that_may_never_start_is_refused() -> None:
 
     buffer = EpisodeBuffer(never, stream(), 2)
     buffer.advance(0)
-    with pytest.raises(RuntimeError, match="wait without end"):
+    with pytest.raises(RuntimeError, match="would wait forever"):
         await buffer.take(3)
     await buffer.close()
 
@@ -117,7 +117,7 @@ async def test_an_answer_that_is_too_old_stops_the_run() -> None:
 
     buffer = EpisodeBuffer(old, stream(), 1)
     buffer.advance(2)
-    with pytest.raises(WeightSyncError, match=r"written by version 1 .* version 2 .*trainer\.max_staleness"):
+    with pytest.raises(WeightSyncError, match=r"a response of version 1 .* version 2, .*trainer\.max_staleness"):
         await buffer.take(1)
 
 

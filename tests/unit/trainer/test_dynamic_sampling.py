@@ -181,8 +181,8 @@ async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0]
     [words] = buffer.warnings
-    assert "1 of 4 groups have answers that differ, 2 were wanted" in words
-    assert "scored 0.5 on average" in words
+    assert "1 of 4 groups have different scores, 2 are needed" in words
+    assert "the mean score of the others is 0.5" in words
     assert "actor_rollout_ref.rollout.temperature" in words
     assert buffer.metrics()["sampling/dropped_score_mean"] == 0.5
 
@@ -243,5 +243,7 @@ def test_a_named_number_is_compared_instead_of_the_score() -> None:
 
 
 def test_a_number_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
-    with pytest.raises(ConfigError, match=r"metric=acc: .* prompt 3; choose one of score, format, words"):
+    with pytest.raises(
+        ConfigError, match=r"metric=acc: .* prompt 3 has no such number; choose one of score, format, words"
+    ):
         differs("acc")(group_of(3, [0.0, 1.0], metrics={"words": 2.0, "format": 1.0}))

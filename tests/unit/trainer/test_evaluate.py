@@ -63,7 +63,7 @@ async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
     validation = evaluator([[sample(1)], [failed]], ["a", "a"])
     found = await validation.evaluate()
     assert (found["val/a/mean@1"], found["val/unscored"]) == (1.0, 1.0)
-    assert validation.warnings == ["validation: 1 answers could not be scored; it raised"]
+    assert validation.warnings == ["validation: 1 responses could not be scored; it raised"]
     nothing = evaluator([[failed]], ["a"])
     assert math.isnan((await nothing.evaluate())["val/a/mean@1"])
     assert len(nothing.warnings) == 1

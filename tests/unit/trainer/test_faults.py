@@ -41,7 +41,7 @@ def test_a_restart_says_what_was_lost_and_what_it_costs() -> None:
     run.restart(GONE, version=7)
     run.resumed(5)
     assert "train worker 1: update: its process has died" in lines[0]
-    assert lines[1:] == ["2 steps are done again"]
+    assert lines[1:] == ["repeating 2 steps"]
     assert run.has_restarted
     assert run.metrics()["faults/run_restarts"] == 1
     assert run.metrics()["faults/steps_repeated"] == 2
@@ -51,7 +51,7 @@ def test_a_run_that_saved_nothing_says_why_it_begins_anew() -> None:
     run, lines = faults()
     run.restart(GONE, version=3)
     run.resumed(0)
-    assert lines[1] == "3 steps are done again, since no checkpoint had been written (trainer.save_freq)"
+    assert lines[1] == "repeating 3 steps: no checkpoint was written yet (trainer.save_freq)"
 
 
 def test_a_run_that_only_begins_where_it_was_left_says_nothing() -> None:

@@ -132,7 +132,7 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
     assert not data.datasets["val"].streaming, "validation is measured"
     assert data.datasets["train"].kept == range(12)
     assert "a.parquet: 12 rows, streamed" in data.reports[0]
-    assert "will stop the run when its turn comes" in data.reports[1]
+    assert "will stop the run when it is reached" in data.reports[1]
     assert not read_data(config(train_files=path, streaming=False)).datasets["train"].streaming
     ranked = read_data(config(train_files=path, curriculum_key="level"))
     assert rows(ranked.order) == list(range(12))
@@ -234,7 +234,9 @@ def test_a_misspelt_folder_that_looks_like_a_name_on_the_hub_is_told_with_what_i
     (tmp_path / "demo" / "model").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", offline)
-    with pytest.raises(ConfigError, match=r"cannot reach the hub\ndid you mean demo/model\? demo/modle is no folder"):
+    with pytest.raises(
+        ConfigError, match=r"cannot reach the hub\ndid you mean demo/model\? demo/modle is not a local folder"
+    ):
         open_tokenizer(ModelConfig(path="demo/modle"), "model")
 
 

@@ -104,7 +104,7 @@ async def test_a_run_goes_on_from_its_own_checkpoint_and_from_older_ones_that_na
 async def test_checkpoints_of_the_other_command_are_refused(tmp_path: Path) -> None:
     await save_as(sft_of(tmp_path))
     with pytest.raises(
-        CheckpointError, match=r"is one of verl sft, and verl train cannot.*experiment_name.*verl merge"
+        CheckpointError, match=r"was written by verl sft, and verl train cannot.*experiment_name.*verl merge"
     ):
         await resumed(run_of(tmp_path))
     assert await resumed(run_of(tmp_path, "trainer.resume_mode=disable")) == 0
@@ -115,7 +115,7 @@ async def test_another_model_is_not_silently_replaced_by_the_one_in_the_checkpoi
     first.mkdir()
     second.mkdir()
     await save_as(sft_of(run, model=first))
-    with pytest.raises(CheckpointError, match=rf"from the model {first}, and the settings name {second}, which would"):
+    with pytest.raises(CheckpointError, match=rf"from the model {first}, but the settings name {second}, which would"):
         await resumed(sft_of(run, model=second))
     named = ("trainer.resume_mode=path", f"trainer.resume_from_path={run}/global_step_3")
     assert await resumed(sft_of(run, *named, model=second)) == 3
@@ -127,5 +127,5 @@ async def test_another_model_is_not_silently_replaced_by_the_one_in_the_checkpoi
 
 async def test_names_on_the_hub_are_compared_too(tmp_path: Path) -> None:
     await save_as(run_of(tmp_path, model="org/small"))
-    with pytest.raises(CheckpointError, match="from the model org/small, and the settings name org/large"):
+    with pytest.raises(CheckpointError, match="from the model org/small, but the settings name org/large"):
         await resumed(run_of(tmp_path, model="org/large"))

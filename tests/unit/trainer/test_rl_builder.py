@@ -1,0 +1,103 @@
+"""Building a run: a failure at any stage closes what has started, in reverse order, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any, NoReturn
+
+import pytest
+
+from verl.cluster.local import LocalPool
+from verl.config.load import load_dict
+from verl.config.schema import Config
+from verl.errors import ConfigError, DataError, RewardError
+from verl.tracking.console import Console
+from verl.trainer.builder import rl_builder
+from verl.trainer.builder.rl_builder import build_trainer
+from verl.trainer.preflight import check_rl_run
+from verl.trainer.setup import Runtime
+
+pytestmark = pytest.mark.unit
+
+
+def config_of(*overrides: str) -> Config:
+    required = ("actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet", "trainer.local=True")
+    return load_dict({}, [*required, *overrides]).config
+
+
+class Part:
+    """An engine or a group of workers; `closed` lists those that were closed."""
+
+    def __init__(self, name: str, closed: list[str]) -> None:
+        self.name, self.closed = name, closed
+
+    async def start(self) -> None: ...
+
+
+class Engine(Part):
+    async def close(self) -> None:
+        self.closed.append(self.name)
+
+
+class Workers(Part):
+    def close(self) -> None:
+        self.closed.append(self.name)
+
+
+async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    @asynccontextmanager
+    async def runtime(config: Config, *_: Any) -> AsyncIterator[Runtime[Config]]:
+        try:
+            yield Runtime(config, LocalPool(), "cpu")
+        finally:
+            closed.append("runtime")
+
+    async def passes(*_: Any) -> None: ...
+
+    def fails(config: Config) -> NoReturn:
+        raise DataError("a row is wrong")
+
+    monkeypatch.setattr(rl_builder, "check_rl_run", passes)
+    monkeypatch.setattr(rl_builder, "start_runtime", runtime)
+    monkeypatch.setattr(rl_builder, "place_engines", lambda *_: [Engine("engine", closed)])
+    monkeypatch.setattr(rl_builder, "place_reward_models", lambda *_: [Engine("reward model", closed)])
+    monkeypatch.setattr(rl_builder.PolicyGroup, "spawn", lambda *_, **__: Workers("train workers", closed))
+    monkeypatch.setattr(rl_builder, "read_data", fails)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(DataError, match="a row is wrong"):
+            async with build_trainer(config_of(), Console()):
+                pytest.fail("it must not be built")
+        gc.collect()
+    assert [str(warning.message) for warning in caught if "never awaited" in str(warning.message)] == []
+    assert closed == ["train workers", "reward model", "engine", "runtime"]
+
+
+async def test_problems_of_models_files_and_the_reward_function_are_reported_in_one_error(tmp_path: Any) -> None:
+    config = config_of(
+        f"actor_rollout_ref.model.path={tmp_path}/model",
+        f"data.train_files={tmp_path}/train.parquet",
+        f"data.val_files={tmp_path}/val.parquet",
+        f"reward.custom_reward_function.path={tmp_path}/reward.py",
+    )
+    with pytest.raises(ConfigError) as raised:
+        await check_rl_run(config)
+    model, train, val, reward = raised.value.problems
+    assert f"actor_rollout_ref.model.path={tmp_path}/model: there is no such directory" in model
+    assert f"{tmp_path}/train.parquet does not exist" in train
+    assert f"{tmp_path}/val.parquet does not exist" in val
+    assert f"{tmp_path}/reward.py" in reward
+
+
+async def test_problems_of_one_kind_keep_their_type(tmp_path: Any) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "?", "data_source": "openai/gsm8k"}\n')
+    files = f"data.train_files={tmp_path}/rows.jsonl"
+    with pytest.raises(RewardError, match=r"reward\.py"):
+        await check_rl_run(config_of(files, f"reward.custom_reward_function.path={tmp_path}/reward.py"))
+    with pytest.raises(DataError, match="does not exist"):
+        await check_rl_run(config_of(f"data.train_files={tmp_path}/missing.jsonl"))
