@@ -122,7 +122,7 @@ def killed(
     assert os.WTERMSIG(status) == signal.SIGKILL
     expected = int((root / LATEST).read_text())  # written last: what it names is complete
     left = (root / f"global_step_{STEPS + 1}").exists() and not (root / f"global_step_{STEPS + 1}" / MANIFEST).exists()
-    named = [f"global_step_{STEPS + 1}: ", "it was not written to its end"] if left else []
+    named = [f"global_step_{STEPS + 1}: ", "the save did not finish"] if left else []
     return expected, named, f"after {moment} {'bytes' if by_bytes else 'half operations'}, with {expected} declared"
 
 

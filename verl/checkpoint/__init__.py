@@ -1,5 +1,4 @@
-"""Saving and resuming: sharded state through torch.distributed.checkpoint, and the directories that it lies in.
+"""Atomic checkpoints: sharded state as safetensors files, and the directories that hold it.
 
-What is saved comes as dictionaries of tensors and plain values, never as a model. Training engines, the trainer and
-what stands above them may import this package; it knows torch.distributed and nothing of RL.
+State is nested dictionaries of tensors and plain values, never a model. Imported by training and everything above.
 """

@@ -1,4 +1,4 @@
-"""Adapters (LoRA) as PEFT keeps them: what their tensors are called, the configuration beside them, what they add."""
+"""Adapters (LoRA) in PEFT's format: names of tensors, configuration, merging into the base weights."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ __all__ = [
 ]
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NAME = "default"  # of the one adapter that a model has here; not part of the names in files
+NAME = "default"  # of the only adapter of a model; not part of the names in files
 BASE = ".base_layer."
 PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
 class SavedAdapter:
-    """What a checkpoint that holds an adapter says of it: its configuration, and the weights that it belongs to."""
+    """The configuration of an adapter in a checkpoint, and the fingerprint of its base weights."""
 
     config: dict[str, Any]
     fingerprint: str
 
     @property
     def base(self) -> str:
-        """The path or name of the model that it was trained on."""
+        """The path or name of the base model."""
         return str(self.config["base_model_name_or_path"])
 
     @property
@@ -51,23 +51,23 @@ class SavedAdapter:
 
 
 def read_saved_adapter(directory: str | Path) -> SavedAdapter | None:
-    """What a folder of shards says of its adapter; None if it holds all weights."""
+    """Return the adapter that a folder of shards describes; None if it holds all weights."""
     values = read_values(directory, "base.")
     if not values:
         return None
     try:
         return SavedAdapter(json.loads(values["adapter"]), str(values["fingerprint"]))
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"checkpoint {directory}: what it says of its adapter cannot be read: {error}") from error
+        raise CheckpointError(f"checkpoint {directory}: its adapter cannot be read: {error}") from error
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a model with an adapter belongs to the adapter."""
+    """Return whether a parameter belongs to the adapter."""
     return ".lora_A." in name or ".lora_B." in name
 
 
 def original_name(name: str) -> str:
-    """What a weight below an adapter is called in the model without it.
+    """Return the name of a base weight in the model without an adapter.
 
     >>> original_name("model.layers.0.self_attn.q_proj.base_layer.weight")
     'model.layers.0.self_attn.q_proj.weight'
@@ -76,7 +76,7 @@ def original_name(name: str) -> str:
 
 
 def peft_name(name: str) -> str:
-    """What a tensor of an adapter is called in PEFT's files.
+    """Return the name of an adapter's tensor in PEFT's files.
 
     >>> peft_name("model.layers.0.self_attn.q_proj.lora_A.default.weight")
     'base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight'
@@ -87,9 +87,9 @@ def peft_name(name: str) -> str:
 def merge_adapter(
     weights: Iterable[tuple[str, Tensor]], adapter: Mapping[str, Tensor], scale: float
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights by their original names, with what the adapter adds to them, computed in float32.
+    """Yield weights by their original names with the adapter merged into them, computed in float32.
 
-    `adapter` holds the two factors of a weight under its original name: `x.lora_A.default.weight` for `x.weight`.
+    `adapter` holds the two factors of a weight by its original name: `x.lora_A.default.weight` for `x.weight`.
     """
     for name, weight in weights:
         stem = name.removesuffix(".weight")
@@ -102,7 +102,7 @@ def merge_adapter(
 
 
 def adapter_config(*, base: str, rank: int, alpha: int, targets: str | Iterable[str]) -> dict[str, Any]:
-    """The configuration of an adapter of a causal model; PEFT and vLLM read it."""
+    """Return the configuration of an adapter of a causal model, for PEFT and vLLM."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -117,6 +117,6 @@ def adapter_config(*, base: str, rank: int, alpha: int, targets: str | Iterable[
 
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Write an adapter for `PeftModel.from_pretrained`; tensors by the names that PEFT's files have."""
+    """Write an adapter for `PeftModel.from_pretrained`; tensors by their names in PEFT's files."""
     (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})

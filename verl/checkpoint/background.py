@@ -1,4 +1,4 @@
-"""Saving beside training: a rank copies its state to host memory, and goes on while a thread writes the copy."""
+"""Saving in the background: a rank copies its state to host memory, and a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from verl.checkpoint.files import FileChecksum
-from verl.checkpoint.manifest import CheckpointDir, writing
+from verl.checkpoint.manifest import CheckpointDir, map_os_errors
 from verl.checkpoint.save import save
 
 __all__ = ["BackgroundWriter", "Finisher"]
 
 Finisher = Callable[[Path], Mapping[str, FileChecksum]]
-"""More files for a checkpoint whose shards are all there: its directory -> what was written, by path inside it."""
+"""Adds files to a checkpoint whose shards are written: its directory -> checksums, by path inside it."""
 
 TIMEOUT = timedelta(hours=2)
 
 
 class BackgroundWriter:
-    """Writes checkpoints of one rank, one at a time; all ranks call a method together.
+    """Writes the checkpoints of one rank, one at a time; all ranks call each method together.
 
-    The threads of the ranks talk over a group of their own, so that their collectives never mix with training's. Rank 0
-    commits: a checkpoint is complete as soon as it is written, whoever has died meanwhile.
+    The writing threads use a separate process group, so that their collectives never mix with those of training.
+    Rank 0 commits: a written checkpoint is complete even if the controller has died.
     """
 
     def __init__(self) -> None:
@@ -46,25 +46,25 @@ class BackgroundWriter:
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self.seconds = 0.0  # that the last one took, from the end of its copy
+        self.seconds = 0.0  # the time that the last save took after its copy
 
     def start(
         self,
         states: Mapping[str, dict[str, Any]],
         directory: Path,
         trainer: Mapping[str, Any],
-        finishing: Iterable[Finisher] = (),
+        finishers: Iterable[Finisher] = (),
     ) -> None:
-        """Returns when `states`, by folder, are copied. `directory` is what `CheckpointDir.begin` made for a step.
+        """Copy `states`, by folder, and write them in the background to a directory made by `CheckpointDir.begin`.
 
-        Rank 0 does the `finishing` between the shards and the commit.
+        Rank 0 calls the `finishers` between the shards and the commit.
         """
-        assert self._writing is None, "the former save has not been waited for"
+        assert self._writing is None, "the previous save has not been waited for"
         copies: dict[str, Any] = {folder: self._stager.stage(state) for folder, state in states.items()}
-        self._writing = self._thread.submit(self._write, copies, directory, trainer, list(finishing))
+        self._writing = self._thread.submit(self._write, copies, directory, trainer, list(finishers))
 
     def poll(self, *, wait: bool) -> bool:
-        """Whether nothing is being written any more; an error of the writing is raised here, once."""
+        """Return whether no save is running; an error of the last one is raised here, once."""
         if self._writing is None:
             return True
         if not wait and not self._writing.done():
@@ -78,24 +78,23 @@ class BackgroundWriter:
         states: Mapping[str, dict[str, Any]],
         directory: Path,
         trainer: Mapping[str, Any],
-        finishing: Iterable[Finisher],
+        finishers: Iterable[Finisher],
     ) -> None:
-        began = time.monotonic()
+        start = time.monotonic()
         mine: dict[str, FileChecksum] = {}
         for folder, state in states.items():
             written = save(state, directory / folder, group=self._group)
             mine |= {f"{folder}/{name}": each for name, each in written.items()}
-        files = self._gathered(mine)
+        files = self._gather(mine)
         if self._rank == 0:
-            with writing(directory):
-                for finish in finishing:
+            with map_os_errors(directory):
+                for finish in finishers:
                     files |= finish(directory)
-            root, step = CheckpointDir(directory.parent), int(directory.name.rpartition("_")[2])
-            root.commit(step, files, trainer)
-        self.seconds = time.monotonic() - began
+            CheckpointDir(directory.parent).commit(int(directory.name.rpartition("_")[2]), files, trainer)
+        self.seconds = time.monotonic() - start
 
-    def _gathered(self, mine: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        """What all ranks have written, on rank 0."""
+    def _gather(self, mine: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
+        """Return the checksums of all ranks on rank 0."""
         if self._group is None:
             return mine
         parts: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None

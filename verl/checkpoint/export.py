@@ -1,7 +1,6 @@
-"""The weights of a checkpoint as safetensors, in Hugging Face's layout: one file, or several with an index.
+"""Export of a checkpoint's weights in Hugging Face's layout: one safetensors file, or several with an index.
 
-Weights go from the shards to the files one at a time; no more than one file's worth is held in memory. A model is not
-needed for it, nor a process group.
+At most one file's worth of weights is held in memory. Neither a model nor a process group is needed.
 """
 
 from __future__ import annotations
@@ -33,46 +32,45 @@ HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
 
 
 BaseWeights = Callable[[SavedAdapter], Iterable[tuple[str, Tensor]]]
-"""The weights that an adapter was trained on, or an error."""
+"""Returns the base weights of an adapter, or raises."""
 
 
 def iter_checkpoint_weights(
     directory: str | Path, *, dtype: torch.dtype | None = None, tied: bool = False, base: BaseWeights | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The weights in a folder of shards, as Hugging Face names them, floating ones in `dtype` or as they were kept.
+    """Yield the weights in a folder of shards by their names in the model, floating-point ones in `dtype` if given.
 
-    Of a `tied` model the head is left out: it is the embedding, and `from_pretrained` makes it so. Where the shards
-    hold an adapter, what it adds is merged into the weights of its `base`.
+    The head of a `tied` model is omitted: it is the embedding. An adapter is merged into the weights of its `base`.
     """
     if not any(name.startswith(MODEL) for name in read_index(directory).tensors):
         raise CheckpointError(
-            f"checkpoint {directory}: holds no weights; it must be saved with model among "
-            "actor_rollout_ref.actor.checkpoint.save_contents"
+            f"checkpoint {directory}: has no weights; add model to actor_rollout_ref.actor.checkpoint.save_contents "
+            "when saving"
         )
     embedding: Tensor | None = None
-    for name, tensor in _held(directory, base):
+    for name, tensor in _read_merged(directory, base):
         if tied and name.endswith(EMBEDDING):
             embedding = tensor
         if tied and name == HEAD:
             if embedding is None:
-                embedding = _embedding(directory)
+                embedding = _read_embedding(directory)
             if not torch.equal(tensor, embedding):
                 raise CheckpointError(
-                    f"checkpoint {directory}: {HEAD} is not the embedding, and the model's configuration ties them "
-                    "(tie_word_embeddings); it was trained with another configuration, name that by --hf_model_path"
+                    f"checkpoint {directory}: {HEAD} differs from the embedding, but the configuration ties them "
+                    "(tie_word_embeddings); pass the configuration that it was trained with by --hf_model_path"
                 )
             continue
         yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
 
 
-def _held(directory: str | Path, base: BaseWeights | None) -> Iterator[tuple[str, Tensor]]:
-    found, adapter = read_tensors(directory, prefix=MODEL), read_saved_adapter(directory)
+def _read_merged(directory: str | Path, base: BaseWeights | None) -> Iterator[tuple[str, Tensor]]:
+    stored, adapter = read_tensors(directory, prefix=MODEL), read_saved_adapter(directory)
     if adapter is None:
-        yield from found
+        yield from stored
         return
     if base is None:
-        raise CheckpointError(f"checkpoint {directory}: holds an adapter of {adapter.base}, and not the weights below")
-    tensors = dict(found)
+        raise CheckpointError(f"checkpoint {directory}: holds an adapter of {adapter.base} without its base weights")
+    tensors = dict(stored)
     yield from merge_adapter(base(adapter), tensors, adapter.scale)
     yield from ((name, tensor) for name, tensor in tensors.items() if not is_adapter(name))
 
@@ -80,89 +78,85 @@ def _held(directory: str | Path, base: BaseWeights | None) -> Iterator[tuple[str
 def export_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, *, file_bytes: int = FILE_BYTES
 ) -> dict[str, FileChecksum]:
-    """Write the weights into `folder`; what was written, by the name of the file. Every file is read again for that."""
+    """Write the weights into `folder`; returns checksums by file name, for which every file is read again."""
     drafts: list[list[str]] = []
-    held: dict[str, Tensor] = {}
+    pending: dict[str, Tensor] = {}
     total = size = 0
     for name, tensor in weights:
-        if held and size + tensor.nbytes > file_bytes:
-            drafts.append(_save(held, folder, len(drafts)))
-            held, size = {}, 0
-        held[name] = tensor.contiguous()
+        if pending and size + tensor.nbytes > file_bytes:
+            drafts.append(_save(pending, folder, len(drafts)))
+            pending, size = {}, 0
+        pending[name] = tensor.contiguous()
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    drafts.append(_save(held, folder, len(drafts)))
-    names = [_file_name(number, len(drafts)) for number in range(len(drafts))]
-    for number, file in enumerate(names):
-        os.replace(_draft(folder, number), folder / file)
+    drafts.append(_save(pending, folder, len(drafts)))
+    names = [_file_name(index, len(drafts)) for index in range(len(drafts))]
+    for index, file in enumerate(names):
+        os.replace(_draft(folder, index), folder / file)
     written = {file: compute_checksum(folder / file) for file in names}
     if len(names) > 1:
-        places = {name: file for file, held_names in zip(names, drafts, strict=True) for name in held_names}
-        index = {"metadata": {"total_size": total}, "weight_map": places}
-        written[INDEX] = write(folder / INDEX, json.dumps(index, indent=2, sort_keys=True).encode())
+        weight_map = {name: file for file, stored in zip(names, drafts, strict=True) for name in stored}
+        content = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        written[INDEX] = write(folder / INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
     sync_directory(folder)
     return written
 
 
 def compare_weights(expected: Iterable[tuple[str, Tensor]], folder: str | Path) -> list[str]:
-    """How the weights in a Hugging Face folder differ from those expected, in words: names, shapes, types, numbers."""
-    gaps = []
-    with _opened(Path(folder)) as found:
+    """Return the differences of a Hugging Face folder from the expected weights: names, shapes, types, values."""
+    differences = []
+    with _open_weights(Path(folder)) as files:
         for name, tensor in expected:
-            other = found.pop(name).get_tensor(name) if name in found else None
+            other = files.pop(name).get_tensor(name) if name in files else None
             if other is None:
-                gaps.append(f"{name} is missing")
+                differences.append(f"{name} is missing")
             elif other.shape != tensor.shape:
-                gaps.append(f"{name} has shape {tuple(other.shape)}, {tuple(tensor.shape)} is right")
+                differences.append(f"{name} has shape {tuple(other.shape)}, expected {tuple(tensor.shape)}")
             elif other.dtype != tensor.dtype:
-                gaps.append(f"{name} is {_type(other)}, {_type(tensor)} is right")
+                differences.append(f"{name} is {other.dtype}, expected {tensor.dtype}")
             elif not torch.equal(other, tensor):
-                apart = float((other.double() - tensor.double()).abs().max())
-                gaps.append(f"{name} has other numbers, {apart:.3g} apart")
-        return gaps + [f"{name} is too many" for name in sorted(found)]
+                distance = float((other.double() - tensor.double()).abs().max())
+                differences.append(f"{name} has other values, by up to {distance:.3g}")
+        return differences + [f"{name} is unexpected" for name in sorted(files)]
 
 
 @contextmanager
-def _opened(folder: Path) -> Iterator[dict[str, Any]]:
-    """The files of safetensors in which the weights lie, by the names of the weights."""
+def _open_weights(folder: Path) -> Iterator[dict[str, Any]]:
+    """Open the safetensors files of a folder; yields them by the names of the weights."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
-        raise CheckpointError(f"{folder}: there are no weights in safetensors (model*.safetensors)")
-    found: dict[str, Any] = {}
+        raise CheckpointError(f"{folder}: has no weights in safetensors (model*.safetensors)")
+    by_name: dict[str, Any] = {}
     with ExitStack() as closing:
         for file in files:
             try:
                 opened = closing.enter_context(safe_open(file, framework="pt"))
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{file}: cannot be read: {error}") from error
-            found |= dict.fromkeys(opened.keys(), opened)
-        yield found
+            by_name |= dict.fromkeys(opened.keys(), opened)
+        yield by_name
 
 
-def _embedding(directory: str | Path) -> Tensor:
+def _read_embedding(directory: str | Path) -> Tensor:
     for name, tensor in read_tensors(directory, prefix=MODEL):
         if name.endswith(EMBEDDING):
             return tensor
     raise CheckpointError(f"checkpoint {directory}: has no {EMBEDDING}, to which {HEAD} is tied")
 
 
-def _save(held: Mapping[str, Tensor], folder: Path, number: int) -> list[str]:
-    path = _draft(folder, number)
+def _save(weights: Mapping[str, Tensor], folder: Path, index: int) -> list[str]:
+    path = _draft(folder, index)
     try:
-        save_file(dict(held), path, metadata={"format": "pt"})
+        save_file(dict(weights), path, metadata={"format": "pt"})
         with path.open("rb+") as file:
             os.fsync(file.fileno())
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}; see that there is room, and try again") from error
-    return list(held)
+        raise CheckpointError(f"{path}: cannot be written: {error}. Free disk space and rerun.") from error
+    return list(weights)
 
 
-def _draft(folder: Path, number: int) -> Path:
-    return folder / f".model-{number + 1:05d}.draft"
+def _draft(folder: Path, index: int) -> Path:
+    return folder / f".model-{index + 1:05d}.draft"
 
 
-def _file_name(number: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{number + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _type(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _file_name(index: int, count: int) -> str:
+    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"

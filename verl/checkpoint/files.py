@@ -1,7 +1,4 @@
-"""Files of a checkpoint: summed while they are written, on the disk when they are left; every error names its path.
-
-Everything that a checkpoint writes goes through here.
-"""
+"""Durable files: checksummed while they are written, and synced to the disk. Every error names its path."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ BLOCK = 4 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class FileChecksum:
-    """What a file must be: so many bytes, with this SHA-256."""
+    """The size and SHA-256 of a file."""
 
     size: int
     sha256: str
@@ -39,22 +36,20 @@ class ChecksummedFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._hash, self._size = hashlib.sha256(), 0
-        with naming(path):
+        with add_path_to_errors(path):
             self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
 
     @property
     def checksum(self) -> FileChecksum:
         return FileChecksum(self._size, self._hash.hexdigest())
 
-    def write(self, data: bytes | memoryview) -> int:
-        """All of it; how much it was."""
+    def write(self, data: bytes | memoryview) -> None:
         rest = memoryview(data)
         self._hash.update(rest)
-        self._size += (size := len(rest))
-        with naming(self.path):
+        self._size += len(rest)
+        with add_path_to_errors(self.path):
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-        return size
 
     def __enter__(self) -> ChecksummedFile:
         return self
@@ -62,14 +57,14 @@ class ChecksummedFile:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         try:
             if kind is None:
-                with naming(self.path):
+                with add_path_to_errors(self.path):
                     os.fsync(self._descriptor)
         finally:
             os.close(self._descriptor)
 
 
 def write(path: Path, data: bytes) -> FileChecksum:
-    """All of it or nothing, also when the machine stops."""
+    """Write a file atomically, also if the machine stops; returns its checksum."""
     draft = path.with_name(f".{path.name}.draft")
     with ChecksummedFile(draft) as file:
         file.write(data)
@@ -78,21 +73,21 @@ def write(path: Path, data: bytes) -> FileChecksum:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename, for good: the directory is on the disk as well."""
-    with naming(target):
+    """Rename durably: the directory is synced, too."""
+    with add_path_to_errors(target):
         os.replace(source, target)
     sync_directory(target.parent)
 
 
 def make_directory(path: Path) -> None:
-    """With those above it."""
-    with naming(path):
+    """Create a directory with its parents."""
+    with add_path_to_errors(path):
         os.makedirs(path, exist_ok=True)
 
 
 def sync_directory(path: Path) -> None:
-    """The names in it, on the disk."""
-    with naming(path):
+    """Sync the names in a directory to the disk."""
+    with add_path_to_errors(path):
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(descriptor)
@@ -101,7 +96,7 @@ def sync_directory(path: Path) -> None:
 
 
 def compute_checksum(path: Path) -> FileChecksum:
-    """What a file is."""
+    """Read a file and return its checksum."""
     digest, size = hashlib.sha256(), 0
     with path.open("rb", buffering=0) as file:
         while block := file.read(BLOCK):
@@ -111,8 +106,8 @@ def compute_checksum(path: Path) -> FileChecksum:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
-    """The system's errors say what, but not always where."""
+def add_path_to_errors(path: Path) -> Iterator[None]:
+    """Add the path to an `OSError` that lacks one."""
     try:
         yield
     except OSError as error:

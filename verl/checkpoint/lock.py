@@ -1,4 +1,4 @@
-"""One run in a folder: two would delete what the other is writing."""
+"""A lock on the folder of a run: two runs would delete each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ __all__ = ["run_lock"]
 
 LOCK = ".run.lock"
 POLL_S = 1.0
-PATIENCE_HERE_S = 10.0
-"""A process of this machine that was killed has ended by then, and its lock with it."""
-PATIENCE_ELSEWHERE_S = 120.0
-"""A network file system keeps the lock of a machine that died until a lease has run out: 90 s, for NFS."""
+LOCAL_TIMEOUT_S = 10.0
+"""By then a killed process on this machine has released its lock."""
+REMOTE_TIMEOUT_S = 120.0
+"""A network file system keeps the lock of a dead machine until its lease expires: 90 s for NFS."""
 
 
 @asynccontextmanager
 async def run_lock(
     root: Path, say: Callable[[str], None], sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
 ) -> AsyncIterator[None]:
-    """Hold the folder of a run for as long as it lasts; `CheckpointError` while another run holds it.
+    """Lock the folder of a run for the duration of the context; `CheckpointError` if another run holds it.
 
-    The lock is the system's: it goes with its process, however that ends, and whoever is started right after waits a
-    moment for it. Where there are no such locks, or nothing can be written, the run goes on without.
+    The operating system releases the lock when its process ends, however that ends; a run that starts right after
+    waits for it. Where locks are not supported, or the folder is not writable, the run continues without.
     """
     while (descriptor := await asyncio.to_thread(_open, root)) is not None:
         try:
-            await _take(descriptor, root, say, sleep)
+            await _acquire(descriptor, root, say, sleep)
             if not await asyncio.to_thread(_is_current, descriptor, root):
                 continue  # its holder has removed the file in the meantime, and others lock a new one
             try:
@@ -48,21 +48,21 @@ async def run_lock(
     yield
 
 
-async def _take(
+async def _acquire(
     descriptor: int, root: Path, say: Callable[[str], None], sleep: Callable[[float], Awaitable[None]]
 ) -> None:
     waited_s = 0.0
-    while not await asyncio.to_thread(_is_taken, descriptor):
+    while not await asyncio.to_thread(_try_lock, descriptor):
         host, holder = _holder(descriptor)
-        patience_s = PATIENCE_HERE_S if host == socket.gethostname() else PATIENCE_ELSEWHERE_S
-        if waited_s >= patience_s:
+        timeout_s = LOCAL_TIMEOUT_S if host == socket.gethostname() else REMOTE_TIMEOUT_S
+        if waited_s >= timeout_s:
             raise CheckpointError(
-                f"{root}: is the folder of another run that has not ended: {holder} (it holds {LOCK} there). Two runs "
-                "in one folder delete each other's checkpoints: end the other one, or give this one a folder of its "
-                "own (trainer.experiment_name, trainer.default_local_dir)"
+                f"{root}: another run uses this folder: {holder} (it holds {LOCK}). Two runs in one folder delete each "
+                "other's checkpoints. Stop the other one, or use another folder (trainer.experiment_name, "
+                "trainer.default_local_dir)."
             )
         if not waited_s:
-            say(f"{root} is held by another run, {holder}; waiting up to {patience_s:.0f} s for its end")
+            say(f"{root} is used by another run, {holder}; waiting up to {timeout_s:.0f} s for it to end")
         waited_s += POLL_S
         await sleep(POLL_S)
 
@@ -71,19 +71,19 @@ def _open(root: Path) -> int | None:
     try:
         root.mkdir(parents=True, exist_ok=True)
         return os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    except OSError:  # whoever writes there next says so, in better words
+    except OSError:  # the next write reports it better
         return None
 
 
-def _is_taken(descriptor: int) -> bool:
-    """Whether it is ours now."""
+def _try_lock(descriptor: int) -> bool:
+    """Return whether this process holds the lock now."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError:  # a file system without locks
         return True
-    with suppress(OSError):  # a full disk: it is held nevertheless
+    with suppress(OSError):  # a full disk; the lock is held nevertheless
         os.ftruncate(descriptor, 0)
         since = time.strftime("%Y-%m-%d %H:%M:%S %z")
         os.pwrite(descriptor, f"{socket.gethostname()}\nprocess {os.getpid()}, since {since}\n".encode(), 0)
@@ -101,6 +101,6 @@ def _is_current(descriptor: int, root: Path) -> bool:
 
 
 def _holder(descriptor: int) -> tuple[str, str]:
-    """The machine of who holds it, and all that is known of them, in words."""
+    """Return the host of the lock's holder, and a description of the holder."""
     host, _, rest = os.pread(descriptor, 1000, 0).decode(errors="replace").strip().partition("\n")
-    return host, f"on {host}, {rest}" if rest else "of which nothing is known"
+    return host, f"on {host}, {rest}" if rest else "unknown holder"

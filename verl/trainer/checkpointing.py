@@ -80,7 +80,7 @@ class Checkpointer:
         directory = self._checkpoints.step_dir(begun)
         return await self._on_disk(
             "inspect the last checkpoint",
-            lambda: self._checkpoints.read_latest() == begun and not find_corruption(directory, sums=False),
+            lambda: self._checkpoints.read_latest() == begun and not find_corruption(directory, checksums=False),
         )
 
     async def _on_disk(self, what: str, work: Callable[[], T]) -> T:
@@ -150,7 +150,7 @@ async def find_checkpoint(
 
     async def inspect(directory: Path) -> list[str]:
         return await on_disk(
-            "inspect a checkpoint", lambda: find_corruption(directory, sums=False), source.root, deadline
+            "inspect a checkpoint", lambda: find_corruption(directory, checksums=False), source.root, deadline
         )
 
     named, candidates, later = await on_disk(

@@ -225,7 +225,7 @@ async def resume(config: Config | SftConfig, policy: RankGroup, stream: PromptSt
             raise CheckpointError(f"trainer.resume_from_path={path}: must end with global_step_<number>")
         source = CheckpointDir(path.parent)
         step: int | None = int(digits)
-        if damage := find_corruption(path, sums=False) or await policy.verify(str(path)):
+        if damage := find_corruption(path, checksums=False) or await policy.verify(str(path)):
             raise CheckpointError(f"trainer.resume_from_path={path}: is incomplete: {'; '.join(damage)}")
     else:
         source = CheckpointDir(config.trainer.checkpoint_dir)

@@ -79,13 +79,13 @@ def test_an_error_is_raised_once_with_the_path_and_leaves_the_former_checkpoint_
     assert CheckpointDir(tmp_path).steps() == [1, 3]
 
 
-def test_finishing_comes_between_the_shards_and_the_commit(tmp_path, writer):
+def test_finishers_run_between_the_shards_and_the_commit(tmp_path, writer):
     def export(directory):
         assert (directory / "actor" / "metadata.json").exists()
         assert not (directory / "ckpt_contents.json").exists()
         return {"extra.txt": write(directory / "extra.txt", b"more")}
 
-    save(writer, tmp_path, 1, {"actor": {"model": {"a": torch.ones(4)}}}, finishing=[export])
+    save(writer, tmp_path, 1, {"actor": {"model": {"a": torch.ones(4)}}}, finishers=[export])
     assert writer.poll(wait=True)
     (tmp_path / "global_step_1" / "extra.txt").unlink()
     assert find_corruption(tmp_path / "global_step_1") == ["extra.txt is missing"]

@@ -38,13 +38,11 @@ async def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: P
             async with run_lock(tmp_path / "run", said.append, sleep):
                 pytest.fail("two at a time")
     words = str(raised.value)
-    assert (
-        f"{tmp_path}/run: is the folder of another run that has not ended: on {socket.gethostname()}, process " in words
-    )
+    assert f"{tmp_path}/run: another run uses this folder: on {socket.gethostname()}, process " in words
     assert f"process {os.getpid()}, since 20" in words
     assert "trainer.experiment_name" in words
-    assert sleep.seconds == lock.PATIENCE_HERE_S
-    assert [line.partition(" is held")[0] for line in said] == [f"{tmp_path}/run"]
+    assert sleep.seconds == lock.LOCAL_TIMEOUT_S
+    assert [line.partition(" is used")[0] for line in said] == [f"{tmp_path}/run"]
 
 
 async def test_runs_one_after_another_do_not_meet(tmp_path: Path) -> None:
@@ -105,7 +103,7 @@ async def test_another_machine_may_have_died_and_is_waited_for_longer(
         with pytest.raises(CheckpointError, match="another run"):
             async with run_lock(tmp_path, print, sleep):
                 pytest.fail("two at a time")
-        assert sleep.seconds == lock.PATIENCE_ELSEWHERE_S
+        assert sleep.seconds == lock.REMOTE_TIMEOUT_S
 
 
 @pytest.mark.parametrize("place", ["open", "flock"])

@@ -39,7 +39,7 @@ def test_a_step_that_was_begun_and_not_committed_is_not_there(tmp_path):
     checkpoints = written(tmp_path, 3)
     checkpoints.begin(4)
     assert checkpoints.latest() == 3
-    with pytest.raises(CheckpointError, match=r"global_step_4.*not written to its end.*not complete"):
+    with pytest.raises(CheckpointError, match=r"global_step_4.*the save did not finish.*not complete"):
         checkpoints.read_trainer_state(4)
 
 
@@ -188,7 +188,7 @@ def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):
     meant = json.loads(whole)
     for place in range(len(whole)):
         manifest.write_bytes(changed := flipped(whole, place))
-        noticed = find_corruption(directory, sums=False)
+        noticed = find_corruption(directory, checksums=False)
         assert noticed or json.loads(changed) == meant, place
 
 
@@ -199,10 +199,10 @@ def test_a_manifest_that_leads_out_of_the_checkpoint_is_damaged(tmp_path, name, 
     directory = checkpoints.begin(5)
     monkeypatch.setattr("verl.checkpoint.manifest.sync_directory", lambda path: None)
     checkpoints.commit(5, {name: write(tmp_path / "outside", b"x")})
-    assert "does not lie in the checkpoint" in find_corruption(directory)[0]
+    assert "is not inside the checkpoint" in find_corruption(directory)[0]
 
 
 def test_a_checkpoint_under_another_number_is_damaged(tmp_path):
     checkpoints = written(tmp_path, 5)
     os.rename(checkpoints.step_dir(5), checkpoints.step_dir(6))
-    assert find_corruption(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it is that of step 5"]
+    assert find_corruption(checkpoints.step_dir(6)) == ["ckpt_contents.json is damaged: it belongs to step 5"]

@@ -99,9 +99,9 @@ async def test_a_checkpoint_that_nobody_had_looked_at_yet_is_gone_on_from(tmp_pa
 async def test_a_run_in_the_folder_of_another_is_refused_before_anything_is_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lock, "PATIENCE_HERE_S", 0.0)
+    monkeypatch.setattr(lock, "LOCAL_TIMEOUT_S", 0.0)
     async with lock.run_lock(tmp_path, print):
-        with pytest.raises(CheckpointError, match="the folder of another run"):
+        with pytest.raises(CheckpointError, match="another run uses this folder"):
             await modes_of_two_starts(settings(tmp_path), Ranks(commits=True))
         assert [path.name for path in tmp_path.iterdir()] == [".run.lock"]
 

@@ -184,14 +184,14 @@ async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp
     assert await find_checkpoint(checkpoints, verify, screen) == 2
     assert screen.said[0] == f"not resumed from {tmp_path}/global_step_4: shard is missing"
     assert screen.said[1].startswith(f"not resumed from {tmp_path}/global_step_3: shard has changed: its SHA-256 is ")
-    assert screen.said[2:] == [f"not resumed from {tmp_path}/global_step_5: it was not written to its end"]
+    assert screen.said[2:] == [f"not resumed from {tmp_path}/global_step_5: the save did not finish"]
 
 
 async def test_a_run_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
     screen = Screen()
     CheckpointDir(tmp_path).begin(1)
     assert await find_checkpoint(CheckpointDir(tmp_path), verify, screen) is None
-    assert screen.said == [f"not resumed from {tmp_path}/global_step_1: it was not written to its end"]
+    assert screen.said == [f"not resumed from {tmp_path}/global_step_1: the save did not finish"]
 
 
 async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_path: Path) -> None:
