@@ -1,10 +1,10 @@
-"""Code with tests: MBPP and data like it, in any of the forms that `verl.rewards.scorers.code` takes.
+"""Code with tests: MBPP and similar data, in any form that `verl.rewards.scorers.code` supports.
 
     python examples/data_preprocess/code_dataset.py --local_dir ~/data/mbpp
     python examples/data_preprocess/code_dataset.py --source apps/ --data_source apps
 
 The tests of an example are `test_list` (with `test_setup_code`), `inputs` and `outputs` (with `fn_name`; also as JSON
-in `input_output`), or `test` and `entry_point`. They become one JSON text: Parquet wants the same fields in every row.
+in `input_output`), or `test` and `entry_point`. They become JSON text: Parquet needs the same fields in all rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import sys
 from typing import Any
 
-from rows import Example, ExampleError, make_row, prepare, required
+from rows import Example, ExampleError, get_field, make_row, prepare
 
 from verl.errors import RewardError
 from verl.rewards.scorers.code import read_tests
@@ -23,7 +23,7 @@ TESTS = ("inputs", "outputs", "fn_name", "test_list", "test_setup_code", "assert
 
 
 def convert(example: Example, data_source: str) -> dict[str, Any]:
-    problem = required(example, "question", "problem", "text", "prompt")
+    problem = get_field(example, "question", "problem", "text", "prompt")
     tests = {name: example[name] for name in TESTS if example.get(name) is not None}
     if isinstance(packed := example.get("input_output"), str) and packed:
         tests |= json.loads(packed)
@@ -32,7 +32,7 @@ def convert(example: Example, data_source: str) -> dict[str, Any]:
         asserts = read_tests(truth, data_source).asserts
     except RewardError as error:
         raise ExampleError(f"has no usable tests: {error}") from None
-    # Without one of the tests, nobody could know the function's name.
+    # A test shows the name of the function.
     shown = f"\n\nIt must pass this test:\n{asserts[0]}" if "test_list" in tests else ""
     messages = [{"role": "user", "content": f"{problem}{shown}\n\n{INSTRUCTION}"}]
     solution = example.get("code") or example.get("canonical_solution") or ""

@@ -1,4 +1,4 @@
-"""GSM8K: word problems of school mathematics, answered by a number after `####`.
+"""GSM8K: grade school math problems; the answer is a number after `####`.
 
 python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
 python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k --source raw/gsm8k
@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from rows import Example, ExampleError, make_row, prepare, required
+from rows import Example, ExampleError, get_field, make_row, prepare
 
 from verl.rewards.scorers.gsm8k import final_number
 
@@ -17,7 +17,7 @@ INSTRUCTION = "Think step by step, and end with `####` and the answer as a plain
 
 
 def convert(example: Example, data_source: str) -> dict[str, Any]:
-    question, solution = required(example, "question"), required(example, "answer")
+    question, solution = get_field(example, "question"), get_field(example, "answer")
     number = final_number(solution)
     if number is None:
         raise ExampleError("has a solution without a number after ####")

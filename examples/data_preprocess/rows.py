@@ -1,7 +1,7 @@
-"""What the scripts of this folder share: they read raw examples, make rows of them, and write train and test.parquet.
+"""Shared code of these scripts: read raw examples, convert them to rows, and write train.parquet and test.parquet.
 
 A row has the columns data_source, prompt (chat messages), reward_model {style, ground_truth} and extra_info {split,
-index, ...}: see it with `verl data train.parquet`.
+index, ...}. Inspect it with `verl data train.parquet`.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import pyarrow.parquet as pq
 from verl.data.files import find_files, open_rows
 from verl.errors import DataError, VerlError
 
-__all__ = ["ExampleError", "make_row", "prepare", "required"]
+__all__ = ["ExampleError", "get_field", "make_row", "prepare"]
 
-ROW_GROUP = 2048  # what a reader decodes at once: small enough for memory, large enough to be quick
+ROW_GROUP = 2048  # rows that a reader decodes at once
 _SPLITS = ("train", "test")
 _SUFFIXES = (".parquet", ".jsonl", ".json")
 
 Example = Mapping[str, Any]
 Convert = Callable[[Example, str], dict[str, Any]]
-"""(raw example, data source) -> the fields of `make_row`."""
+"""(raw example, data source) -> row of `make_row`."""
 
 
 class ExampleError(Exception):
-    """An example that cannot become a row; it is left out and counted."""
+    """An example that cannot be converted; it is skipped and counted."""
 
 
 def make_row(data_source: str, messages: list[dict[str, str]], ground_truth: str, **extra: Any) -> dict[str, Any]:
-    """A row without its split and index."""
+    """Return a row without its split and index."""
     return {
         "data_source": data_source,
         "prompt": messages,
@@ -45,8 +45,8 @@ def make_row(data_source: str, messages: list[dict[str, str]], ground_truth: str
     }
 
 
-def required(example: Example, *names: str) -> Any:
-    """The first of these fields that the example has."""
+def get_field(example: Example, *names: str) -> Any:
+    """Return the first of these fields that the example has."""
     for name in names:
         if example.get(name) is not None:
             return example[name]
@@ -61,7 +61,7 @@ def prepare(
     hub: tuple[str, ...] = (),
     argv: list[str] | None = None,
 ) -> int:
-    """The whole script, from its arguments to its exit code. `hub` is the name of the data set there, and its part."""
+    """Run the script and return its exit code. `hub` is the data set on the Hugging Face Hub, and its configuration."""
     parser = argparse.ArgumentParser(
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -69,14 +69,14 @@ def prepare(
     )
     parser.add_argument("--local_dir", "--local_save_dir", default=f"~/data/{data_source.split('/')[-1]}", dest="out")
     parser.add_argument(
-        "--source", "--local_dataset_path", help="a folder or a file with the raw data, instead of the hub"
+        "--source", "--local_dataset_path", help="a folder or file with the raw data, instead of the hub"
     )
-    parser.add_argument("--data_source", default=data_source, help="chooses the scorer (default: %(default)s)")
-    parser.add_argument("--test_size", type=int, help="rows kept for test.parquet, where the data has no test split")
+    parser.add_argument("--data_source", default=data_source, help="selects the scorer (default: %(default)s)")
+    parser.add_argument("--test_size", type=int, help="rows for test.parquet if the data has no test split")
     options = parser.parse_args(argv)
     try:
         out = Path(options.out).expanduser()
-        raw = _read(options.source, out, hub)
+        raw = _read_splits(options.source, out, hub)
         if "test" not in raw:
             raw = _split(raw["train"], options.test_size)
         for split, examples in raw.items():
@@ -84,55 +84,57 @@ def prepare(
     except VerlError as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    sys.stdout.write(f"look at it with: verl data {out / 'train.parquet'}\n")
+    sys.stdout.write(f"Inspect it with: verl data {out / 'train.parquet'}\n")
     return 0
 
 
-def _read(source: str | None, out: Path, hub: tuple[str, ...]) -> dict[str, list[Example]]:
-    """Split -> raw examples: from what was named, or from raw JSONL in the folder to write to, or from the hub."""
+def _read_splits(source: str | None, out: Path, hub: tuple[str, ...]) -> dict[str, list[Example]]:
+    """Return raw examples by split: from `source`, from raw JSONL in the output folder, or from the hub."""
     if source is None and not list(out.glob("train.json*")):
-        return _from_hub(hub)
+        return _load_from_hub(hub)
     path = out if source is None else Path(source).expanduser()
     if path.is_file():
-        return {"train": list(_examples([path]))}
+        return {"train": list(_iter_examples([path]))}
     suffixes = _SUFFIXES if source is not None else _SUFFIXES[1:]
     names = {split: [name + end for end in suffixes for name in (split, f"{split}-*")] for split in _SPLITS}
     files = {split: [file for name in names[split] for file in sorted(path.rglob(name))] for split in _SPLITS}
     if not files["train"]:
-        find_files(path / "train.parquet")  # says what the folder has instead
-    return {split: list(_examples(found)) for split, found in files.items() if found}
+        find_files(path / "train.parquet")  # raises an error that lists the folder
+    return {split: list(_iter_examples(paths)) for split, paths in files.items() if paths}
 
 
-def _examples(files: Iterable[Path]) -> Iterator[Example]:
+def _iter_examples(files: Iterable[Path]) -> Iterator[Example]:
     for file in files:
         rows = open_rows(file)
         yield from (rows.row(index) for index in range(len(rows)))
 
 
-def _from_hub(hub: tuple[str, ...]) -> dict[str, list[Example]]:
-    mend = "give a local copy with --source FOLDER, which holds train.jsonl and test.jsonl or the same as Parquet"
+def _load_from_hub(hub: tuple[str, ...]) -> dict[str, list[Example]]:
+    fix = "use a local copy with --source FOLDER that has train.jsonl and test.jsonl, or the same as Parquet"
     if not hub:
-        raise DataError(f"there is no default for this data: {mend}")
+        raise DataError(f"this data has no default source: {fix}")
     try:
         from datasets import load_dataset
     except ModuleNotFoundError:
-        raise DataError(f"{hub[0]} comes from the hub by `datasets`: pip install datasets, or {mend}") from None
+        raise DataError(
+            f"{hub[0]} is loaded with `datasets`, which is missing: pip install datasets, or {fix}"
+        ) from None
     try:
-        found = load_dataset(*hub)
+        splits = load_dataset(*hub)
     except (OSError, ValueError, RuntimeError) as error:
-        raise DataError(f"{hub[0]} cannot be had from the hub ({error}): {mend}") from error
-    return {split: list(found[split]) for split in _SPLITS if split in found}
+        raise DataError(f"{hub[0]} cannot be loaded from the hub ({error}): {fix}") from error
+    return {split: list(splits[split]) for split in _SPLITS if split in splits}
 
 
 def _split(examples: list[Example], test_size: int | None) -> dict[str, list[Example]]:
-    """A test set drawn at random, the same at every call."""
+    """Return a random split, the same at every call."""
     size = max(1, min(1000, len(examples) // 20)) if test_size is None else test_size
     if not 0 <= size < len(examples):
-        raise DataError(f"--test_size {size}: there are {len(examples)} examples; leave some of them for training")
-    kept = set(random.Random(0).sample(range(len(examples)), size))
-    parts = {
-        split: [one for place, one in enumerate(examples) if (place in kept) == (split == "test")] for split in _SPLITS
-    }
+        raise DataError(f"--test_size {size}: there are only {len(examples)} examples; leave some for training")
+    chosen = set(random.Random(0).sample(range(len(examples)), size))
+    parts: dict[str, list[Example]] = {split: [] for split in _SPLITS}
+    for index, example in enumerate(examples):
+        parts["test" if index in chosen else "train"].append(example)
     return {split: part for split, part in parts.items() if part}
 
 
@@ -147,11 +149,11 @@ def _write(path: Path, split: str, examples: list[Example], convert: Callable[[E
         row["extra_info"] = {"split": split, "index": index, **row["extra_info"]}
         rows.append(row)
     if not rows:
-        why = f"the first: {reasons[0]}" if reasons else "it has none"
+        why = f"the first: {reasons[0]}" if reasons else "the split is empty"
         raise DataError(f"{split}: none of the {len(examples)} examples can be used; {why}")
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(".part")  # whole, or not there
+    part = path.with_suffix(".part")  # so that the file is complete or missing
     pq.write_table(pa.Table.from_pylist(rows), part, row_group_size=ROW_GROUP)
     os.replace(part, path)
-    left_out = f", {len(reasons):,} left out (the first: {reasons[0]})" if reasons else ""
-    sys.stdout.write(f"{path}: {len(rows):,} rows{left_out}\n")
+    skipped = f", {len(reasons):,} skipped (the first: {reasons[0]})" if reasons else ""
+    sys.stdout.write(f"{path}: {len(rows):,} rows{skipped}\n")

@@ -155,9 +155,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path: Path, monkeypatch
     write(tmp_path / "raw" / "train.jsonl", [*GSM8K, bad])
     write(tmp_path / "raw" / "test.jsonl", GSM8K)
     assert run("gsm8k.py", monkeypatch, "--source", tmp_path / "raw", "--local_dir", tmp_path) == 0
-    assert (
-        "3 rows, 1 left out (the first: example 3 of train has a solution without a number" in capsys.readouterr().out
-    )
+    assert "3 rows, 1 skipped (the first: example 3 of train has a solution without a number" in capsys.readouterr().out
     write(tmp_path / "raw" / "train.jsonl", [{"problem": "?"}])
     assert run("gsm8k.py", monkeypatch, "--source", tmp_path / "raw", "--local_dir", tmp_path) == 2
     assert (
@@ -171,10 +169,10 @@ def test_what_is_not_there_is_said_with_the_mend(tmp_path: Path, monkeypatch: An
     assert run("gsm8k.py", monkeypatch, "--source", tmp_path, *out) == 2
     assert "does not exist" in capsys.readouterr().err
     assert run("multiturn.py", monkeypatch, *out) == 2
-    assert "give a local copy with --source FOLDER" in capsys.readouterr().err
+    assert "use a local copy with --source FOLDER" in capsys.readouterr().err
     write(tmp_path / "train.jsonl", GSM8K)
     assert run("gsm8k.py", monkeypatch, "--source", tmp_path / "train.jsonl", *out, "--test_size", "3") == 2
-    assert "--test_size 3: there are 3 examples" in capsys.readouterr().err
+    assert "--test_size 3: there are only 3 examples" in capsys.readouterr().err
 
     real = builtins.__import__
 
@@ -185,7 +183,7 @@ def test_what_is_not_there_is_said_with_the_mend(tmp_path: Path, monkeypatch: An
 
     monkeypatch.setattr(builtins, "__import__", without_datasets)
     assert run("gsm8k.py", monkeypatch, *out) == 2
-    assert "pip install datasets, or give a local copy with --source FOLDER" in capsys.readouterr().err
+    assert "pip install datasets, or use a local copy with --source FOLDER" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.py") if path.name != "rows.py"))

@@ -62,7 +62,7 @@ class HfRewardModel:
         missing = sorted(info["missing_keys"])
         if missing:  # transformers initializes them randomly
             names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-            problem = f"lacks the weights {names}; use a model that was saved as AutoModelForSequenceClassification"
+            problem = f"has no weights {names}; use a model that was saved as AutoModelForSequenceClassification"
             raise ConfigError([f"{SETTING}.model_path={self._path}: {problem}"])
         self._model: PreTrainedModel = model.to(self._device).eval()
         self._padding = config.get_text_config().pad_token_id
