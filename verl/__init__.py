@@ -1,4 +1,4 @@
-"""verl makes language models better by reinforcement learning: the same program on a laptop and on a cluster."""
+"""Reinforcement learning for language models: the same program on a laptop and on a cluster."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConf
 
 
 def __getattr__(name: str) -> Any:
-    """What trains is imported when it is asked for: the command line shows its help at once."""
+    """Import the trainers lazily, so that the command line starts fast."""
     if name.startswith("_") or name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import verl.trainer.api

@@ -1,4 +1,4 @@
-"""From a name in the settings to the function that it is: one of ours, or the user's own."""
+"""Functions that settings name: built-in ones, or the user's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
-    """The function of that name among `known`, or what `package.module:function` or `file.py:function` names.
+    """Return the function `name` of `known`, or import `package.module:function` or `file.py:function`.
 
     >>> load_function("math:sqrt", {}, "algorithm.adv_estimator")
     <built-in function sqrt>
@@ -24,27 +24,28 @@ def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
     if name in known:
         return known[name]
     if ":" not in name:
-        ours = f"one of {', '.join(known)}, nor " if known else ""
-        raise ValueError(f"{setting}: {name!r} is not {ours}package.module:function")
-    return _own(name, setting)  # type: ignore[return-value]
+        names = f"one of {', '.join(known)}, nor " if known else ""
+        raise ValueError(f"{setting}: {name!r} is not {names}package.module:function")
+    return _import_function(name, setting)  # type: ignore[return-value]
 
 
 @cache
-def _own(name: str, setting: str) -> Callable[..., Any]:
-    module, _, function = name.rpartition(":")
+def _import_function(name: str, setting: str) -> Callable[..., Any]:
+    path, _, attribute = name.rpartition(":")
     try:
-        found = getattr(_from_file(module) if module.endswith(".py") else importlib.import_module(module), function)
+        module = _load_file(path) if path.endswith(".py") else importlib.import_module(path)
+        function = getattr(module, attribute)
     except (ImportError, AttributeError, OSError) as error:
         raise ValueError(
             f"{setting}: {name!r} cannot be imported: {error}; it must be package.module:function, importable where "
-            "the run starts (put its folder on PYTHONPATH)"
+            "the run starts (add its folder to PYTHONPATH)"
         ) from error
-    if not callable(found):
-        raise ValueError(f"{setting}: {name!r} is {type(found).__name__}, it must be a function")
-    return found
+    if not callable(function):
+        raise ValueError(f"{setting}: {name!r} is {type(function).__name__}, it must be a function")
+    return function
 
 
-def _from_file(path: str) -> ModuleType:
+def _load_file(path: str) -> ModuleType:
     file = Path(path).expanduser()
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None

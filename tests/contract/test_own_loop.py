@@ -15,7 +15,7 @@ from tiny import chat_tokenizer, tiny_family
 
 from verl.errors import ConfigError, DataError, EngineError, RewardError
 from verl.workers import RolloutWorker, TrainerWorker
-from verl.workers.in_process import engine_device
+from verl.workers.in_process import resolve_engine_device
 
 pytestmark = pytest.mark.contract
 
@@ -94,7 +94,7 @@ def test_what_is_given_is_answered_and_not_its_letters_or_columns(rollouts: Roll
 def test_answers_of_another_temperature_are_refused(rollouts: RolloutWorker) -> None:
     with (
         closing(TrainerWorker(rollouts.model, temperature=0.7)) as trainer,
-        pytest.raises(ConfigError, match=r"drawn at 1.0, and are trained at 0.7"),
+        pytest.raises(ConfigError, match=r"sampled at 1.0 but are trained at 0.7"),
     ):
         trainer.train_step(rollouts.generate(PROMPTS))
 
@@ -145,17 +145,17 @@ def test_without_a_reward_it_is_said_before_anything_is_generated(monkeypatch: p
     with closing(rollouts_of(model_of("Qwen2"), reward=None)) as rollouts:
         assert rollouts.generate([{"prompt": "1+1=", "data_source": "addition", "ground_truth": "2"}])
         monkeypatch.setattr(rollouts._engine, "generate", raising(AssertionError("it was asked for an answer")))
-        with pytest.raises(RewardError, match=r"prompts\[0\]: nothing would score its answers.*reward=my_function"):
+        with pytest.raises(RewardError, match=r"prompts\[0\]: nothing can score its responses.*reward=my_function"):
             rollouts.generate(PROMPTS)
 
 
 def test_an_engine_that_there_is_not_and_a_device_that_it_cannot_take_are_named_by_their_arguments() -> None:
     with pytest.raises(ConfigError, match=r"inference_engine: 'sglang' is not an engine; use vllm or hf"):
         RolloutWorker(model_of("Qwen2"), "sglang", tokenizer=chat_tokenizer())
-    with pytest.raises(ConfigError, match=r"device='cuda:1': vLLM takes the first GPU.*CUDA_VISIBLE_DEVICES=1"):
-        engine_device("vllm", "cuda:1")
-    assert [engine_device("vllm", one) for one in ("cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cpu"]
-    assert engine_device("hf", "cuda:1") == "cuda:1"
+    with pytest.raises(ConfigError, match=r"device='cuda:1': vLLM takes the first visible GPU.*CUDA_VISIBLE_DEVICES=1"):
+        resolve_engine_device("vllm", "cuda:1")
+    assert [resolve_engine_device("vllm", one) for one in ("cuda", "cuda:0", "cpu")] == ["cuda", "cuda", "cpu"]
+    assert resolve_engine_device("hf", "cuda:1") == "cuda:1"
 
 
 def test_the_users_optimizer_has_the_moments_and_a_resumed_one_goes_on_with_them(rollouts: RolloutWorker) -> None:
@@ -186,6 +186,6 @@ def test_how_the_model_is_trained_is_as_the_model_says() -> None:
         settings = trainer._engine.settings
     assert (settings.compute_dtype, settings.gradient_checkpointing) == ("bfloat16", True)
     other = torch.optim.AdamW(list(model.parameters())[:2])
-    with pytest.raises(ConfigError, match=r"optimizer: its 2 parameters must be the \d+ of the model"):
+    with pytest.raises(ConfigError, match=r"optimizer: must have the \d+ parameters of the model"):
         TrainerWorker(model, other)
     assert not torch.distributed.is_initialized()

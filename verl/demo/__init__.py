@@ -1,2 +1,2 @@
-"""The first five minutes: a tiny model, its tokenizer and its arithmetic, made here and trained here, offline. Stands
-on the trainer as any user would; only the command line imports it."""
+"""The demo: a tiny model, its tokenizer and addition problems, created and trained offline. It uses the trainer as any
+user would; only `commands` imports it."""

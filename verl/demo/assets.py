@@ -1,7 +1,7 @@
-"""All that the demo needs, made in seconds without a download: a character tokenizer, a tiny model, two-digit sums.
+"""Creates the demo's files in seconds, without downloads: a character tokenizer, a tiny model, addition problems.
 
-folder/model/          config.json, model.safetensors, tokenizer.json: an ordinary Hugging Face folder
-folder/train.parquet   12+34= -> 046, every problem but the held-out ones
+folder/model/          config.json, model.safetensors, tokenizer.json: a Hugging Face model folder
+folder/train.parquet   12+34= -> 046, all problems except the held-out ones
 folder/test.parquet    held-out problems: neither a+b nor b+a is in train.parquet
 """
 
@@ -35,7 +35,7 @@ _HELD_OUT = 512
 
 
 def make_assets(folder: str | Path, *, seed: int = 0, tied: bool = True) -> Assets:
-    """Write the tokenizer, the randomly initialised model and the data; the same seed writes the same files."""
+    """Write the tokenizer, the randomly initialized model and the data, deterministically for a seed."""
     assets = Assets(Path(folder))
     assets.model.mkdir(parents=True, exist_ok=True)
     tokenizer = make_tokenizer()
@@ -51,10 +51,10 @@ def make_assets(folder: str | Path, *, seed: int = 0, tied: bool = True) -> Asse
 
 
 def make_tokenizer() -> Qwen2Tokenizer:
-    """One token a byte, so one a character in plain English: what the model reads is what is on the screen.
+    """Return a tokenizer with one token per byte.
 
-    It is the tokenizer class of the model's family, without merges: transformers would put that class in the place of
-    any other it finds beside a Qwen2 model, and quietly split text in another way.
+    It has the tokenizer class of the model's family, without merges: transformers would silently replace any other
+    class in the folder of a Qwen2 model.
     """
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())])}
     return Qwen2Tokenizer(
@@ -62,13 +62,13 @@ def make_tokenizer() -> Qwen2Tokenizer:
         merges=[],
         pad_token="<pad>",
         eos_token="<eos>",
-        unk_token="<eos>",  # never needed: every byte has its token
+        unk_token="<eos>",  # never used: every byte has a token
         chat_template="{% for message in messages %}{{ message['content'] }}{% endfor %}",
     )
 
 
 def make_model(tokenizer: Qwen2Tokenizer, *, seed: int = 0, tied: bool = True) -> Qwen2ForCausalLM:
-    """A Qwen2 of 0.6 million parameters in float32, randomly initialised."""
+    """Return a randomly initialized Qwen2 with 0.6 million float32 parameters."""
     config = Qwen2Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
@@ -87,12 +87,12 @@ def make_model(tokenizer: Qwen2Tokenizer, *, seed: int = 0, tied: bool = True) -
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)
-    model.config.architectures = [type(model).__name__]  # else written by `save_pretrained` of the model alone
+    model.config.architectures = [type(model).__name__]  # otherwise set only by `save_pretrained` of the model
     return model
 
 
 def split_problems(*, seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """(train, held-out) pairs of two-digit numbers. A pair and its mirror image are on the same side."""
+    """Return (train, held-out) pairs of two-digit numbers. A pair and its mirror image are in the same split."""
     pairs = [(a, b) for a in range(10, 100) for b in range(a, 100)]
     shuffle = random.Random(seed).shuffle
     shuffle(pairs)
@@ -106,13 +106,13 @@ def split_problems(*, seed: int = 0) -> tuple[list[tuple[int, int]], list[tuple[
 
 
 def read_problems(path: Path) -> list[tuple[str, str]]:
-    """(prompt, answer) of every row."""
+    """Return (prompt, answer) of every row."""
     rows = pq.read_table(path, columns=["prompt", "reward_model"]).to_pylist()
     return [(row["prompt"], row["reward_model"]["ground_truth"]) for row in rows]
 
 
 def write_weights(model: Path, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Replace the weights of a Hugging Face folder: whole, or not at all."""
+    """Atomically replace the weights of a Hugging Face model folder."""
     temporary = model / "model.safetensors.tmp"
     tensors = {name: tensor.detach().contiguous() for name, tensor in weights}
     save_file(tensors, temporary, metadata={"format": "pt"})
@@ -124,7 +124,7 @@ def _write_problems(path: Path, problems: list[tuple[int, int]], split: str) -> 
 
 
 def _row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
-    """One problem in the layout that every verl data file has; the prompt is a finished string here."""
+    """Return one problem in the usual layout of verl data files, with a string prompt."""
     return {
         "data_source": "addition",
         "prompt": f"{a}+{b}=",

@@ -1,19 +1,19 @@
-"""Where the demo's files are. Imports nothing, so that the settings can be checked at once."""
+"""Paths of the demo's files. Imports nothing heavy, so that settings are checked at once."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ANSWER_LENGTH", "Assets"]
+__all__ = ["RESPONSE_LENGTH", "Assets"]
 
-ANSWER_LENGTH = 4
+RESPONSE_LENGTH = 4
 """Three digits and the end token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assets:
-    """Where the demo's files are."""
+    """Paths of the demo's files."""
 
     folder: Path
 

@@ -1,4 +1,4 @@
-"""What the demo ends with: before and after on held-out problems, the reward as a curve, and some answers."""
+"""The demo's report: accuracy before and after training, the reward curve, and some responses."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Example", "curve", "read_metrics", "report"]
+__all__ = ["Example", "read_metrics", "render_curve", "render_report"]
 
 _BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One held-out problem, and how the model answered it before and after."""
+    """One held-out problem with the responses before and after training."""
 
     prompt: str
-    truth: str
+    answer: str
     before: str
     after: str
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The run's metrics, step by step, as the jsonl sink wrote them."""
+    """Return the metrics of every step from a run's metrics.jsonl."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
-def curve(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
-    """The values as a line of bars, from `low` to `high`; more than `width` of them are averaged in even stretches.
+def render_curve(values: Sequence[float], width: int = 60, low: float = 0.0, high: float = 1.0) -> str:
+    """Return the values as a line of bars from `low` to `high`; more than `width` values are averaged.
 
-    >>> curve([0.0, 0.5, 1.0])
+    >>> render_curve([0.0, 0.5, 1.0])
     '▁▅█'
     """
     count = min(width, len(values))
@@ -42,31 +42,31 @@ def curve(values: Sequence[float], width: int = 60, low: float = 0.0, high: floa
     return "".join(_BARS[min(len(_BARS) - 1, max(0, int(height)))] for height in heights)
 
 
-def report(
+def render_report(
     records: Sequence[Mapping[str, Any]], examples: Sequence[Example] = (), *, metric: str = "val/addition/mean@1"
 ) -> str:
-    """The whole text. Before and after are the first and the last validation in `records`."""
+    """Return the report. Before and after are the first and the last validation in `records`."""
     validations = [(int(record["step"]), float(record[metric])) for record in records if metric in record]
     rewards = [float(record["reward/mean"]) for record in records if "reward/mean" in record]
     lines: list[str] = []
     if validations:
         (first, before), (last, after) = validations[0], validations[-1]
         lines += [
-            "held-out problems, greedy answers",
-            f"  before  (step {first:>3})   {_percent(before)}  {curve([before], low=0)}",
-            f"  after   (step {last:>3})   {_percent(after)}  {curve([after], low=0)}",
+            "accuracy on held-out problems (greedy)",
+            f"  before  (step {first:>3})   {_percent(before)}  {render_curve([before], low=0)}",
+            f"  after   (step {last:>3})   {_percent(after)}  {render_curve([after], low=0)}",
             f"  change               {100 * (after - before):+5.1f} points",
             "",
         ]
     if rewards:
         lines += [
-            f"reward of the sampled answers, {len(rewards)} steps, from {rewards[0]:.2f} to {rewards[-1]:.2f}",
-            f"  {curve(rewards)}",
+            f"mean reward over {len(rewards)} steps, from {rewards[0]:.2f} to {rewards[-1]:.2f}",
+            f"  {render_curve(rewards)}",
             "",
         ]
     if examples:
-        lines.append("some held-out problems  before   after    right")
-        lines += [f"  {e.prompt:<20}  {_judged(e.before, e)}  {_judged(e.after, e)}  {e.truth}" for e in examples]
+        lines.append("some held-out problems  before   after    correct")
+        lines += [f"  {e.prompt:<20}  {_mark(e.before, e)}  {_mark(e.after, e)}  {e.answer}" for e in examples]
     return "\n".join(lines).rstrip("\n")
 
 
@@ -74,5 +74,5 @@ def _percent(share: float) -> str:
     return f"{100 * share:5.1f} %"
 
 
-def _judged(answer: str, example: Example) -> str:
-    return f"{answer[:5]:<5} {'✓' if answer == example.truth else '✗'}"
+def _mark(response: str, example: Example) -> str:
+    return f"{response[:5]:<5} {'✓' if response == example.answer else '✗'}"

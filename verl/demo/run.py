@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from verl.config.batch_sizes import derive_sizes, render_sizes
 from verl.config.features import syncs_adapter_only
 from verl.config.load import LoadedConfig, load
-from verl.demo.folder import ANSWER_LENGTH, Assets
-from verl.demo.report import Example, read_metrics, report
+from verl.demo.folder import RESPONSE_LENGTH, Assets
+from verl.demo.report import Example, read_metrics, render_report
 from verl.tracking.console import Console
 from verl.weights.sync import Source
 
@@ -32,13 +32,13 @@ def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> LoadedC
 
 
 def demo_settings(assets: Assets, steps: int) -> list[str]:
-    """Group-relative policy optimisation at the size of a laptop: the settings that `verl train` would be given."""
+    """Return the settings of a GRPO run of laptop size, as `verl train` takes them."""
     return [
         f"data.train_files={assets.train}",
         f"data.val_files={assets.test}",
         "data.train_batch_size=64",
         "data.max_prompt_length=8",
-        f"data.max_response_length={ANSWER_LENGTH}",
+        f"data.max_response_length={RESPONSE_LENGTH}",
         f"actor_rollout_ref.model.path={assets.model}",
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=64",
@@ -47,7 +47,7 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
         "actor_rollout_ref.actor.kl_loss_coef=0.001",
         "actor_rollout_ref.rollout.n=8",
         "algorithm.adv_estimator=grpo",
-        "trainer.n_gpus_per_node=1",  # one train rank and one engine: the quickest start where cores are few
+        "trainer.n_gpus_per_node=1",  # one train rank and one engine start fastest on few cores
         f"trainer.total_training_steps={steps}",
         "trainer.test_freq=10",
         "trainer.save_freq=-1",
@@ -57,49 +57,52 @@ def demo_settings(assets: Assets, steps: int) -> list[str]:
 
 
 async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None:
+    """Create the files, warm the model up, train it, and print a report."""
     from verl.cluster.session import connect
 
-    console.note(f"making a model of 0.6 million parameters and its problems in {folder}/")
-    making = asyncio.create_task(asyncio.to_thread(_make, folder))
-    await asyncio.sleep(0)  # the thread imports torch and makes the model, while this one waits for Ray
-    if told := connect(loaded.config.ray_kwargs.ray_init.arguments()):
-        console.note(told)
-    assets = await making
+    console.note(f"creating a model with 0.6 million parameters and addition problems in {folder}/")
+    creation = asyncio.create_task(asyncio.to_thread(_create_assets, folder))
+    await asyncio.sleep(0)  # the thread imports torch and creates the model while Ray starts
+    if note := connect(loaded.config.ray_kwargs.ray_init.arguments()):
+        console.note(note)
+    assets = await creation
     console.hints(loaded.hints)
     console.banner(render_sizes(derive_sizes(loaded.config)), title="sizes of a step")
-    await _reinforce(loaded, assets, console)
-    examples = _examples(assets, folder / "trained")
-    console.banner(report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="what it learned")
-    console.note(f"the trained model is in {folder / 'trained'}: an ordinary Hugging Face folder")
+    await _train(loaded, assets, console)
+    examples = _generate_examples(assets, folder / "trained")
+    console.banner(render_report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="results")
+    console.note(f"the trained model is in {folder / 'trained'}, a Hugging Face model folder")
 
 
-def _make(folder: Path) -> Assets:
+def _create_assets(folder: Path) -> Assets:
     from verl.demo.assets import make_assets
 
     return make_assets(folder)
 
 
-async def _reinforce(loaded: LoadedConfig, assets: Assets, console: Console) -> None:
-    """Train by the same way as `verl train`; the model is warmed up while the rollout engine starts."""
+async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None:
+    """Train as `verl train` does; the model is warmed up while the rollout engine starts."""
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up
     from verl.trainer.builder.rl_builder import build_trainer
 
-    console.note("warming it up by supervised steps, while the other processes start")
-    warming = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
+    console.note("warming the model up with supervised steps, while the other processes start")
+    warmup = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))
 
-    async def warmed() -> None:
-        done = await warming
-        console.note(f"warm: {done.accuracy:.0%} of held-out sums right after {done.steps} steps, {done.seconds:.0f} s")
+    async def wait_for_warmup() -> None:
+        result = await warmup
+        console.note(
+            f"warmed up in {result.steps} steps, {result.seconds:.0f} s: {result.accuracy:.0%} of held-out sums correct"
+        )
 
-    async with build_trainer(loaded.config, console, model_ready=warmed) as loop:
+    async with build_trainer(loaded.config, console, model_ready=wait_for_warmup) as loop:
         await loop.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
         policy = loop.task.policy
-        write_weights(assets.folder / "trained", [item async for item in _weights_of(policy)])  # type: ignore[arg-type]
+        write_weights(assets.folder / "trained", [item async for item in _read_weights(policy)])  # type: ignore[arg-type]
 
 
-async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
+async def _read_weights(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:
     import torch
 
     from verl.weights.bucket import unpack
@@ -110,19 +113,19 @@ async def _weights_of(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]
             yield name, tensor
 
 
-def _examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:
-    """The first held-out problems, answered by both models with transformers: a second pair of eyes beside vLLM."""
+def _generate_examples(assets: Assets, trained: Path, count: int = 6) -> list[Example]:
+    """Return responses of both models to held-out problems, generated with transformers as a check of vLLM."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from verl.demo.assets import read_problems
-    from verl.demo.warmup import encode, greedy_answers
+    from verl.demo.warmup import encode, generate_greedy
 
     tokenizer = AutoTokenizer.from_pretrained(assets.model)
     problems = read_problems(assets.test)[:count]
-    prompts = encode(tokenizer, problems)[:, :-ANSWER_LENGTH]
+    prompts = encode(tokenizer, problems)[:, :-RESPONSE_LENGTH]
     before, after = (
         tokenizer.batch_decode(
-            greedy_answers(AutoModelForCausalLM.from_pretrained(path), prompts), skip_special_tokens=True
+            generate_greedy(AutoModelForCausalLM.from_pretrained(path), prompts), skip_special_tokens=True
         )
         for path in (assets.model, trained)
     )

@@ -1,8 +1,9 @@
-"""Training from Python: a model, a reward, prompts, `.train()`. The same run underneath as `verl train`.
+"""The Python API for training: the same runs as `verl train`.
 
 >>> from verl import GRPOTrainer
->>> done = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward=lambda response: -len(response), prompts=["Hello"]).train()
->>> done.rewards[-1], done.model_path
+>>> trainer = GRPOTrainer("Qwen/Qwen2.5-0.5B-Instruct", reward=lambda response: -len(response), prompts=["Hello"])
+>>> result = trainer.train()
+>>> result.rewards[-1], result.model_path
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
 from verl.tracking.console import Console
 from verl.trainer.launcher import train
-from verl.workers.inputs import check_model, tokenizer_for
+from verl.workers.inputs import check_model, find_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -33,39 +34,55 @@ T = TypeVar("T")
 Reward = Callable[..., Any]
 
 
-AT_THE_END = 1_000_000_000
-"""As `trainer.test_freq`: no run has so many steps, and after the last one the trained model is looked at."""
+ONLY_AT_END = 1_000_000_000
+"""A `trainer.test_freq` that no run reaches: it validates at the start and after the last step."""
 
 
-@dataclass(frozen=True)  # without slots: loops of one's own save `config.__dict__`
+@dataclass(frozen=True)  # without slots: users save `config.__dict__`
 class TrainingConfig:
-    """The settings that most runs change. All others (`verl config` lists them) go into `settings`, by their names.
+    """The most common settings of a run.
+
+    Args:
+        total_epochs: Passes over the prompts.
+        total_steps: Number of steps, instead of epochs.
+        batch_size: Prompts per step.
+        group_size: Responses per prompt; by default 8 for GRPO and 1 for PPO.
+        learning_rate: Learning rate of the policy.
+        ppo_epochs: Passes over the responses of a step.
+        clip_range: Clipping of the policy ratio.
+        kl_coef: Weight of the KL divergence from the initial model; 0 disables it.
+        max_prompt_length: Longest prompt, in tokens.
+        max_response_length: Longest response, in tokens.
+        temperature: Sampling temperature.
+        devices: Number of training devices; by default the GPUs of this machine, or one process on its CPU.
+        seed: Seed of the run.
+        settings: All other settings by name, as `verl config` lists them.
 
     >>> TrainingConfig(batch_size=64, settings={"actor_rollout_ref.actor.entropy_coeff": 0.01})
     """
 
     total_epochs: int = 1
-    total_steps: int | None = None  # instead of epochs
-    batch_size: int = 8  # prompts a step
-    group_size: int | None = None  # answers a prompt; None: as many as the algorithm needs
+    total_steps: int | None = None
+    batch_size: int = 8
+    group_size: int | None = None
     learning_rate: float = 1e-6
-    ppo_epochs: int = 1  # passes over the answers of a step
+    ppo_epochs: int = 1
     clip_range: float = 0.2
-    kl_coef: float = 0.0  # how strongly the policy is held to the model it began as
-    max_prompt_length: int = 512  # tokens
-    max_response_length: int = 512  # tokens
+    kl_coef: float = 0.0
+    max_prompt_length: int = 512
+    max_response_length: int = 512
     temperature: float = 1.0
-    devices: int | None = None  # None: the GPUs of this machine, or one process on its CPU
+    devices: int | None = None
     seed: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainResult:
-    """What became of a run: the metrics of every step, and where the trained model is."""
+    """The metrics of every step, and the path of the trained model."""
 
     metrics: list[dict[str, Any]]
-    model_path: Path  # an ordinary Hugging Face folder
+    model_path: Path  # a Hugging Face model folder
 
     @property
     def rewards(self) -> list[float]:
@@ -78,7 +95,7 @@ Training = TrainResult
 
 
 class _Trainer:
-    """What the trainers share; each says which algorithm it is."""
+    """What the trainers share; each adds the settings of its algorithm."""
 
     def __init__(
         self,
@@ -92,48 +109,68 @@ class _Trainer:
         folder: str | Path = "verl-run",
         local: bool = False,
     ) -> None:
-        """`model` and `tokenizer` are names, paths or objects of transformers; a model that was given as an object
-        holds the trained weights afterwards.
+        """Create a trainer; nothing starts before `train()`.
 
-        `reward` is a function, or the path of a file with `compute_score`; it asks by the names of its parameters for
-        `prompt`, `response`, `ground_truth`, `data_source`, `extra_info`, and returns a number, or a dict with a
-        "score". Without one, the shipped scorers are chosen by the data source of each row.
-        `prompts` are texts, conversations, rows with a "prompt", a dataset or DataLoader of such, or the path of a
-        file. All that the run writes is in `folder`. `local` runs it in this process, without Ray: breakpoints work.
+        Args:
+            model: Name, path or transformers object. An object holds the trained weights after `train()`.
+            tokenizer: Name, path or transformers object; by default that of the model.
+            config: Settings of the run.
+            reward: Function, or path of a file with `compute_score`. Its parameters are chosen by name from `prompt`,
+                `response`, `ground_truth`, `data_source` and `extra_info`; it returns a number, or a dict with a
+                "score". By default the built-in scorer of each row's data source.
+            prompts: Texts, conversations, rows with a "prompt", a dataset or DataLoader of these, or the path of a
+                file.
+            validation: Prompts to validate on before and after training.
+            folder: Folder for everything that the run writes.
+            local: Run in this process, without Ray, so that breakpoints work.
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config or TrainingConfig()
         self.reward, self.prompts, self.validation = reward, prompts, validation
         self.folder, self.local = Path(folder), local
 
     def train(self, prompts: Prompts | None = None) -> TrainResult:
-        """Run to the end. Everything that is wrong with the settings is raised at once, before anything is started."""
+        """Train to the last step.
+
+        Args:
+            prompts: Prompts to train on, instead of those given to the constructor.
+
+        Returns:
+            The metrics of every step, and the path of the trained model.
+
+        Raises:
+            ConfigError: With all problems of the settings, before anything starts.
+        """
         prompts = self.prompts if prompts is None else prompts
         if prompts is None:
-            raise ConfigError(["prompts: there are none; give them to the trainer, or to train(prompts)"])
+            raise ConfigError(["prompts: must be given, to the trainer or to train(prompts)"])
         self.folder.mkdir(parents=True, exist_ok=True)
-        loaded, console = self._loaded(prompts), Console()
+        loaded, console = self._load(prompts), Console()
         console.hints(loaded.hints)
-        given = self.reward if callable(self.reward) else None
-        if code := _finish(train(loaded.config, console, given)):
-            raise EngineError(_stopped(code, loaded.config.trainer.checkpoint_dir))
-        done = _result(loaded.config.trainer.checkpoint_dir)
+        reward = self.reward if callable(self.reward) else None
+        if code := _run_to_end(train(loaded.config, console, reward)):
+            raise EngineError(_explain_stop(code, loaded.config.trainer.checkpoint_dir))
+        result = _read_result(loaded.config.trainer.checkpoint_dir)
         if not isinstance(self.model, str | Path):
-            _take_weights(self.model, done.model_path)
-        return done
+            _load_weights(self.model, result.model_path)
+        return result
 
-    def _loaded(self, prompts: Prompts) -> LoadedConfig:
+    def _load(self, prompts: Prompts) -> LoadedConfig:
         tree: dict[str, Any] = {}
-        for key, value in {**self._common(prompts), **self._algorithm(), **self.config.settings}.items():
+        for key, value in {
+            **self._common_settings(prompts),
+            **self._algorithm_settings(),
+            **self.config.settings,
+        }.items():
             set_path(tree, tuple(key.split(".")), value)
         loaded = load_dict(tree)
         trainer = loaded.config.trainer
         if trainer.save_freq == -1 or not trainer.save_hf:
             raise ConfigError(
-                ["settings: the trained model is taken from the last checkpoint; leave out trainer.save_freq, save_hf"]
+                ["settings: the trained model is read from the last checkpoint; remove trainer.save_freq, save_hf"]
             )
         return loaded
 
-    def _common(self, prompts: Prompts) -> dict[str, Any]:
+    def _common_settings(self, prompts: Prompts) -> dict[str, Any]:
         config, folder = self.config, self.folder
         if not isinstance(self.model, str | Path):
             check_model(self.model)
@@ -143,12 +180,12 @@ class _Trainer:
                 prompts, folder / "prompts.jsonl", config.total_steps and config.total_steps * config.batch_size
             ),
             "data.val_files": validation,
-            **({} if validation is None else {"trainer.test_freq": AT_THE_END}),
+            **({} if validation is None else {"trainer.test_freq": ONLY_AT_END}),
             "data.train_batch_size": config.batch_size,
             "data.max_prompt_length": config.max_prompt_length,
             "data.max_response_length": config.max_response_length,
-            "actor_rollout_ref.model.path": _written(self.model, folder / "model"),
-            "actor_rollout_ref.model.tokenizer_path": _written(self._own_tokenizer(), folder / "tokenizer"),
+            "actor_rollout_ref.model.path": _save(self.model, folder / "model"),
+            "actor_rollout_ref.model.tokenizer_path": _save(self._find_tokenizer(), folder / "tokenizer"),
             "actor_rollout_ref.actor.optim.lr": config.learning_rate,
             "actor_rollout_ref.actor.ppo_mini_batch_size": config.batch_size,
             "actor_rollout_ref.actor.ppo_epochs": config.ppo_epochs,
@@ -157,7 +194,7 @@ class _Trainer:
             "actor_rollout_ref.rollout.temperature": config.temperature,
             **({"trainer.total_epochs": config.total_epochs} if config.total_steps is None else {}),
             "trainer.total_training_steps": config.total_steps,
-            "trainer.n_gpus_per_node": _devices() if config.devices is None else config.devices,
+            "trainer.n_gpus_per_node": _count_devices() if config.devices is None else config.devices,
             "trainer.local": self.local,
             "trainer.seed": config.seed,
             "trainer.save_freq": None,  # after the last step
@@ -167,61 +204,60 @@ class _Trainer:
             **_reward_settings(self.reward),
         }
 
-    def _own_tokenizer(self) -> str | Path | PreTrainedTokenizerBase | None:
-        """What was given; of a model object, which is written without one, the tokenizer it was loaded with."""
+    def _find_tokenizer(self) -> str | Path | PreTrainedTokenizerBase | None:
+        """Return the tokenizer; for a model object, which is saved without one, that of the model."""
         if isinstance(self.model, str | Path) or isinstance(self.tokenizer, str | Path):
             return self.tokenizer
-        return tokenizer_for(self.model, self.tokenizer)
+        return find_tokenizer(self.model, self.tokenizer)
 
-    def _algorithm(self) -> dict[str, Any]:
+    def _algorithm_settings(self) -> dict[str, Any]:
         raise NotImplementedError
 
 
 class GRPOTrainer(_Trainer):
-    """Answers to one prompt are compared with each other; no critic."""
+    """Trainer for GRPO: responses to the same prompt are compared with each other, without a critic."""
 
-    def _algorithm(self) -> dict[str, Any]:
-        held = self.config.kl_coef > 0
+    def _algorithm_settings(self) -> dict[str, Any]:
+        uses_kl = self.config.kl_coef > 0
         return {
             "algorithm.adv_estimator": "grpo",
             "actor_rollout_ref.rollout.n": self.config.group_size or 8,
-            "actor_rollout_ref.actor.use_kl_loss": held,
-            **({"actor_rollout_ref.actor.kl_loss_coef": self.config.kl_coef} if held else {}),
+            "actor_rollout_ref.actor.use_kl_loss": uses_kl,
+            **({"actor_rollout_ref.actor.kl_loss_coef": self.config.kl_coef} if uses_kl else {}),
         }
 
 
 class PPOTrainer(_Trainer):
-    """A critic, of the same kind as the model, says what to expect; answers are compared with that."""
+    """Trainer for PPO: responses are compared with the values of a critic of the same architecture."""
 
-    def _algorithm(self) -> dict[str, Any]:
-        held = self.config.kl_coef > 0
+    def _algorithm_settings(self) -> dict[str, Any]:
+        uses_kl = self.config.kl_coef > 0
         return {
             "algorithm.adv_estimator": "gae",
             "actor_rollout_ref.rollout.n": self.config.group_size or 1,
-            "algorithm.use_kl_in_reward": held,
-            **({"algorithm.kl_ctrl.kl_coef": self.config.kl_coef} if held else {}),
+            "algorithm.use_kl_in_reward": uses_kl,
+            **({"algorithm.kl_ctrl.kl_coef": self.config.kl_coef} if uses_kl else {}),
         }
 
 
-def _stopped(code: int, folder: Path) -> str:
-    """Of a run that was asked to end, or ran out of time, before its last step."""
+def _explain_stop(code: int, folder: Path) -> str:
     saved = CheckpointDir(folder).latest()
     kept = f"saved step {saved} in {folder / f'global_step_{saved}'}" if saved is not None else "saved nothing"
     return (
-        f"the run was ended before its last step (exit code {code}) and {kept}; to go on from there, train again with "
+        f"the run stopped before its last step (exit code {code}) and {kept}; to resume, train again with "
         'TrainingConfig(settings={"trainer.resume_mode": "auto"}) and the same folder'
     )
 
 
-def _result(folder: Path) -> TrainResult:
-    """What the run that has just ended wrote; not what a former one left in the same folder."""
+def _read_result(folder: Path) -> TrainResult:
+    """Return the result of the run that has just ended, never that of an earlier run in the same folder."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = [json.loads(line) for line in lines]
     last, saved = max((step["step"] for step in metrics), default=0), CheckpointDir(folder).latest()
     if saved != last:
         raise CheckpointError(
-            f"{folder}: the run ended after step {last}, and the last checkpoint in it is of step {saved}: it holds no "
-            "model of this run's end"
+            f"{folder}: the run ended after step {last}, but the last checkpoint is of step {saved}; the trained model "
+            "was not saved"
         )
     return TrainResult(metrics, folder / f"global_step_{saved}" / "actor" / "huggingface")
 
@@ -236,44 +272,44 @@ def _reward_settings(reward: Reward | str | Path | None) -> dict[str, Any]:
     return {f"{function}.path": f"python:{getattr(reward, '__module__', '')}", f"{function}.name": name}
 
 
-def _written(thing: Any, folder: Path) -> str | None:
-    """A path or a name, as it is; of an object, where it is written to."""
-    if thing is None or isinstance(thing, str | Path):
-        return None if thing is None else str(thing)
-    thing.save_pretrained(folder)
+def _save(model: Any, folder: Path) -> str | None:
+    """Return a name or path as it is; save an object of transformers to `folder` and return that."""
+    if model is None or isinstance(model, str | Path):
+        return None if model is None else str(model)
+    model.save_pretrained(folder)
     return str(folder)
 
 
-def _take_weights(model: PreTrainedModel, path: Path) -> None:
+def _load_weights(model: PreTrainedModel, path: Path) -> None:
     trained = type(model).from_pretrained(path, dtype=model.dtype)
     model.load_state_dict(trained.state_dict())
 
 
-def _devices() -> int:
+def _count_devices() -> int:
     import torch
 
     return max(1, torch.cuda.device_count())
 
 
-def _finish(work: Coroutine[Any, Any, T]) -> T:
-    """Run to the end; beside the event loop of a notebook in a thread of its own."""
+def _run_to_end(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end; in a thread if this one has an event loop, as notebooks have."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
     running: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]] = []
 
-    async def known() -> T:
+    async def register_and_run() -> T:
         task = asyncio.current_task()
         assert task is not None
         running.append((asyncio.get_running_loop(), task))
         return await work
 
-    with ThreadPoolExecutor(1) as beside:
-        ending = beside.submit(asyncio.run, known())
+    with ThreadPoolExecutor(1) as executor:
+        future = executor.submit(asyncio.run, register_and_run())
         try:
-            return ending.result()
-        except KeyboardInterrupt:  # of the notebook: the run ends as it does in a terminal, and is waited for
+            return future.result()
+        except KeyboardInterrupt:  # cancel the run as in a terminal; leaving the executor waits for it
             for loop, task in running:
                 loop.call_soon_threadsafe(task.cancel)
             raise

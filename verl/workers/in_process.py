@@ -1,6 +1,6 @@
-"""Rollout and training as two objects in the user's own process, for loops of one's own. No Ray.
+"""Rollout and training as two objects in the user's process, for custom training loops without Ray.
 
-Both are given the same model: the trainer changes its weights, the rollouts see it and bring them into the engine.
+Both get the same model: the trainer updates its weights, and the rollout worker loads them into its engine.
 
 >>> rollouts = RolloutWorker(model, inference_engine="vllm", reward=my_reward, n=8)
 >>> trainer = TrainerWorker(model, optimizer)
@@ -29,7 +29,7 @@ from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import put_sample
-from verl.workers.inputs import check_model, tokenizer_for
+from verl.workers.inputs import check_model, find_tokenizer
 from verl.workers.rollout import make_engine
 
 if TYPE_CHECKING:
@@ -44,22 +44,22 @@ T = TypeVar("T")
 ENGINES = ("vllm", "hf")
 BUCKET_BYTES = 512 * 1024 * 1024
 _GROUPS = itertools.count()
-"""Answers of one prompt share a number that no other prompt has, whichever worker wrote them."""
+"""Group numbers of prompts, unique over all workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One answer: the prompt as it was given, the answer as text, its score, and the tokens for training."""
+    """One scored response: the prompt as it was passed, the response as text, and the tokens for training."""
 
     prompt: Any
     response: str
     score: float
     sample: Sample
-    temperature: float = 1.0  # it was drawn at
+    temperature: float = 1.0  # of sampling
 
 
 class RolloutWorker:
-    """An engine that answers prompts with the model's current weights, and scores the answers."""
+    """An engine that generates responses with the model's current weights, and scores them."""
 
     def __init__(
         self,
@@ -75,83 +75,103 @@ class RolloutWorker:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
-        """`n` answers a prompt; `max_model_len` tokens of prompt and answer, as many as the model reads up to 4,096
-        unless it is given. Without a `reward` the shipped scorers are chosen by the `data_source` of a prompt's
-        row. `inference_engine` is "vllm", on the first GPU that is visible, or "hf" (transformers: slow, in this
-        process)."""
+        """Start the engine.
+
+        Args:
+            model: The model; its current weights are used for every `generate`.
+            inference_engine: "vllm", on the first visible GPU, or "hf" (transformers: slow, in this process).
+            device: "cuda" or "cpu"; by default a GPU if there is one.
+            tokenizer: By default the one at the path that the model was loaded from.
+            reward: Reward function, as for the trainers. By default the built-in scorer of a prompt's `data_source`.
+            n: Responses per prompt.
+            max_new_tokens: Longest response, in tokens.
+            max_model_len: Longest prompt and response together; by default that of the model, at most 4,096.
+            temperature: Sampling temperature.
+            top_p: Nucleus sampling.
+        """
         import torch
 
         check_model(model)
         if inference_engine not in ENGINES:
             raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(ENGINES)}"])
-        place = engine_device(inference_engine, usable(device))
+        device = resolve_engine_device(inference_engine, _resolve_device(device))
         self.model, self.n = model, n
-        self.tokenizer = tokenizer_for(model, tokenizer)
+        self.tokenizer = find_tokenizer(model, tokenizer)
         self._sampling = SamplingParams(
-            max_new_tokens, temperature, top_p, stop_token_ids=_ends(model, self.tokenizer.eos_token_id)
+            max_new_tokens, temperature, top_p, stop_token_ids=_find_stop_tokens(model, self.tokenizer.eos_token_id)
         )
         self._reward = reward
-        self._loop = _Loop()
+        self._loop = _EventLoopThread()
         self._folder = tempfile.TemporaryDirectory(prefix="verl-rollout-")
         model.save_pretrained(self._folder.name)
         self.tokenizer.save_pretrained(self._folder.name)
-        longest = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
-        settings = _engine_settings(inference_engine, self._folder.name, place, longest)
+        max_model_len = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
+        settings = _engine_settings(inference_engine, self._folder.name, device, max_model_len)
         self._dtype = getattr(torch, settings["dtype"])
         self._engine = make_engine(inference_engine, settings)
-        self._seen: list[int] = []
+        self._checksums: list[int] = []
         self._version, self._is_open = -1, True
         atexit.register(self.close)
         try:
-            self._score: EpisodeScorer = self._loop.finish(self._scoring())
-            with _main_hidden():
-                self._loop.finish(self._engine.start())
+            self._score: EpisodeScorer = self._loop.run(self._start_scoring())
+            with _hide_main_module():
+                self._loop.run(self._engine.start())
         except BaseException:
             self.close()
             raise
 
     def generate(self, prompts: Iterable[Any]) -> list[Rollout]:
-        """`n` scored answers to each prompt: a text, a list of messages, or a row with a "prompt" and what the reward
-        is told of it; or batches of these. An answer that could not be scored raises what went wrong."""
+        """Generate and score `n` responses to each prompt.
+
+        Args:
+            prompts: Texts, lists of messages, rows with a "prompt" and the fields of the reward function, or batches
+                of these.
+
+        Returns:
+            The responses, those of one prompt next to each other.
+
+        Raises:
+            RewardError: If a response could not be scored.
+        """
         if not self._is_open:
-            raise EngineError("generate: this RolloutWorker is closed; make another")
-        return self._loop.finish(self._generate(list(iter_rows(prompts))))
+            raise EngineError("generate: this RolloutWorker is closed; create another")
+        return self._loop.run(self._generate(list(iter_rows(prompts))))
 
     def close(self) -> None:
-        """End the engine's processes; done at the end of the program, if not before."""
+        """Stop the engine; done at the end of the program, if not before."""
         if not self._is_open:
             return
         self._is_open = False
         atexit.unregister(self.close)
-        self._loop.finish(self._engine.close())
+        self._loop.run(self._engine.close())
         self._loop.close()
         self._folder.cleanup()
 
     async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         from verl.agents.runner import EpisodeRunner
 
-        rows = [self._prompt(number, row) for number, row in enumerate(prompts)]
-        await self._take_weights()
-        runner = EpisodeRunner(self._engine.generate, self._score, self._text)
+        rows = [self._encode(index, row) for index, row in enumerate(prompts)]
+        await self._sync_weights()
+        runner = EpisodeRunner(self._engine.generate, self._score, self._decode)
         seeds: list[int | None] = [None] * self.n
-        answered = await asyncio.gather(*(runner.run(prompt, next(_GROUPS), seeds, self._sampling) for prompt in rows))
+        groups = await asyncio.gather(*(runner.run(prompt, next(_GROUPS), seeds, self._sampling) for prompt in rows))
         return [
-            self._rollout(prompt, sample) for prompt, samples in zip(rows, answered, strict=True) for sample in samples
+            self._to_rollout(prompt, sample) for prompt, samples in zip(rows, groups, strict=True) for sample in samples
         ]
 
-    async def _take_weights(self) -> None:
-        """Bring the model's weights into the engine, unless it has these very ones."""
+    async def _sync_weights(self) -> None:
+        """Load the model's weights into the engine, unless they are unchanged."""
         from verl.weights.bucket import pack
         from verl.weights.hf_names import to_hf
 
-        own = to_hf(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
-        buckets = list(pack(own, max_bytes=BUCKET_BYTES, dtype=self._dtype))
-        if (now := [zlib.crc32(bucket.data.data) for bucket in buckets]) == self._seen:
+        weights = to_hf(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
+        buckets = list(pack(weights, max_bytes=BUCKET_BYTES, dtype=self._dtype))
+        if (checksums := [zlib.crc32(bucket.data.data) for bucket in buckets]) == self._checksums:
             return
         await self._engine.load_weights(buckets, self._version + 1)
-        self._version, self._seen = self._version + 1, now
+        self._version, self._checksums = self._version + 1, checksums
 
-    async def _scoring(self) -> EpisodeScorer:
+    async def _start_scoring(self) -> EpisodeScorer:
         from verl.agents.scoring import score_by_function
         from verl.rewards.pool.in_process import InProcessRewards
         from verl.rewards.settings import RewardFunctionSettings
@@ -164,7 +184,7 @@ class RolloutWorker:
         await functions.start()
         return score_by_function(functions.score)
 
-    def _prompt(self, number: int, row: Mapping[str, Any]) -> Prompt:
+    def _encode(self, index: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
         from verl.data.columns import extract_reward_fields
         from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
@@ -172,26 +192,26 @@ class RolloutWorker:
         fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
-        told = extract_reward_fields(fields)
-        if self._reward is None and not has_builtin_scorer(told["data_source"]):
+        reward_fields = extract_reward_fields(fields)
+        if self._reward is None and not has_builtin_scorer(reward_fields["data_source"]):
             raise RewardError(
-                f"prompts[{number}]: nothing would score its answers, and none was generated; give the worker one: "
-                f"RolloutWorker(..., reward=my_function). {explain_no_scorer(told['data_source'])}"
+                f"prompts[{index}]: nothing can score its responses; pass a reward function: "
+                f"RolloutWorker(..., reward=my_function). {explain_no_scorer(reward_fields['data_source'])}"
             )
-        return Prompt(number, tokens, raw=raw, **told)
+        return Prompt(index, tokens, raw=raw, **reward_fields)
 
-    def _rollout(self, prompt: Prompt, sample: Sample) -> Rollout:
+    def _to_rollout(self, prompt: Prompt, sample: Sample) -> Rollout:
         if sample.failure is not None:
             raise RewardError(sample.failure.message)
-        answer = self._text(sample.tokens[sample.mask].tolist())
-        return Rollout(prompt.raw, answer, sample.score, sample, self._sampling.temperature)
+        response = self._decode(sample.tokens[sample.mask].tolist())
+        return Rollout(prompt.raw, response, sample.score, sample, self._sampling.temperature)
 
-    def _text(self, tokens: Sequence[int]) -> str:
+    def _decode(self, tokens: Sequence[int]) -> str:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
 class TrainerWorker:
-    """Trains a model on scored answers, by the engine and the algorithms of `verl train`."""
+    """Trains a model on scored responses, with the engine and the algorithms of `verl train`."""
 
     def __init__(
         self,
@@ -205,11 +225,21 @@ class TrainerWorker:
         mini_batch_size: int | None = None,
         micro_batch_tokens: int = 16384,
     ) -> None:
-        """What `optimizer`, an Adam or AdamW, is told (learning rate, betas, eps, weight decay) holds here, and its
-        learning rate is followed from step to step; it does not step itself, since the engine keeps the weights in
-        shards of its own, but its `state_dict()` has the engine's moments, and those that it comes with are gone on
-        with. Activations are checkpointed, and layers compute in bfloat16, as the model says. `mini_batch_size` is in
-        prompts; None: all of a step. After a step the model holds the new weights."""
+        """Load the model into the training engine. Layers compute in the model's dtype; activations are checkpointed
+        if the model enables it.
+
+        Args:
+            model: The model; it holds the new weights after every step.
+            optimizer: An Adam or AdamW over `model.parameters()`, for its learning rate (also as schedulers change
+                it), betas, eps, weight decay and state. The engine steps with its own optimizer; `state_dict()` of
+                this one has its state.
+            device: "cuda", "cuda:N" or "cpu"; by default a GPU if there is one.
+            estimator: Advantage estimator: a name, or `package.module:function`.
+            clip_range: Clipping of the policy ratio.
+            temperature: Temperature at which the responses are sampled.
+            mini_batch_size: Prompts per optimizer step; by default all of a step.
+            micro_batch_tokens: Tokens per forward pass.
+        """
         import torch
 
         from verl.algorithms.advantages import ESTIMATORS
@@ -219,12 +249,12 @@ class TrainerWorker:
         from verl.training.policy import PolicyTrainer
         from verl.training.process_group import close_process_group, init_process_group
         from verl.training.settings import FsdpSettings
-        from verl.workers.optimizer_state import take_moments
+        from verl.workers.optimizer_state import load_moments
 
         check_model(model)
         if estimator in ("gae", "remax"):
-            needs = {"gae": "a critic", "remax": "greedy answers beside the others"}[estimator]
-            raise ConfigError([f"estimator={estimator}: needs {needs}, which only whole runs have; use a trainer"])
+            needs = {"gae": "a critic", "remax": "greedy responses"}[estimator]
+            raise ConfigError([f"estimator={estimator}: needs {needs}; use PPOTrainer, GRPOTrainer or verl train"])
         algorithm = AlgorithmSettings(
             estimator=estimator, loss_options=LossOptions(clip_low=clip_range, clip_high=clip_range)
         )
@@ -232,92 +262,98 @@ class TrainerWorker:
             load_function(estimator, ESTIMATORS, "estimator")
         except ValueError as error:
             raise ConfigError([str(error)]) from error
-        told, place = _told(optimizer), usable(device)
+        settings, device = _read_optimizer(optimizer), _resolve_device(device)
         if torch.distributed.is_initialized():
             raise EngineError(
-                "TrainerWorker: this process has joined a group of ranks already; close() the other TrainerWorker "
-                "first (a group of your own: torch.distributed.destroy_process_group())"
+                "TrainerWorker: this process already has a process group; close() the other TrainerWorker first, or "
+                "call torch.distributed.destroy_process_group()"
             )
-        if ":" in place:
-            torch.cuda.set_device(place)
-        init_process_group(0, 1, "127.0.0.1", 0, place)
+        if ":" in device:
+            torch.cuda.set_device(device)
+        init_process_group(0, 1, "127.0.0.1", 0, device)
         try:
             with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
                 model.save_pretrained(folder)
-                told |= {"device": place, "temperature": temperature, **_as_is(model)}
-                self._engine = FsdpEngine(FsdpSettings(folder, **told))
+                settings |= {"device": device, "temperature": temperature, **_read_model(model)}
+                self._engine = FsdpEngine(FsdpSettings(folder, **settings))
             self._policy = PolicyTrainer(self._engine, algorithm)
             if optimizer is not None:
-                take_moments(self._engine, optimizer)
+                load_moments(self._engine, optimizer)
         except BaseException:
             close_process_group()
             raise
-        self.model, self._mini_batch, self._budget = model, mini_batch_size, micro_batch_tokens
+        self.model, self._mini_batch_size, self._micro_batch_tokens = model, mini_batch_size, micro_batch_tokens
         self._optimizer, self._temperature, self._is_open = optimizer, temperature, True
         atexit.register(self.close)
 
     def train_step(self, rollouts: Sequence[Rollout]) -> dict[str, float]:
-        """One step of the algorithm on all answers of some prompts; its metrics, as a run shows them."""
+        """Train one step on all responses of some prompts.
+
+        Args:
+            rollouts: The responses, as `RolloutWorker.generate` returns them.
+
+        Returns:
+            The metrics of the step, with the names of `verl train`.
+        """
         from verl.data.plan import Planner, UpdateSizes
         from verl.training.schedule import Schedule
         from verl.weights.hf_names import load_hf
-        from verl.workers.optimizer_state import show_moments
+        from verl.workers.optimizer_state import expose_moments
 
         if not self._is_open:
-            raise EngineError("train_step: this TrainerWorker is closed; make another")
+            raise EngineError("train_step: this TrainerWorker is closed; create another")
         if not rollouts:
-            raise EngineError("train_step: there is nothing to train on")
+            raise EngineError("train_step: no rollouts to train on")
         if other := {rollout.temperature for rollout in rollouts} - {self._temperature}:
             raise ConfigError(
                 [
-                    f"temperature: the answers were drawn at {', '.join(map(str, sorted(other)))}, and are trained at "
-                    f"{self._temperature}: of another distribution; give both workers the same"
+                    f"temperature: the responses were sampled at {', '.join(map(str, sorted(other)))} but are trained "
+                    f"at {self._temperature}; pass the same temperature to both workers"
                 ]
             )
-        if self._optimizer is not None:  # a scheduler may have changed it
+        if self._optimizer is not None:  # a scheduler may have changed the learning rate
             self._engine.schedule = Schedule(self._optimizer.param_groups[0]["lr"])
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
-        planner = Planner(1, UpdateSizes(self._mini_batch or groups, None, self._budget))
-        plan = planner.plan([put_sample(sample, number) for number, sample in enumerate(samples)])
-        [mine] = plan.ranks
-        prepared = self._policy.prepare(get_all(mine.refs, timeout=UNLIMITED_S), mine)
-        updated = self._policy.update(mine)
+        planner = Planner(1, UpdateSizes(self._mini_batch_size or groups, None, self._micro_batch_tokens))
+        plan = planner.plan([put_sample(sample, index) for index, sample in enumerate(samples)])
+        [rank_plan] = plan.ranks
+        prepared = self._policy.prepare(get_all(rank_plan.refs, timeout=UNLIMITED_S), rank_plan)
+        updated = self._policy.update(rank_plan)
         load_hf(self.model, self._engine.weights())
         if self._optimizer is not None:
-            show_moments(self._engine, self._optimizer)
+            expose_moments(self._engine, self._optimizer)
         return plan.metrics | prepared | updated
 
     def close(self) -> None:
-        """Leave the group of ranks that it made: this process may then make another. Done at the end, if not before."""
+        """Close the process group, so that another worker can be created; done at the end, if not before."""
         from verl.training.process_group import close_process_group
 
-        if not self._is_open:  # the group that is there by now may be another's
+        if not self._is_open:  # the current process group may be another worker's
             return
         self._is_open = False
         atexit.unregister(self.close)
         close_process_group()
 
 
-def usable(device: str | None) -> str:
-    """The device that was asked for, or what there is, with a word about it."""
+def _resolve_device(device: str | None) -> str:
     import torch
 
-    there = torch.cuda.is_available()
-    if device is not None and device.startswith("cuda") and not there:
-        warnings.warn(f"device={device!r}: there is no CUDA device here; using the CPU", stacklevel=3)
+    has_cuda = torch.cuda.is_available()
+    if device is not None and device.startswith("cuda") and not has_cuda:
+        warnings.warn(f"device={device!r}: CUDA is not available; using the CPU", stacklevel=3)
         return "cpu"
-    return device or ("cuda" if there else "cpu")
+    return device or ("cuda" if has_cuda else "cpu")
 
 
-def engine_device(name: str, device: str) -> str:
-    """Where an engine will be. vLLM chooses by what the process sees, and takes no number."""
-    kind, _, number = device.partition(":")
-    if name == "vllm" and number not in ("", "0"):
+def resolve_engine_device(name: str, device: str) -> str:
+    """Return the device of an engine. vLLM always takes the first visible GPU."""
+    kind, _, index = device.partition(":")
+    if name == "vllm" and index not in ("", "0"):
         raise ConfigError(
             [
-                f"device={device!r}: vLLM takes the first GPU that the process sees; start the program with "
-                f"CUDA_VISIBLE_DEVICES={number} and give device='cuda', or use inference_engine='hf'"
+                f"device={device!r}: vLLM takes the first visible GPU; start the program with "
+                f"CUDA_VISIBLE_DEVICES={index} and pass device='cuda', or use inference_engine='hf'"
             ]
         )
     return kind if name == "vllm" else device
@@ -328,23 +364,23 @@ def _engine_settings(name: str, folder: str, device: str, max_model_len: int) ->
     return {**settings, "max_model_len": max_model_len} if name == "vllm" else settings
 
 
-def _ends(model: PreTrainedModel, own: int | None) -> tuple[int, ...]:
-    ends = getattr(model.generation_config, "eos_token_id", None)
-    return tuple(sorted({own, *(ends if isinstance(ends, list) else [ends])} - {None}))
+def _find_stop_tokens(model: PreTrainedModel, eos_token_id: int | None) -> tuple[int, ...]:
+    ids = getattr(model.generation_config, "eos_token_id", None)
+    return tuple(sorted({eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}))
 
 
-def _told(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+def _read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
     import torch
 
     if optimizer is None:
         return {}
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
-        raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one group of parameters"])
+        raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one parameter group"])
     return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
 
 
-def _as_is(model: PreTrainedModel) -> dict[str, Any]:
-    """What the model says of how it is trained; weights and moments are kept in float32."""
+def _read_model(model: PreTrainedModel) -> dict[str, Any]:
+    """Return how the model computes; the engine keeps weights and optimizer state in float32."""
     import torch
 
     compute = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
@@ -352,29 +388,28 @@ def _as_is(model: PreTrainedModel) -> dict[str, Any]:
 
 
 @contextmanager
-def _main_hidden() -> Iterator[None]:
-    """Processes that vLLM starts meanwhile do not run the user's script once more, which multiprocessing has them do
-    for what they might need of it: nothing."""
+def _hide_main_module() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again in the processes that vLLM starts."""
     main = vars(sys.modules["__main__"])
-    kept: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
+    saved: dict[str, Any] = {name: main[name] for name in ("__file__", "__spec__") if name in main}
     main.pop("__file__", None)
     main["__spec__"] = None
     try:
         yield
     finally:
-        main.update(kept)
+        main.update(saved)
 
 
-class _Loop:
-    """An event loop in a thread of its own: engines live on it, and callers need none, or may have another."""
+class _EventLoopThread:
+    """An event loop in a thread, so that callers need none, or may have another."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="verl-rollout", daemon=True)
         self._thread.start()
 
-    def finish(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)

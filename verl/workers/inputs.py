@@ -1,4 +1,4 @@
-"""What a program gives as objects of transformers instead of names: looked at before anything is made of it."""
+"""Checks of the transformers objects that a program passes instead of names."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_model", "tokenizer_for"]
+__all__ = ["check_model", "find_tokenizer"]
 
 
 def check_model(model: Any) -> None:
-    """Refuse what wraps a model: what is saved of it would be something else, and training would not reach it."""
+    """Refuse wrapped models: they are saved differently, and training would not reach their weights."""
     from transformers import PreTrainedModel
 
     kind = type(model).__name__
     if hasattr(model, "merge_and_unload") or getattr(model, "_hf_peft_config_loaded", False):
         raise ConfigError(
             [
-                f"model: {kind} holds an adapter of PEFT; give the model without it, and let the run make one "
+                f"model: {kind} has a PEFT adapter; pass the model without it and let the run create one "
                 '(TrainingConfig(settings={"actor_rollout_ref.actor.peft.lora_rank": 16})), or train all weights of '
                 "model.merge_and_unload()"
             ]
@@ -29,24 +29,23 @@ def check_model(model: Any) -> None:
     if not isinstance(model, PreTrainedModel) or any(hasattr(each, "device_mesh") for each in model.parameters()):
         raise ConfigError(
             [
-                f"model: {kind} must be a PreTrainedModel of transformers; FSDP, DDP and their like are made here: "
-                "give what was wrapped (model.module), a path or a name"
+                f"model: {kind} must be a transformers PreTrainedModel; verl applies FSDP itself: pass the wrapped "
+                "model (model.module), a path or a name"
             ]
         )
 
 
-def tokenizer_for(model: PreTrainedModel, given: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
-    """The tokenizer that was given with a model, or else the one that lies where the model was loaded from."""
-    if given is not None and not knows_text(given):
-        name = f"{type(given).__name__} of {given.name_or_path!r}"
-        raise ConfigError([f"tokenizer: {name} has no vocabulary; load it from where it was saved"])
-    if given is not None:
-        return given
-    mend, path = "give one: AutoTokenizer.from_pretrained(...)", model.name_or_path
+def find_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
+    """Return `tokenizer`, or else the one at the path that the model was loaded from."""
+    if tokenizer is not None and not knows_text(tokenizer):
+        name = f"{type(tokenizer).__name__} of {tokenizer.name_or_path!r}"
+        raise ConfigError([f"tokenizer: {name} has no vocabulary; load it from the path where it was saved"])
+    if tokenizer is not None:
+        return tokenizer
+    path, fix = model.name_or_path, "Pass AutoTokenizer.from_pretrained(...)"
     if not path:
-        raise ConfigError([f"tokenizer: there is none, and the model was not loaded from anywhere; {mend}"])
+        raise ConfigError([f"tokenizer: must be given, since the model was not loaded from a path. {fix}"])
     try:
         return load_tokenizer(path)
     except (OSError, ValueError) as error:
-        problem = f"tokenizer: there is none, and none where the model was loaded from, {path!r}; {mend}: {error}"
-        raise ConfigError([problem]) from error
+        raise ConfigError([f"tokenizer: must be given, since there is none at {path!r}. {fix}: {error}"]) from error

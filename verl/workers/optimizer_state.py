@@ -1,4 +1,4 @@
-"""The moments of the engine's optimiser as the user's: what a loop of one's own saves, and begins again with."""
+"""Exchange of optimizer state between the training engine and a user's optimizer, which is saved and restored."""
 
 from __future__ import annotations
 
@@ -14,41 +14,42 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from verl.training.fsdp import FsdpEngine
 
-__all__ = ["show_moments", "take_moments"]
+__all__ = ["expose_moments", "load_moments"]
 
 
-def show_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.state` holds the engine's tensors themselves: no copies, and always those of the last step."""
+def expose_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:
+    """Put the engine's state into `optimizer.state`: the tensors themselves, without copies."""
     assert engine.optimizer is not None
-    for own, theirs in _pairs(engine, optimizer):
-        if own in engine.optimizer.state:
-            optimizer.state[theirs] = {name: _local(value) for name, value in engine.optimizer.state[own].items()}
+    for parameter, user_parameter in _pair_parameters(engine, optimizer):
+        if state := engine.optimizer.state.get(parameter):
+            optimizer.state[user_parameter] = {name: _to_local(value) for name, value in state.items()}
 
 
-def take_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:
-    """Begin with the moments that the user's optimiser has, such as from `load_state_dict`."""
+def load_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:
+    """Copy the state of the user's optimizer, such as from `load_state_dict`, into the engine's."""
     assert engine.optimizer is not None
-    for own, theirs in _pairs(engine, optimizer):
-        if held := optimizer.state.get(theirs):
-            moments = {name: torch.zeros_like(own, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
+    for parameter, user_parameter in _pair_parameters(engine, optimizer):
+        if state := optimizer.state.get(user_parameter):
+            moments = {name: torch.zeros_like(parameter, requires_grad=False) for name in ("exp_avg", "exp_avg_sq")}
             for name, moment in moments.items():
-                _local(moment).copy_(held[name])
-            engine.optimizer.state[own] = {"step": torch.tensor(float(held["step"]), device=engine.device), **moments}
+                _to_local(moment).copy_(state[name])
+            step = torch.tensor(float(state["step"]), device=engine.device)
+            engine.optimizer.state[parameter] = {"step": step, **moments}
 
 
-def _pairs(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """The parameters of the engine, and those of the optimiser that stand for them."""
-    own, theirs = list(engine.model.hf.parameters()), optimizer.param_groups[0]["params"]
-    if [each.shape for each in own] != [each.shape for each in theirs]:
+def _pair_parameters(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Return the parameters of the engine with those of the user's optimizer."""
+    ours, theirs = list(engine.model.hf.parameters()), optimizer.param_groups[0]["params"]
+    if [each.shape for each in ours] != [each.shape for each in theirs]:
         raise ConfigError(
             [
-                f"optimizer: its {len(theirs)} parameters must be the {len(own)} of the model, in their order: "
-                "AdamW(model.parameters(), ...)"
+                f"optimizer: must have the {len(ours)} parameters of the model in their order, not {len(theirs)} "
+                "others: AdamW(model.parameters(), ...)"
             ]
         )
-    return zip(own, theirs, strict=True)
+    return zip(ours, theirs, strict=True)
 
 
-def _local(value: Tensor) -> Tensor:
-    """Of the only rank: the whole tensor."""
+def _to_local(value: Tensor) -> Tensor:
+    """Return the whole tensor: there is only one rank."""
     return value.to_local() if isinstance(value, DTensor) else value

@@ -18,7 +18,7 @@ from verl.demo.assets import (
     split_problems,
     write_weights,
 )
-from verl.demo.warmup import accuracy_of, encode, greedy_answers
+from verl.demo.warmup import encode, generate_greedy, measure_accuracy
 from verl.rewards.reward_function import load_reward
 from verl.sft.examples import pair_example
 
@@ -110,16 +110,16 @@ def test_greedy_answers_are_those_of_transformers(assets: Assets) -> None:
     model = AutoModelForCausalLM.from_pretrained(assets.model)
     prompts = encode(tokenizer, read_problems(assets.test)[:8])[:, :-4]
     expected = model.generate(prompts, max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)[:, 6:]
-    assert torch.equal(greedy_answers(model, prompts), expected)
+    assert torch.equal(generate_greedy(model, prompts), expected)
 
 
 def test_accuracy_counts_whole_answers() -> None:
     model = make_model(make_tokenizer())
     prompts = torch.randint(3, 13, (4, 6))
-    rows = torch.cat([prompts, greedy_answers(model, prompts)], dim=1)
-    assert accuracy_of(model, rows) == 1.0
+    rows = torch.cat([prompts, generate_greedy(model, prompts)], dim=1)
+    assert measure_accuracy(model, rows) == 1.0
     rows[0, -1] += 1
-    assert accuracy_of(model, rows) == 0.75
+    assert measure_accuracy(model, rows) == 0.75
 
 
 def test_an_example_of_the_warm_up_is_what_is_judged_and_trains_on_the_answer_alone() -> None:

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.commands.demo import read_arguments
-from verl.demo.report import Example, curve, report
+from verl.demo.report import Example, render_curve, render_report
 
 pytestmark = pytest.mark.unit
 
 
-def test_the_report_shows_before_after_curve_and_answers() -> None:
+def test_the_report_shows_before_after_curve_and_responses() -> None:
     records = [
         {"step": 0, "val/addition/mean@1": 0.41},
         {"step": 1, "reward/mean": 0.30},
@@ -22,7 +22,7 @@ def test_the_report_shows_before_after_curve_and_answers() -> None:
         {"step": 3, "reward/mean": 0.90},
         {"step": 3, "val/addition/mean@1": 0.92},
     ]
-    text = report(records, [Example("12+34=", "046", "047", "046")])
+    text = render_report(records, [Example("12+34=", "046", "047", "046")])
     assert "before  (step   0)    41.0 %" in text
     assert "after   (step   3)    92.0 %" in text
     assert "+51.0 points" in text
@@ -31,19 +31,19 @@ def test_the_report_shows_before_after_curve_and_answers() -> None:
     assert "047   ✗  046   ✓  046" in text
 
 
-def test_a_run_without_steps_has_a_report_all_the_same() -> None:
-    assert report([]) == ""
+def test_a_run_without_steps_has_an_empty_report() -> None:
+    assert render_report([]) == ""
 
 
 @given(st.lists(st.floats(-5, 5), max_size=200), st.integers(1, 80))
 def test_a_curve_is_never_wider_than_asked_and_follows_order(values: list[float], width: int) -> None:
-    drawn = curve(values, width)
+    drawn = render_curve(values, width)
     assert len(drawn) == min(width, len(values))
-    rising = curve(sorted(values), width)
+    rising = render_curve(sorted(values), width)
     assert list(rising) == sorted(rising)
 
 
-def test_options_of_the_demo_and_settings_of_the_run_are_told_apart() -> None:
+def test_options_of_the_demo_and_settings_of_the_run_are_separated() -> None:
     folder, loaded = read_arguments(["--dir", "here", "--steps", "7", "data.train_batch_size=32"])
     assert folder == Path("here")
     assert loaded.config.trainer.total_training_steps == 7

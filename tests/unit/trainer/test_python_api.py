@@ -19,7 +19,7 @@ from verl.config.load import LoadedConfig
 from verl.data import prompts as module
 from verl.data.prompts import iter_rows, write_rows
 from verl.errors import CheckpointError, ConfigError, DataError, EngineError
-from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _result
+from verl.trainer.api import GRPOTrainer, PPOTrainer, TrainingConfig, _read_result
 from verl.trainer.train_loop import LoopSchedule
 from verl.workers import RolloutWorker, TrainerWorker
 
@@ -44,7 +44,7 @@ def test_what_is_offered_is_pinned_and_there(module: str) -> None:
 
 def loaded(trainer: GRPOTrainer | PPOTrainer) -> LoadedConfig:
     trainer.folder.mkdir(exist_ok=True)
-    return trainer._loaded(trainer.prompts)
+    return trainer._load(trainer.prompts)
 
 
 def test_a_config_becomes_settings(tmp_path: Path) -> None:
@@ -104,17 +104,17 @@ def test_a_function_is_named_and_a_file_is_a_path(tmp_path: Path) -> None:
     assert filed.reward.custom_reward_function.path == "mine.py"
 
 
-def test_a_model_object_brings_the_tokenizer_it_was_loaded_with_or_none_and_that_is_said(tmp_path: Path) -> None:
+def test_a_model_object_uses_the_tokenizer_of_its_path_or_is_refused(tmp_path: Path) -> None:
     def made(model: Any, tokenizer: Any = None) -> str | None:
         trainer = GRPOTrainer(model, tokenizer, prompts=["a"], folder=tmp_path / "run")
         return loaded(trainer).config.actor_rollout_ref.model.tokenizer_path
 
     fresh = transformers.AutoModelForCausalLM.from_config(tiny_qwen2(vocab_size=127))
-    with pytest.raises(ConfigError, match=r"tokenizer: there is none, and the model was not loaded from anywhere"):
+    with pytest.raises(ConfigError, match=r"tokenizer: must be given, since the model was not loaded from a path"):
         made(fresh)
     fresh.save_pretrained(tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    with pytest.raises(ConfigError, match=r"tokenizer: there is none, and none where .*model'; give one"):
+    with pytest.raises(ConfigError, match=r"tokenizer: must be given, since there is none at .*model'"):
         made(model)
     empty = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     with pytest.raises(ConfigError, match=r"tokenizer: Qwen2Tokenizer of .* has no vocabulary"):
@@ -129,7 +129,7 @@ def test_a_model_object_brings_the_tokenizer_it_was_loaded_with_or_none_and_that
 
 
 @pytest.mark.parametrize("maker", [GRPOTrainer, RolloutWorker, TrainerWorker])
-def test_what_wraps_a_model_is_refused_with_the_way(tmp_path: Path, maker: Any) -> None:
+def test_wrapped_models_are_refused_with_a_fix(tmp_path: Path, maker: Any) -> None:
     def trainer(model: Any) -> None:
         loaded(GRPOTrainer(model, chat_tokenizer(), prompts=["a"], folder=tmp_path / "run"))
 
@@ -141,14 +141,14 @@ def test_what_wraps_a_model_is_refused_with_the_way(tmp_path: Path, maker: Any) 
         return str(caught.value)
 
     plain = transformers.AutoModelForCausalLM.from_config(tiny_qwen2(vocab_size=127))
-    assert "must be a PreTrainedModel of transformers" in refused(torch.nn.DataParallel(plain))
-    assert "model: PeftModelForCausalLM holds an adapter" in refused(
+    assert "must be a transformers PreTrainedModel" in refused(torch.nn.DataParallel(plain))
+    assert "model: PeftModelForCausalLM has a PEFT adapter" in refused(
         get_peft_model(plain, LoraConfig(r=2, task_type="CAUSAL_LM"))
     )
 
 
-def test_no_prompts_are_said(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="prompts: there are none"):
+def test_missing_prompts_are_reported(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="prompts: must be given"):
         GRPOTrainer("some/model", folder=tmp_path).train()
     with pytest.raises(DataError, match="was read to its end"):
         write_rows(iter(()), tmp_path / "rows.jsonl")
@@ -229,13 +229,13 @@ def test_conversations_that_a_loader_has_put_together_are_taken_apart_and_other_
     assert list(iter_rows(DataLoader(listed, batch_size=2, collate_fn=list))) == listed
 
 
-def test_the_model_of_a_former_run_in_the_folder_is_not_taken_for_this_ones(tmp_path: Path) -> None:
+def test_the_model_of_an_earlier_run_in_the_folder_is_not_returned(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 7, "reward/mean": 1.0}\n')
-    with pytest.raises(CheckpointError, match="ended after step 7, and the last checkpoint in it is of step None"):
-        _result(tmp_path)
+    with pytest.raises(CheckpointError, match="ended after step 7, but the last checkpoint is of step None"):
+        _read_result(tmp_path)
     config = TrainingConfig(settings={"trainer.save_freq": -1})
     unsaved = GRPOTrainer("some/model", prompts=["a"], config=config, folder=tmp_path / "run")
-    with pytest.raises(ConfigError, match="the trained model is taken from the last checkpoint"):
+    with pytest.raises(ConfigError, match="the trained model is read from the last checkpoint"):
         loaded(unsaved)
 
 
@@ -244,9 +244,7 @@ def endless() -> Iterator[str]:
         yield "a"
 
 
-def test_of_what_has_no_end_so_many_are_taken_as_the_steps_need(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_endless_iterable_is_read_as_far_as_the_steps_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TrainingConfig(total_steps=3, batch_size=2)
     written = loaded(GRPOTrainer("some/model", prompts=endless(), config=config, folder=tmp_path / "run")).config
     assert Path(str(written.data.train_files)).read_text() == '{"prompt": "a"}\n' * 6
@@ -261,7 +259,7 @@ def test_of_what_has_no_end_so_many_are_taken_as_the_steps_need(
 
 
 @pytest.mark.parametrize("saved", [True, False])
-def test_a_run_that_was_ended_early_is_not_taken_for_done(
+def test_a_run_that_stopped_early_is_not_taken_for_finished(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, saved: bool
 ) -> None:
     async def ended(config: Any, *_: Any) -> int:
