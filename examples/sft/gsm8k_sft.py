@@ -1,4 +1,4 @@
-"""Prompts and answers of GSM8K for `verl sft`, from the files that `examples/data_preprocess/gsm8k.py` writes.
+"""Prompts and responses of GSM8K for `verl sft`, from the files that `examples/data_preprocess/gsm8k.py` writes.
 
 python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
 python examples/sft/gsm8k_sft.py --source ~/data/gsm8k --local_dir ~/data/gsm8k_sft
@@ -22,7 +22,7 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     for split in ("train", "test"):
         rows = pq.read_table(options.source.expanduser() / f"{split}.parquet").to_pylist()
-        # The prompt is a list of messages: its chat template puts the header of the answer behind it.
+        # Prompts are lists of messages: the chat template adds the header of the response.
         pairs = [{"prompt": row["prompt"], "response": row["extra_info"]["answer"]} for row in rows]
         pq.write_table(pa.Table.from_pylist(pairs), target / f"{split}.parquet")
 

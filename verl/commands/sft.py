@@ -16,8 +16,8 @@ __all__ = ["HELP", "main"]
 HELP = f"""\
 usage: verl sft [settings]
 
-Train a model on prompts with responses, or on whole conversations. Rerun the command to resume from the last
-checkpoint. `verl config --sft` lists the settings.
+Train a model on prompts with responses, or on whole conversations. If trainer.save_freq saves checkpoints, rerun the
+command to resume. `verl config --sft` lists the settings.
 
 {SETTINGS_HELP}
 example:

@@ -13,7 +13,7 @@ __all__ = ["HELP", "main"]
 HELP = f"""\
 usage: verl train [settings]
 
-Train a model with reinforcement learning. Rerun the command to resume from the last checkpoint.
+Train a model with reinforcement learning. If trainer.save_freq saves checkpoints, rerun the command to resume.
 
 {SETTINGS_HELP}
 example:

@@ -1,4 +1,4 @@
-"""The demo's run: create a tiny model, warm it up, train it by `verl train`'s own path, and report."""
+"""The demo's run: create a tiny model, warm it up, train it as `verl train` does, and report."""
 
 from __future__ import annotations
 
