@@ -87,7 +87,7 @@ def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) 
     assert "default: 1024" in text
     assert "vllm | sglang* | hf" in text
     assert "also:    trainer.nnode" in text
-    assert "Not built yet" in text
+    assert "Not supported yet" in text
 
 
 def test_config_with_the_key_of_a_section_lists_it(capsys: pytest.CaptureFixture[str]) -> None:
