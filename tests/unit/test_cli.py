@@ -69,7 +69,7 @@ def test_config_prints_yaml_and_marks_what_was_changed(capsys: pytest.CaptureFix
     printed = capsys.readouterr()
     changed = [line.split("#")[0].strip() for line in printed.out.splitlines() if "[changed from" in line]
     assert changed == ["train_batch_size: 256", "n: 8"]
-    assert "answers a step                     2,048" in printed.out
+    assert "responses per step            2,048" in printed.out
     assert printed.err == "hint: rollout.n is an alias of actor_rollout_ref.rollout.n\n"
 
 

@@ -7,8 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import verl.redaction as redaction
-from verl.config.schema import Config, collect_settings
-from verl.redaction import HIDDEN, _is_telling, is_secret_name, redact, redacted, remember, remember_arguments
+from verl.config.schema import Config, SftConfig, collect_settings
+from verl.redaction import (
+    HIDDEN,
+    _is_distinctive,
+    is_secret_name,
+    redact,
+    redact_settings,
+    remember,
+    remember_arguments,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -27,21 +35,23 @@ def test_a_name_that_says_secret_is_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["prompt_key", "max_tokens", "PWD", "key_env", "pad_token", "tokenizer_path", "monkey", ""]
+    "name",
+    ["prompt_key", "data.id_key", "max_tokens", "PWD", "key_env", "pad_token", "tokenizer_path", "monkey", ""],
 )
 def test_other_names_are_none(name: str) -> None:
     assert not is_secret_name(name)
 
 
 def test_no_declared_setting_is_taken_for_a_secret() -> None:
-    assert [setting.key for setting in collect_settings(Config).values() if is_secret_name(setting.key)] == []
+    settings = [*collect_settings(Config).values(), *collect_settings(SftConfig).values()]
+    assert [setting.key for setting in settings if is_secret_name(setting.key)] == []
 
 
 def test_settings_are_shown_without_secrets() -> None:
-    shown = redacted(
+    shown = redact_settings(
         {"url": "http://ann:pa55word@host/v1?api_key=abc123&n=1", "args": {"token": "t", "n": 3, "key": ""}}
     )
-    assert redacted({"password": 12345678, "credentials": {"value": "a", "on": True}}) == {
+    assert redact_settings({"password": 12345678, "credentials": {"value": "a", "on": True}}) == {
         "password": HIDDEN,
         "credentials": {"value": HIDDEN, "on": True},
     }
@@ -59,6 +69,10 @@ def test_settings_are_shown_without_secrets() -> None:
         ("password: 'two words' and more", "password: '***' and more"),
         ("it said sk-abcdefghijklmnop1234", "it said ***"),
         ("data.prompt_key=question", "data.prompt_key=question"),
+        ("data.id_key=uid", "data.id_key=uid"),
+        ("write settings as key=value", "write settings as key=value"),
+        ("set section.key=...", "set section.key=..."),
+        ("set api_key=values", "set api_key=***"),
         ("unknown key: colour; ?key=abcdef", "unknown key: colour; ?key=***"),
         ("step 3: reward 0.5 at http://host:80/x", "step 3: reward 0.5 at http://host:80/x"),
     ],
@@ -78,12 +92,12 @@ def test_a_secret_of_the_command_line_is_hidden_wherever_it_turns_up() -> None:
     assert redact("correct-horse, battery%20staple, battery staple") == "***, ***, ***"
 
 
-@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=redaction._SHORTEST))
+@given(st.text(st.characters(exclude_categories=["C", "Z"]), min_size=redaction._MIN_LENGTH))
 def test_a_secret_that_is_remembered_is_in_no_redacted_text(secret: str) -> None:
     redaction._known.clear()
     remember({"nested": [{"password": secret}]})
     shown = redact(f"before {secret} after")
-    assert not _is_telling(secret) or secret == HIDDEN * (len(secret) // 3) or secret not in shown
+    assert not _is_distinctive(secret) or secret == HIDDEN * (len(secret) // 3) or secret not in shown
 
 
 def test_a_word_is_hidden_under_its_name_only(monkeypatch: pytest.MonkeyPatch) -> None:

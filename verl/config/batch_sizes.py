@@ -1,4 +1,4 @@
-"""The sizes that follow from the batch settings: what a step is made of, and how each number comes about."""
+"""Sizes derived from the batch settings: what a step consists of, and how each number is computed."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One row of the table."""
+    """A derived size; `how` explains its value."""
 
     name: str
     value: int
@@ -37,7 +37,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How the answers of a step are cut to train one model: mini-batches of prompts, micro-batches of either unit."""
+    """How the responses of a step are split to train a model; micro-batches are limited by samples or by tokens."""
 
     mini_batch: int
     epochs: int
@@ -49,7 +49,7 @@ class BatchSizes:
 
 
 def get_actor_batch_sizes(config: Config) -> BatchSizes:
-    """How the policy's training is cut."""
+    """Return the batch sizes of the policy."""
     actor = config.actor_rollout_ref.actor
     return BatchSizes(
         mini_batch=actor.ppo_mini_batch_size,
@@ -60,7 +60,7 @@ def get_actor_batch_sizes(config: Config) -> BatchSizes:
 
 
 def get_critic_batch_sizes(config: Config) -> BatchSizes:
-    """How the critic's training is cut: as the actor's, where its own settings do not say otherwise."""
+    """Return the batch sizes of the critic; the actor's, where its own settings are null."""
     critic, actor = config.critic, config.actor_rollout_ref.actor
     dynamic = actor.use_dynamic_bsz if critic.use_dynamic_bsz is None else critic.use_dynamic_bsz
     tokens = critic.ppo_max_token_len_per_gpu or actor.ppo_max_token_len_per_gpu
@@ -73,14 +73,14 @@ def get_critic_batch_sizes(config: Config) -> BatchSizes:
 
 
 def count_train_ranks(config: Config | SftConfig) -> int:
-    """Processes that train: one per device, or as many as asked for on a machine without any."""
+    """Return the number of train ranks: one per device, or n_gpus_per_node processes on a machine without any."""
     if config.trainer.local:
         return 1
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def count_engines(config: Config) -> int:
-    """Rollout engines of the run; at least one."""
+    """Return the number of rollout engines; at least one."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
@@ -88,116 +88,118 @@ def count_engines(config: Config) -> int:
 
 
 def get_max_sequence_tokens(config: Config) -> int:
-    """The longest sequence, prompt and answer, that any part of the run must hold."""
+    """Return the maximum length of a sequence, prompt and response."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     return config.actor_rollout_ref.rollout.max_model_len or longest
 
 
 def count_total_steps(config: Config | SftConfig, prompts: int) -> int:
-    """Steps of the run over `prompts` training prompts, or examples; a step may reach over the end of an epoch."""
+    """Return the steps of the run over `prompts` training prompts, or examples; a step may span two epochs."""
     if config.trainer.total_training_steps is not None:
         return config.trainer.total_training_steps
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
 def count_optimizer_steps(config: Config, steps: int = 1) -> int:
-    """Optimiser steps of the policy in so many steps that train it."""
+    """Return the policy's optimizer steps in `steps` steps that train it."""
     return steps * get_actor_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
 def count_critic_optimizer_steps(config: Config, steps: int = 1) -> int:
-    """Optimiser steps of the critic in so many steps of the run."""
+    """Return the critic's optimizer steps in `steps` steps of the run."""
     return steps * get_critic_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
 def count_policy_steps(config: Config, steps: int) -> int:
-    """Of the first so many steps of the run, those that train the policy: not those of trainer.critic_warmup."""
+    """Return how many of the first `steps` steps train the policy, which trainer.critic_warmup delays."""
     return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
 
 
 def derive_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
-    """All derived sizes, in the order in which a step meets them; `prompts` is the number in the data, once known."""
+    """Return all derived sizes in the order of a step; `prompts` is the number in the data, once known."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     ranks, engines, longest = count_train_ranks(config), count_engines(config), get_max_sequence_tokens(config)
-    answers = data.train_batch_size * rollout.n
+    responses = data.train_batch_size * rollout.n
     rows = [
-        Size("prompts a step", data.train_batch_size, "data.train_batch_size"),
-        Size("answers a step", answers, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
-        Size("tokens of a sequence, at most", longest, _how_longest(config)),
-        Size("engines", engines, _how_engines(config)),
+        Size("prompts per step", data.train_batch_size, "data.train_batch_size"),
+        Size("responses per step", responses, f"{data.train_batch_size} prompts x rollout.n={rollout.n}"),
+        Size("maximum tokens per sequence", longest, _explain_longest(config)),
+        Size("engines", engines, _explain_engines(config)),
         Size(
-            "answers generated at once", min(answers, engines * rollout.max_num_seqs), "engines x rollout.max_num_seqs"
+            "responses generated at once",
+            min(responses, engines * rollout.max_num_seqs),
+            "engines x rollout.max_num_seqs",
         ),
         Size("train ranks", ranks, explain_ranks(config)),
         Size(
-            "optimiser steps a step",
+            "optimizer steps per step",
             count_optimizer_steps(config),
             f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
             f"ppo_epochs={actor.ppo_epochs}",
         ),
-        *_pieces(config, get_actor_batch_sizes(config), "actor", whose="a"),
+        *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor", model=""),
     ]
     if uses_critic(config):
-        cut = get_critic_batch_sizes(config)
-        how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={cut.mini_batch}) x ppo_epochs={cut.epochs}"
-        rows.append(Size("optimiser steps of the critic a step", count_critic_optimizer_steps(config), how))
-        rows += _pieces(config, cut, "critic", whose="the critic's")
+        sizes = get_critic_batch_sizes(config)
+        how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={sizes.mini_batch}) x ppo_epochs={sizes.epochs}"
+        rows.append(Size("critic optimizer steps per step", count_critic_optimizer_steps(config), how))
+        rows += _derive_model_sizes(config, sizes, "critic", model="critic ")
     if prompts is not None:
         rows.append(
             Size(
-                "steps an epoch",
+                "steps per epoch",
                 max(1, prompts // data.train_batch_size),
                 f"{prompts} prompts / {data.train_batch_size}",
             )
         )
-        rows.append(Size("steps of the run", count_total_steps(config, prompts), _how_steps(config, prompts)))
+        rows.append(Size("total steps", count_total_steps(config, prompts), _explain_steps(config, prompts)))
     return rows
 
 
 def derive_sft_sizes(config: SftConfig) -> list[Size]:
-    """What a step is made of, and how each number comes about."""
+    """Return the derived sizes of supervised training."""
     data = config.data
     ranks, batch = count_train_ranks(config), data.train_batch_size
     rows = [
-        Size("examples a step", batch, "data.train_batch_size"),
-        Size("tokens of an example, at most", data.max_length, "data.max_length"),
+        Size("examples per step", batch, "data.train_batch_size"),
+        Size("maximum tokens per example", data.max_length, "data.max_length"),
         Size("train ranks", ranks, explain_ranks(config)),
     ]
     if data.packing:
-        return [*rows, Size("tokens of a micro-batch and rank", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
+        return [*rows, Size("tokens per micro-batch", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
     micro = min(data.micro_batch_size_per_gpu, _ceil(batch, ranks))
     return [
         *rows,
-        Size("examples of a micro-batch and rank", micro, "data.micro_batch_size_per_gpu"),
-        Size("... tokens of it, at most", micro * data.max_length, f"{micro} examples x {data.max_length} tokens"),
+        Size("examples per micro-batch", micro, "data.micro_batch_size_per_gpu"),
+        Size("... maximum tokens", micro * data.max_length, f"{micro} examples x {data.max_length} tokens"),
     ]
 
 
-def _pieces(config: Config, cut: BatchSizes, section: str, *, whose: str) -> list[Size]:
-    """The mini-batch and the micro-batches of a model's training."""
+def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, model: str) -> list[Size]:
+    """Return the sizes of a model's mini-batches and micro-batches."""
     n, ranks, longest = config.actor_rollout_ref.rollout.n, count_train_ranks(config), get_max_sequence_tokens(config)
-    mini_prompts = min(cut.mini_batch, config.data.train_batch_size)
+    mini_prompts = min(sizes.mini_batch, config.data.train_batch_size)
     mini = mini_prompts * n
     on_rank = _ceil(mini, ranks)
     rows = [
-        Size(f"samples of {whose} mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
-        Size("... on one rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
+        Size(f"samples per {model}mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
+        Size("... per rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
     ]
-    if cut.micro_batch_samples is None:
-        assert cut.micro_batch_tokens is not None
+    if sizes.micro_batch_samples is None:
+        assert sizes.micro_batch_tokens is not None
         how = f"{section}.ppo_max_token_len_per_gpu"
-        return [*rows, Size(f"tokens of {whose} micro-batch and rank", cut.micro_batch_tokens, how)]
-    micro = min(cut.micro_batch_samples, on_rank)
+        return [*rows, Size(f"tokens per {model}micro-batch", sizes.micro_batch_tokens, how)]
+    micro = min(sizes.micro_batch_samples, on_rank)
     return [
         *rows,
-        Size(f"samples of {whose} micro-batch and rank", micro, f"{section}.ppo_micro_batch_size_per_gpu"),
-        Size("... tokens of it, at most", micro * longest, f"{micro} samples x {longest} tokens"),
-        Size(f"micro-batches of {whose} mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
+        Size(f"samples per {model}micro-batch", micro, f"{section}.ppo_micro_batch_size_per_gpu"),
+        Size("... maximum tokens", micro * longest, f"{micro} samples x {longest} tokens"),
+        Size(f"micro-batches per {model}mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
     ]
 
 
 def render_sizes(rows: list[Size]) -> str:
-    """The table as text: name, number, how it comes about."""
+    """Return the sizes as an aligned table: name, value, explanation."""
     values = [f"{row.value:,}" for row in rows]
     names = max(len(row.name) for row in rows)
     digits = max(len(value) for value in values)
@@ -206,20 +208,20 @@ def render_sizes(rows: list[Size]) -> str:
     )
 
 
-def _how_longest(config: Config) -> str:
+def _explain_longest(config: Config) -> str:
     if config.actor_rollout_ref.rollout.max_model_len is not None:
         return "rollout.max_model_len"
     return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
 
 
 def explain_ranks(config: Config | SftConfig) -> str:
-    """How the number of train ranks comes about."""
+    """Return how the number of train ranks is computed."""
     if config.trainer.local:
         return "trainer.local"
     return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"
 
 
-def _how_engines(config: Config) -> str:
+def _explain_engines(config: Config) -> str:
     rollout = config.actor_rollout_ref.rollout
     if config.trainer.local:
         return "trainer.local"
@@ -230,7 +232,7 @@ def _how_engines(config: Config) -> str:
     )
 
 
-def _how_steps(config: Config, prompts: int) -> str:
+def _explain_steps(config: Config, prompts: int) -> str:
     if config.trainer.total_training_steps is not None:
         return "trainer.total_training_steps"
     return f"{prompts} prompts x trainer.total_epochs={config.trainer.total_epochs} / {config.data.train_batch_size}"

@@ -11,7 +11,7 @@ from verl.config.paths import find_setting, format_value, get_path, join_path, s
 from verl.config.run_types import TRAIN, AnyRunType
 from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
-from verl.redaction import redacted
+from verl.redaction import redact_settings
 
 __all__ = ["describe", "describe_type", "document", "render"]
 
@@ -33,12 +33,12 @@ def render(config: Section) -> str:
                 lines.append("")
             lines.append(_comment(f"{indent}{setting.path[-1]}:", _marks(setting) + setting.doc))
             extra: dict[str, Any] = value.model_extra or {}
-            lines += [f"{indent}  {name}: {_yaml(redacted(item, name))}" for name, item in extra.items()]
+            lines += [f"{indent}  {name}: {_yaml(redact_settings(item, name))}" for name, item in extra.items()]
             continue
         marker = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
         required = "[required] " if value == MISSING else ""
         text = marker + required + _marks(setting) + document(setting)
-        lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redacted(value, setting.key))}", text))
+        lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redact_settings(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

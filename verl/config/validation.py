@@ -15,6 +15,7 @@ from verl.config.batch_sizes import (
     get_critic_batch_sizes,
     get_max_sequence_tokens,
 )
+from verl.config.engine_arguments import check_engine_arguments
 from verl.config.features import (
     VLLM_LORA_RANKS,
     get_checkpoint_settings,
@@ -81,6 +82,7 @@ def find_generation_conflicts(config: Config) -> Iterator[ConfigProblem]:
             f"tests; set reward.deadline_s={max(60, 4 * seconds):g}",
             "reward.deadline_s",
         )
+    yield from check_engine_arguments(config)
 
 
 def find_conflicts(config: Config) -> Iterator[ConfigProblem]:

@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from verl.errors import ConfigError
-from verl.redaction import redacted
+from verl.redaction import redact_settings
 from verl.tracking.console import Console
 
 __all__ = [
@@ -182,7 +182,7 @@ def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = Non
     if problems:
         raise ConfigError(problems)
     console = console or Console(run.total_steps)
-    run = replace(run, settings=redacted(run.settings))
+    run = replace(run, settings=redact_settings(run.settings))
     opened: list[Sink] = []
     try:
         for name in dict.fromkeys(names):

@@ -189,7 +189,7 @@ def test_what_is_printed_can_be_loaded_again() -> None:
         "data.val_files=[a,b]",
         "trainer.project_name='yes: # 1'",
         "trainer.experiment_name='007'",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm={a: [1, {b: null}]}",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.hf_overrides={a: [1, {b: null}]}",
         "+ray_kwargs.ray_init.num_gpus=2",
     ).config
     text = render(config)

@@ -126,10 +126,10 @@ def test_fewer_examples_than_ranks_and_a_budget_below_an_example_are_hinted_at()
 
 def test_the_sizes_of_a_step_follow_from_the_settings() -> None:
     by_count = {row.name: row.value for row in derive_sft_sizes(load_sft(NEEDED)[0].config)}
-    assert by_count["examples of a micro-batch and rank"] == 4
-    assert by_count["... tokens of it, at most"] == 4 * 2048
+    assert by_count["examples per micro-batch"] == 4
+    assert by_count["... maximum tokens"] == 4 * 2048
     by_tokens = {row.name: row.value for row in derive_sft_sizes(load_sft([*NEEDED, "data.packing=True"])[0].config)}
-    assert by_tokens["tokens of a micro-batch and rank"] == 16384
+    assert by_tokens["tokens per micro-batch"] == 16384
 
 
 def test_what_both_commands_have_is_declared_alike() -> None:

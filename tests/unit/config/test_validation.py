@@ -10,6 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.config import engine_arguments
 from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,
@@ -278,6 +279,36 @@ def test_a_file_that_lists_all_settings_gets_no_hints_about_their_defaults() -> 
     assert [hint.partition("=")[0] for hint in listed.hints] == ["algorithm.kl_ctrl.kl_coef"]
 
 
+VLLM = "actor_rollout_ref.rollout.engine_kwargs.vllm"
+
+
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ("tensor_parallel_size=2", f"has its own setting; set {R}.tensor_model_parallel_size instead"),
+        ("seed=3", "has its own setting; set trainer.seed instead"),
+        ("max_model_len=10", f"has its own setting; set {R}.max_model_len instead"),
+        ("trust_remote_code=true", "has its own setting; set actor_rollout_ref.model.trust_remote_code instead"),
+        ("worker_extension_cls=my.Worker", "is set by verl and cannot be changed; remove it"),
+        ("block_sise=16", f"is not an engine argument of the installed vLLM; did you mean {VLLM}.block_size?"),
+        ("max_num_seq=16", f"is not an engine argument of the installed vLLM; did you mean {R}.max_num_seqs?"),
+        ("quixotic=1", "is not an engine argument of the installed vLLM; remove it"),
+    ],
+)
+def test_engine_arguments_must_exist_and_not_duplicate_a_setting(
+    argument: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = frozenset({"block_size", "max_num_seqs", "enable_prefix_caching"})
+    monkeypatch.setattr(engine_arguments, "list_vllm_arguments", lambda: names)
+    assert problem(f"+{VLLM}.{argument}") == f"{VLLM}.{argument.partition('=')[0]}: {says}"
+    assert hints(f"+{VLLM}.enable_prefix_caching=false") == []
+
+
+def test_engine_arguments_are_not_checked_by_name_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_arguments, "list_vllm_arguments", frozenset)
+    assert hints(f"+{VLLM}.quixotic=1") == []
+
+
 def test_an_adaptive_kl_that_would_turn_negative_is_refused() -> None:
     settings = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.type=adaptive", "data.train_batch_size=1024"]
     with pytest.raises(ConfigError, match=r"kl_ctrl\.horizon: 1000 must be above.*set algorithm\.kl_ctrl\.horizon="):
@@ -401,29 +432,29 @@ def test_the_sizes_of_the_grpo_example() -> None:
     overrides += [f"{A}.ppo_mini_batch_size=64", f"{A}.ppo_micro_batch_size_per_gpu=2"]
     [loaded] = load([*overrides, "trainer.total_epochs=20"], complete=False)
     assert sizes(loaded.config, prompts=7473) == {
-        "prompts a step": 128,
-        "answers a step": 1024,
-        "tokens of a sequence, at most": 1536,
+        "prompts per step": 128,
+        "responses per step": 1024,
+        "maximum tokens per sequence": 1536,
         "engines": 4,
-        "answers generated at once": 1024,
+        "responses generated at once": 1024,
         "train ranks": 4,
-        "optimiser steps a step": 2,
-        "samples of a mini-batch": 512,
-        "... on one rank": 128,
-        "samples of a micro-batch and rank": 2,
-        "... tokens of it, at most": 3072,
-        "micro-batches of a mini-batch": 64,
-        "steps an epoch": 58,
-        "steps of the run": 1167,
+        "optimizer steps per step": 2,
+        "samples per mini-batch": 512,
+        "... per rank": 128,
+        "samples per micro-batch": 2,
+        "... maximum tokens": 3072,
+        "micro-batches per mini-batch": 64,
+        "steps per epoch": 58,
+        "total steps": 1167,
     }
 
 
 def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
     [loaded] = load([f"{R}.n=8", f"{A}.use_dynamic_bsz=true"], complete=False)
     found = sizes(loaded.config)
-    assert found["tokens of a micro-batch and rank"] == 16384
-    assert "samples of a micro-batch and rank" not in found
-    assert "steps an epoch" not in found
+    assert found["tokens per micro-batch"] == 16384
+    assert "samples per micro-batch" not in found
+    assert "steps per epoch" not in found
 
 
 def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
@@ -433,12 +464,12 @@ def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
     rows = [(size.name, size.value, size.how) for size in derive_sizes(loaded.config)]
     start = next(i for i, (name, *_) in enumerate(rows) if "critic" in name)
     assert rows[start:] == [
-        ("optimiser steps of the critic a step", 8, "ceil(256 / ppo_mini_batch_size=64) x ppo_epochs=2"),
-        ("samples of the critic's mini-batch", 64, "64 prompts x rollout.n=1"),
-        ("... on one rank", 16, "64 / 4 ranks, rounded up"),
-        ("samples of the critic's micro-batch and rank", 4, "critic.ppo_micro_batch_size_per_gpu"),
-        ("... tokens of it, at most", 4096, "4 samples x 1024 tokens"),
-        ("micro-batches of the critic's mini-batch", 4, "16 samples / 4"),
+        ("critic optimizer steps per step", 8, "ceil(256 / ppo_mini_batch_size=64) x ppo_epochs=2"),
+        ("samples per critic mini-batch", 64, "64 prompts x rollout.n=1"),
+        ("... per rank", 16, "64 / 4 ranks, rounded up"),
+        ("samples per critic micro-batch", 4, "critic.ppo_micro_batch_size_per_gpu"),
+        ("... maximum tokens", 4096, "4 samples x 1024 tokens"),
+        ("micro-batches per critic mini-batch", 4, "16 samples / 4"),
     ]
 
 
@@ -479,13 +510,13 @@ def test_sizes_cover_the_work_without_a_spare_piece(
         }
     )
     found = sizes(config)
-    mini_batches, rest = divmod(found["optimiser steps a step"], epochs)
+    mini_batches, rest = divmod(found["optimizer steps per step"], epochs)
     assert rest == 0
-    assert (mini_batches - 1) * found["samples of a mini-batch"] < batch * n
-    assert mini_batches * found["samples of a mini-batch"] >= batch * n
-    assert found["... on one rank"] * ranks >= found["samples of a mini-batch"]
-    pieces, size = found["micro-batches of a mini-batch"], found["samples of a micro-batch and rank"]
-    assert (pieces - 1) * size < found["... on one rank"] <= pieces * size
+    assert (mini_batches - 1) * found["samples per mini-batch"] < batch * n
+    assert mini_batches * found["samples per mini-batch"] >= batch * n
+    assert found["... per rank"] * ranks >= found["samples per mini-batch"]
+    pieces, size = found["micro-batches per mini-batch"], found["samples per micro-batch"]
+    assert (pieces - 1) * size < found["... per rank"] <= pieces * size
     assert found["engines"] == count_engines(config) >= 1
     assert count_train_ranks(config) == ranks
     assert get_max_sequence_tokens(config) == 1024
