@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from verl.agents.episode import Generate
 from verl.types import Completion, SamplingParams
 
-__all__ = ["DeterministicBatcher", "GenerateAll"]
+__all__ = ["DeterministicBatcher", "GenerateAll", "resolve_futures"]
+
+T = TypeVar("T")
 
 Request = tuple[Sequence[int], SamplingParams]
 GenerateAll = Callable[[Sequence[Request]], Awaitable[list[Completion]]]
@@ -52,15 +55,18 @@ class DeterministicBatcher:
         if self._waiting and len(self._waiting) == self._count:
             batch = [self._waiting[index] for index in sorted(self._waiting)]
             self._waiting.clear()
-            self._batch = asyncio.ensure_future(self._send(batch))  # the loop keeps only weak references
+            completions = self._generate_all([request for request, _ in batch])
+            resolve = resolve_futures([future for _, future in batch], completions)
+            self._batch = asyncio.ensure_future(resolve)  # the loop keeps only weak references
 
-    async def _send(self, batch: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        try:
-            completions = await self._generate_all([request for request, _ in batch])
-            for (_, result), completion in zip(batch, completions, strict=True):
-                if not result.done():
-                    result.set_result(completion)
-        except Exception as error:  # noqa: BLE001 - raised where the requests are awaited
-            for _, result in batch:
-                if not result.done():
-                    result.set_exception(error)
+
+async def resolve_futures(futures: Sequence[asyncio.Future[T]], results: Awaitable[Sequence[T]]) -> None:
+    """Await results and set them, or the exception that they raise, on the futures that are not done (cancelled)."""
+    try:
+        for future, result in zip(futures, await results, strict=True):
+            if not future.done():
+                future.set_result(result)
+    except Exception as error:  # noqa: BLE001 - raised where the futures are awaited
+        for future in futures:
+            if not future.done():
+                future.set_exception(error)

@@ -41,16 +41,10 @@ class EpisodeRunner:
         overlong: OverlongPenalty | None = None,
         batcher: DeterministicBatcher | None = None,
     ) -> list[Sample]:
-        """Return one sample per seed, in the order of the seeds.
+        """Return one sample per seed (None: not seeded), in their order.
 
-        Args:
-            prompt: what the episodes start from.
-            group: shared by all samples of the prompt.
-            seeds: None in it samples without a seed.
-            sampling: its seed is replaced.
-            greedy_baseline: also generate a greedy response, whose score becomes the `baseline` of the samples.
-            overlong: a penalty on long responses, added to their scores.
-            batcher: gives each episode a slot, instead of sending requests as they come.
+        With `greedy_baseline` also a greedy response is generated; its score becomes the `baseline` of the samples.
+        `overlong` penalizes long responses. With a `batcher` each episode takes a slot.
         """
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:

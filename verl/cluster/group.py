@@ -27,17 +27,10 @@ async def await_reply(
     progress: Progress | None = None,
     peers: int = 0,
 ) -> Any:
-    """Await the reference that a call to an actor returned.
+    """Await the reference that a call to an actor returned. Exceptions of verl are raised without Ray's wrapper.
 
-    Exceptions of verl are raised as they are, without Ray's wrapper around the message.
-
-    Args:
-        reply: the reference.
-        action: what was called, for messages.
-        target: which actor was called.
-        deadline: None if the caller watches over the call.
-        progress: shared by calls to one target: the deadline restarts whenever one of them returns.
-        peers: size of the group that got the same call.
+    Without a `deadline` the caller must watch over the call. The deadlines of calls that share a `progress` restart
+    whenever one of them returns. `peers` is the size of the group that got the same call.
     """
     unwrapped = _unwrap_errors(reply, action, target)
     if deadline is None:

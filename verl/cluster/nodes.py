@@ -28,14 +28,15 @@ async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0
 
 
 def _count_responding(resource: str, reply_s: float) -> int:
-    ping = ray.remote(_ping).options(num_cpus=0, max_retries=0)
-    replies = {
-        ping.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)).remote(): node
-        for node in ray.nodes()
-        if node["Alive"]
-    }
+    ping = ray.remote(_ping)
+    replies = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            reply = ping.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote()
+            replies[reply] = node["Resources"]
     ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=reply_s)
-    return sum(int(replies[reply]["Resources"].get(resource, 0)) for reply in ready if _has_responded(reply))
+    return sum(int(replies[reply].get(resource, 0)) for reply in ready if _has_responded(reply))
 
 
 def _ping() -> bool:

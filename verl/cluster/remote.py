@@ -7,15 +7,7 @@ from typing import Any
 
 from verl.cluster.group import await_reply
 from verl.cluster.handles import kill_actor
-from verl.cluster.hangs import (
-    DEFAULT_DEADLINES,
-    CallTarget,
-    Deadline,
-    Deadlines,
-    Progress,
-    register_actor,
-    track_call,
-)
+from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, Progress, register_actor, track_call
 from verl.errors import ProcessLostError
 
 __all__ = ["RemoteActor"]

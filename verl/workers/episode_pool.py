@@ -8,17 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from verl.agents.deterministic_batcher import resolve_futures
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.group import await_reply
 from verl.cluster.handles import kill_actor
-from verl.cluster.hangs import (
-    DEFAULT_DEADLINES,
-    CallTarget,
-    Deadline,
-    Deadlines,
-    HeartbeatMonitor,
-    register_actor,
-)
+from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, HeartbeatMonitor, register_actor
 from verl.types import SampleHandle, SamplePreview
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
@@ -84,16 +78,8 @@ class EpisodePool:
     async def _run_round(self) -> None:
         pending, self._round = self._round, []
         async with self._round_lock:
-            try:
-                results = await self._run(0, "run_round", [request for request, _ in pending])
-            except Exception as error:  # noqa: BLE001 - raised where the requests are awaited
-                for _, result in pending:
-                    if not result.done():
-                        result.set_exception(error)
-                return
-        for (_, result), samples in zip(pending, results, strict=True):
-            if not result.done():
-                result.set_result(samples)
+            samples = self._run(0, "run_round", [request for request, _ in pending])
+            await resolve_futures([result for _, result in pending], samples)
 
     async def preview_sample(self, split: str, data_source: str | None = None) -> SamplePreview | None:
         """Return one of the latest samples of a split and, if given, data source."""

@@ -90,16 +90,16 @@ class HangDetector:
                     deadline=oldest.deadline,
                     is_overdue=is_overdue,
                     peers=oldest.peers,
-                    pending=format_pending(self._caller, calls),
+                    pending=format_pending(self._caller, self._calls),
                 )
             )
         return merged
 
 
-def format_pending(caller: str, calls: Sequence[PendingCall]) -> tuple[str, ...]:
+def format_pending(caller: str, calls: PendingCalls) -> tuple[str, ...]:
     """Return pending calls as lines of a table; the same calls to the same target share a line."""
     lines = []
-    for (action, target), group in _group_by(calls, lambda call: (call.action, call.target)).items():
+    for (action, target), group in _group_by(calls.list_calls(), lambda call: (call.action, call.target)).items():
         oldest = max(group, key=lambda call: call.elapsed_s)
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - oldest.elapsed_s))
         count = f" ({len(group)} times)" if len(group) > 1 else ""

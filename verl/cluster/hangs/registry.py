@@ -112,27 +112,26 @@ def watch_for_hangs(
     warn: Callable[[str], None],
     loop_deadline: Deadline = DEFAULT_DEADLINES.reply,
 ) -> Iterator[None]:
-    """Report stalled calls of this process, the controller, and of all registered actors.
+    """Report stalled calls of this process, the controller, and of all actors that register while the block runs.
 
-    Args:
-        folder: where reports of overdue calls are written.
-        note: prints that a call is slow.
-        warn: prints that a call is overdue.
-        loop_deadline: how long the running event loop may be blocked before that is reported, too.
+    `note` prints slow calls, `warn` overdue ones, whose reports go into `folder`. The running event loop is watched as
+    well: it may be blocked for `loop_deadline`.
     """
     global _registry
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     _registry = ray.remote(Registry).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
     target, loop, progress = CallTarget(CONTROLLER), asyncio.get_running_loop(), Progress()
     _register_process(target)
-    reporter = Reporter(
-        folder, note, warn, ClusterInspector(), lambda: format_pending(CONTROLLER, PENDING_CALLS.list_calls())
-    )
-    receive = _receiver(_registry, reporter)
+    reporter = Reporter(folder, note, warn, ClusterInspector(), lambda: format_pending(CONTROLLER, PENDING_CALLS))
+    request = _registry.next_stalled.remote()  # one is always pending, instead of one per tick
 
     def on_tick() -> None:
+        nonlocal request
         loop.call_soon_threadsafe(lambda: setattr(progress, "finished_at", PENDING_CALLS.clock()))
-        receive()
+        while ray.wait([request], timeout=0)[0]:
+            ready, request = request, _registry.next_stalled.remote()
+            call_id, stalled = ray.get(ready)
+            _registry.reply.remote(call_id, reporter.report(stalled))
 
     watchdog = Watchdog(PENDING_CALLS, CONTROLLER, reporter.report, on_tick)
     watchdog.start()
@@ -144,20 +143,6 @@ def watch_for_hangs(
         if ray.is_initialized():
             ray.kill(_registry)
         _registry = None
-
-
-def _receiver(registry: Any, reporter: Reporter) -> Callable[[], None]:
-    """Return a function that reports what workers have sent. One request is always pending, instead of one per tick."""
-    request = registry.next_stalled.remote()
-
-    def receive() -> None:
-        nonlocal request
-        while ray.wait([request], timeout=0)[0]:
-            ready, request = request, registry.next_stalled.remote()
-            call_id, stalled = ray.get(ready)
-            registry.reply.remote(call_id, reporter.report(stalled))
-
-    return receive
 
 
 class ClusterInspector:
