@@ -1,4 +1,4 @@
-"""A training engine without a network: a table with a row per token. Real gradients and a real optimiser, one rank."""
+"""A training engine on a table with a row per token instead of a network: real gradients and optimizer, one rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["FakeSettings", "FakeTrainEngine"]
 
 @dataclass(frozen=True, slots=True)
 class FakeSettings:
-    """The few settings that a table has; they mean what they mean to `FsdpEngine`."""
+    """The settings that a table has, with the same meaning as for `FsdpEngine`."""
 
     vocab_size: int = 64
     head: Head = "tokens"
@@ -35,8 +35,7 @@ class FakeSettings:
 
 
 class FakeTrainEngine:
-    """A `TrainEngine` that knows of a state its last token alone: a policy has a table of logits [V, V], a critic one
-    of values [V]."""
+    """A `TrainEngine` that sees only the last token: a policy is a table of logits [V, V], a critic of values [V]."""
 
     def __init__(self, settings: FakeSettings | None = None) -> None:
         self.settings = settings or FakeSettings()
@@ -51,14 +50,12 @@ class FakeTrainEngine:
     def forward(
         self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
     ) -> list[Any]:
-        """What the table says, without gradients."""
         with torch.no_grad():
             return [self._run(batch, temperature, reference) for batch in micro_batches]
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
-        """One optimiser step."""
-        mine = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
-        totals = Totals(sum(t.tokens for t in mine), sum(t.sequences for t in mine))
+        parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
+        totals = Totals(sum(t.tokens for t in parts), sum(t.sequences for t in parts))
         metrics: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=False)
         for batch in micro_batches:
@@ -68,28 +65,24 @@ class FakeTrainEngine:
                 metrics |= {name: metrics.get(name, 0.0) + float(value) for name, value in shares.items()}
         norm = 0.0 if self.table.grad is None else float(self.table.grad.norm())
         lr = self.schedule.at(self.step)
-        moves = totals.tokens > 0 and math.isfinite(norm)
-        if moves:
+        should_step = totals.tokens > 0 and math.isfinite(norm)
+        if should_step:
             torch.nn.utils.clip_grad_norm_([self.table], self.settings.grad_clip or math.inf)
             self.optimizer.step()
             self.step += 1
-        role, skipped = self.settings.role, 0.0 if moves else 1.0
+        role, skipped = self.settings.role, 0.0 if should_step else 1.0
         return metrics | {f"{role}/grad_norm": norm, f"{role}/lr": lr, f"{role}/skipped_steps": skipped}
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows of the only rank."""
         return rows
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-        """The table."""
         yield "table", self.table.detach().to(dtype)
 
     def copy_weights_from(self, other: Any) -> None:
-        """Copy another table."""
         self.table.data.copy_(other.table.data)
 
     def state(self) -> dict[str, Any]:
-        """Table, moments, step and random state."""
         moments = self.optimizer.state.get(self.table) or {
             "step": torch.zeros(()),
             "exp_avg": torch.zeros_like(self.table),
@@ -103,7 +96,6 @@ class FakeTrainEngine:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The inverse of `state`; what is not in it stays as it is."""
         if "model" in state:
             with torch.no_grad():
                 self.table.copy_(state["model"]["table"])
@@ -124,8 +116,8 @@ class FakeTrainEngine:
         temperature = self.settings.temperature if temperature is None else temperature
         before = torch.eye(len(self.table))[batch.tokens[targets - 1]]
         layer = LastLayer(before, self.table.T)
-        numbers = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
+        columns = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
         if reference is not None:
             other = LastLayer(before, reference.table.detach().T)
-            numbers.append(vocabulary_kl(layer, other, temperature=temperature))
-        return ModelOutput(*(zeros.index_copy(0, targets, each) for each in numbers))
+            columns.append(vocabulary_kl(layer, other, temperature=temperature))
+        return ModelOutput(*(zeros.index_copy(0, targets, column) for column in columns))

@@ -1,4 +1,4 @@
-"""Ranks in processes of their own that never outlive who started them."""
+"""Ranks in separate processes that never outlive their parent."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ __all__ = ["free_port", "run_ranks"]
 
 
 def run_ranks(main: Callable[..., None], world: int, *args: Any, deadline_s: float) -> None:
-    """`main(rank, *args)` in `world` processes. When this returns or raises, none of them is left."""
+    """Run `main(rank, *args)` in `world` processes. None of them is left when this returns or raises."""
     context = mp.spawn(_rank, (main, *args), world, join=False, daemon=True)
     end = time.monotonic() + deadline_s
     try:
@@ -32,7 +32,7 @@ def _rank(rank: int, main: Callable[..., None], *args: Any) -> None:
     # torch sends SIGINT when the parent dies; as an exception it would wait for the end of a collective.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     main(rank, *args)
-    # The interpreter's own end may abort: threads of gloo that outlive their group (pytorch issue 190489).
+    # A normal exit may abort: gloo threads outlive their group (pytorch issue 190489).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,8 +1,8 @@
-"""Every formula once more, slowly: loops over plain lists, `math` alone, gradients by hand.
+"""Reference implementations of every formula: loops over plain lists, only `math`, gradients by hand.
 
-Written from the formulas of the algorithms and not from verl's code, so that agreement between the two means something.
-A batch is a list of `Answer`s, one for each sequence; per-token results are lists of lists of the same shape, with 0 at
-the tokens that the model did not generate. sg[...] of a formula shows as a factor that the derivative leaves alone.
+Written from the formulas and not from verl's code, so that their agreement is evidence. A batch is a list of
+`Response`s, one per sequence; per-token results are lists of lists of the same shape, 0 at tokens that the model did
+not generate. sg[...] in a formula is a factor that the derivative treats as constant.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ Rows = list[list[float]]
 
 
 @dataclass
-class Answer:
-    """One sequence: its prompt (`group`), its score, and for each token what the policies and the critic say of it."""
+class Response:
+    """One sequence: its prompt (`group`), its score, and per-token log-probs, values and rewards."""
 
     group: int
     score: float
@@ -25,13 +25,13 @@ class Answer:
     rewards: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     process: list[float] = field(default_factory=list)  # token rewards of a process reward model
-    greedy: float = 0.0  # the score of the greedy answer to the same prompt
+    greedy: float = 0.0  # the score of the greedy response to the same prompt
     lp: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
     ref: list[float] = field(default_factory=list)
     roll: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
-    noise: list[float] = field(default_factory=list)  # one draw per token, for what is chosen at random
+    noise: list[float] = field(default_factory=list)  # one random number per token
     chosen: list[bool] = field(default_factory=list)
 
     def generated(self) -> list[int]:
@@ -44,7 +44,7 @@ class Answer:
         return [value if m else 0.0 for m in self.mask]
 
 
-Batch = Sequence[Answer]
+Batch = Sequence[Response]
 
 
 def clip(value: float, low: float, high: float) -> float:
@@ -70,77 +70,77 @@ def mean(values: Sequence[float]) -> float:
 
 
 def unbiased_variance(values: Sequence[float]) -> float:
-    centre = mean(values)
-    return math.fsum((value - centre) ** 2 for value in values) / (len(values) - 1)
+    center = mean(values)
+    return math.fsum((value - center) ** 2 for value in values) / (len(values) - 1)
 
 
 # ---------------------------------------------------------------------------------------------------- advantages
 
 
-def by_group(batch: Batch) -> Iterator[list[Answer]]:
-    groups: dict[int, list[Answer]] = defaultdict(list)
-    for answer in batch:
-        groups[answer.group].append(answer)
+def by_group(batch: Batch) -> Iterator[list[Response]]:
+    groups: dict[int, list[Response]] = defaultdict(list)
+    for response in batch:
+        groups[response.group].append(response)
     yield from groups.values()
 
 
-def of_groups(batch: Batch, formula: Callable[[list[Answer]], list[float]]) -> Rows:
-    """One advantage for each answer, from the answers of its group, on all of its generated tokens."""
-    found = {}
+def of_groups(batch: Batch, formula: Callable[[list[Response]], list[float]]) -> Rows:
+    """Return one advantage per response, computed from its group, on all of its generated tokens."""
+    results = {}
     for group in by_group(batch):
-        for answer, advantage in zip(group, formula(group), strict=True):
-            found[id(answer)] = advantage
-    return [answer.per_token(found[id(answer)]) for answer in batch]
+        for response, advantage in zip(group, formula(group), strict=True):
+            results[id(response)] = advantage
+    return [response.per_token(results[id(response)]) for response in batch]
 
 
 def grpo(batch: Batch, *, by_std: bool) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
-        scores = [answer.score for answer in group]
+    def formula(group: list[Response]) -> list[float]:
+        scores = [response.score for response in group]
         if len(scores) == 1:
             return scores
-        centre = mean(scores)
+        center = mean(scores)
         scale = math.sqrt(unbiased_variance(scores)) + 1e-6 if by_std else 1.0
-        return [(score - centre) / scale for score in scores]
+        return [(score - center) / scale for score in scores]
 
     return of_groups(batch, formula)
 
 
 def rloo(batch: Batch) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
+    def formula(group: list[Response]) -> list[float]:
         n = len(group)
         if n == 1:
             return [group[0].score]
-        centre = mean([answer.score for answer in group])
-        return [n / (n - 1) * (answer.score - centre) for answer in group]
+        center = mean([response.score for response in group])
+        return [n / (n - 1) * (response.score - center) for response in group]
 
     return of_groups(batch, formula)
 
 
 def opo(batch: Batch) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
-        tokens = sum(answer.length() for answer in group)
+    def formula(group: list[Response]) -> list[float]:
+        tokens = sum(response.length() for response in group)
         if tokens == 0:
             return [0.0] * len(group)
-        baseline = math.fsum(answer.length() * answer.score for answer in group) / tokens
-        return [answer.score - baseline for answer in group]
+        baseline = math.fsum(response.length() * response.score for response in group) / tokens
+        return [response.score - baseline for response in group]
 
     return of_groups(batch, formula)
 
 
 def gpg(batch: Batch) -> Rows:
-    non_zero = sum(answer.score != 0 for answer in batch)
+    non_zero = sum(response.score != 0 for response in batch)
     scale = len(batch) / max(1, non_zero)
 
-    def formula(group: list[Answer]) -> list[float]:
-        centre = mean([answer.score for answer in group])
-        return [scale * (answer.score - centre) for answer in group]
+    def formula(group: list[Response]) -> list[float]:
+        center = mean([response.score for response in group])
+        return [scale * (response.score - center) for response in group]
 
     return of_groups(batch, formula)
 
 
 def grpo_passk(batch: Batch, *, by_std: bool) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
-        scores = [answer.score for answer in group]
+    def formula(group: list[Response]) -> list[float]:
+        scores = [response.score for response in group]
         best, second = sorted(scores, reverse=True)[:2]
         scale = math.sqrt(unbiased_variance(scores)) + 1e-6 if by_std else 1.0
         advantages = [0.0] * len(scores)
@@ -151,13 +151,13 @@ def grpo_passk(batch: Batch, *, by_std: bool) -> Rows:
 
 
 def win_rate(batch: Batch) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
+    def formula(group: list[Response]) -> list[float]:
         rates = []
-        for i, mine in enumerate(group):
+        for i, current in enumerate(group):
             wins = []
             for j, other in enumerate(group):
                 if i != j:
-                    wins.append(1.0 if mine.score > other.score else 0.5 if mine.score == other.score else 0.0)
+                    wins.append(1.0 if current.score > other.score else 0.5 if current.score == other.score else 0.0)
             rates.append(mean(wins) - 0.5 if wins else 0.0)
         return rates
 
@@ -165,59 +165,59 @@ def win_rate(batch: Batch) -> Rows:
 
 
 def whitened(batch: Batch, rows: Rows) -> Rows:
-    """Over all generated tokens of the batch, with the unbiased variance + 1e-8."""
-    seen = [rows[i][t] for i, answer in enumerate(batch) for t in answer.generated()]
+    """Whiten over all generated tokens of the batch, with the unbiased variance + 1e-8."""
+    seen = [rows[i][t] for i, response in enumerate(batch) for t in response.generated()]
     if not seen:
         return rows
-    centre = mean(seen)
+    center = mean(seen)
     scale = math.sqrt((unbiased_variance(seen) if len(seen) > 1 else 0.0) + 1e-8)
     return [
-        [(value - centre) / scale if m else 0.0 for value, m in zip(row, answer.mask, strict=True)]
-        for answer, row in zip(batch, rows, strict=True)
+        [(value - center) / scale if m else 0.0 for value, m in zip(row, response.mask, strict=True)]
+        for response, row in zip(batch, rows, strict=True)
     ]
 
 
-def returns_to_go(answer: Answer, gamma: float) -> list[float]:
-    following, row = 0.0, [0.0] * len(answer.mask)
-    for t in reversed(answer.generated()):
-        following = answer.rewards[t] + gamma * following
+def returns_to_go(response: Response, gamma: float) -> list[float]:
+    following, row = 0.0, [0.0] * len(response.mask)
+    for t in reversed(response.generated()):
+        following = response.rewards[t] + gamma * following
         row[t] = following
     return row
 
 
 def reinforce_plus_plus(batch: Batch, *, gamma: float) -> Rows:
-    return whitened(batch, [returns_to_go(answer, gamma) for answer in batch])
+    return whitened(batch, [returns_to_go(response, gamma) for response in batch])
 
 
 def reinforce_plus_plus_baseline(batch: Batch) -> Rows:
-    def formula(group: list[Answer]) -> list[float]:
-        centre = mean([answer.score for answer in group])
-        return [answer.score - centre for answer in group]
+    def formula(group: list[Response]) -> list[float]:
+        center = mean([response.score for response in group])
+        return [response.score - center for response in group]
 
     return whitened(batch, of_groups(batch, formula))
 
 
 def remax(batch: Batch) -> Rows:
     rows = []
-    for answer in batch:
-        to_go = returns_to_go(answer, 1.0)
-        rows.append([value - answer.greedy if m else 0.0 for value, m in zip(to_go, answer.mask, strict=True)])
+    for response in batch:
+        to_go = returns_to_go(response, 1.0)
+        rows.append([value - response.greedy if m else 0.0 for value, m in zip(to_go, response.mask, strict=True)])
     return rows
 
 
 def prime(batch: Batch, *, gamma: float) -> Rows:
-    """RLOO, plus the discounted sum of what each token was rewarded over the mean token of the other answers."""
+    """RLOO, plus the discounted sum of token rewards minus the mean token reward of the other responses."""
 
-    def mean_process(answer: Answer) -> float:
-        return mean([answer.process[t] for t in answer.generated()]) if answer.length() else 0.0
+    def mean_process(response: Response) -> float:
+        return mean([response.process[t] for t in response.generated()]) if response.length() else 0.0
 
     rows = rloo(batch)
-    for answer, row in zip(batch, rows, strict=True):
-        others = [other for other in batch if other.group == answer.group and other is not answer]
+    for response, row in zip(batch, rows, strict=True):
+        others = [other for other in batch if other.group == response.group and other is not response]
         baseline = mean([mean_process(other) for other in others]) if others else 0.0
         following = 0.0
-        for t in reversed(answer.generated()):
-            following = answer.process[t] - baseline + gamma * following
+        for t in reversed(response.generated()):
+            following = response.process[t] - baseline + gamma * following
             row[t] += following
     return rows
 
@@ -225,17 +225,17 @@ def prime(batch: Batch, *, gamma: float) -> Rows:
 def gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Rows, Rows]:
     """(whitened advantages, returns)"""
     advantages, returns = [], []
-    for answer in batch:
+    for response in batch:
         next_value = next_advantage = 0.0
-        row, target = [0.0] * len(answer.mask), [0.0] * len(answer.mask)
-        for t in range(len(answer.mask) - 1, -1, -1):
-            if not answer.mask[t]:
+        row, target = [0.0] * len(response.mask), [0.0] * len(response.mask)
+        for t in range(len(response.mask) - 1, -1, -1):
+            if not response.mask[t]:
                 continue
-            delta = answer.rewards[t] + gamma * next_value - answer.values[t]
+            delta = response.rewards[t] + gamma * next_value - response.values[t]
             next_advantage = delta + gamma * lam * next_advantage
-            next_value = answer.values[t]
+            next_value = response.values[t]
             row[t] = next_advantage
-            target[t] = next_advantage + answer.values[t]
+            target[t] = next_advantage + response.values[t]
         advantages.append(row)
         returns.append(target)
     return whitened(batch, advantages), returns
@@ -245,12 +245,12 @@ def gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Rows, Rows]:
 
 
 def token_shares(batch: Batch, mode: str, scale: float) -> Rows:
-    """What one unit of loss at each token adds to the loss of the mini-batch."""
-    tokens = sum(answer.length() for answer in batch)
-    sequences = sum(answer.length() > 0 for answer in batch)
+    """Return what one unit of loss at each token adds to the loss of the mini-batch."""
+    tokens = sum(response.length() for response in batch)
+    sequences = sum(response.length() > 0 for response in batch)
     rows = []
-    for answer in batch:
-        n = answer.length()
+    for response in batch:
+        n = response.length()
         if n == 0:
             share = 0.0
         elif mode == "token-mean":
@@ -263,13 +263,13 @@ def token_shares(batch: Batch, mode: str, scale: float) -> Rows:
             share = 1 / (sequences * scale)
         else:
             raise ValueError(mode)
-        rows.append(answer.per_token(share))
+        rows.append(response.per_token(share))
     return rows
 
 
 def aggregated(batch: Batch, values: Rows, mode: str, scale: float) -> float:
     shares = token_shares(batch, mode, scale)
-    return math.fsum(shares[i][t] * values[i][t] for i, answer in enumerate(batch) for t in answer.generated())
+    return math.fsum(shares[i][t] * values[i][t] for i, response in enumerate(batch) for t in response.generated())
 
 
 # -------------------------------------------------------------------------------------------------------- losses
@@ -277,7 +277,7 @@ def aggregated(batch: Batch, values: Rows, mode: str, scale: float) -> float:
 
 @dataclass(frozen=True)
 class Numbers:
-    """The numbers of the formulas of the losses."""
+    """The parameters of the losses."""
 
     low: float = 0.2
     high: float = 0.2
@@ -293,7 +293,7 @@ class Numbers:
     eta: float = 1.0
 
 
-Slope = tuple[float, float]  # the loss of a token, and its derivative by lp of the same token
+Slope = tuple[float, float]  # loss of a token, and its derivative by the lp of that token
 
 
 def ratio(lp: float, old: float) -> Slope:
@@ -305,9 +305,9 @@ def ratio(lp: float, old: float) -> Slope:
 
 def ppo(a: float, r: Slope, n: Numbers) -> Slope:
     """max(-A*r, -A*clip(r))"""
-    free, held = -a * r[0], -a * clip(r[0], 1 - n.low, 1 + n.high)
-    if held > free:
-        return held, 0.0
+    free, clipped = -a * r[0], -a * clip(r[0], 1 - n.low, 1 + n.high)
+    if clipped > free:
+        return clipped, 0.0
     return free, -a * r[1]
 
 
@@ -339,7 +339,7 @@ TOKEN_LOSSES = {"vanilla": vanilla, "cispo": cispo, "sapo": sapo, "gpg": plain_g
 
 
 def token_losses(batch: Batch, name: str, n: Numbers) -> tuple[Rows, Rows]:
-    """Loss of each token, and its derivative by that token's lp, for the losses that see one token at a time."""
+    """Return the loss of each token and its derivative by that token's lp, for losses of single tokens."""
     formula = TOKEN_LOSSES[name]
     return _split(
         [
@@ -350,7 +350,7 @@ def token_losses(batch: Batch, name: str, n: Numbers) -> tuple[Rows, Rows]:
 
 
 def gspo(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
-    """The ratio of the sequence at each token, whose derivative runs through that token's lp alone."""
+    """The sequence's ratio at each token, with the derivative by that token's lp only."""
     rows = []
     for x in batch:
         row = [(0.0, 0.0)] * len(x.mask)
@@ -363,7 +363,7 @@ def gspo(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
 
 
 def covariances(batch: Batch) -> Rows:
-    """(A - mean A)(lp - mean lp), the means over the generated tokens of the whole mini-batch."""
+    """(A - mean A)(lp - mean lp), with means over the generated tokens of the whole mini-batch."""
     seen = [(x.advantages[t], x.lp[t]) for x in batch for t in x.generated()]
     if not seen:
         return [[0.0] * len(x.mask) for x in batch]
@@ -374,7 +374,7 @@ def covariances(batch: Batch) -> Rows:
 
 
 def clip_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
-    """Of the tokens with a covariance in (lb, ub) and not clipped already a share, so that it is `cov_share` of all."""
+    """Choose among unclipped tokens with a covariance in (lb, ub), so that they are `cov_share` of all tokens."""
     cov, eligible = covariances(batch), []
     for i, x in enumerate(batch):
         for t in x.generated():
@@ -391,7 +391,7 @@ def clip_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
 
 
 def kl_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
-    """The `kl_share` of all tokens with the largest covariance, at least one; of equals those with less noise."""
+    """Choose the `kl_share` of all tokens with the largest covariance, at least one; ties by noise."""
     cov = covariances(batch)
     ranked = sorted((-cov[i][t], x.noise[t], i, t) for i, x in enumerate(batch) for t in x.generated())
     chosen = [[False] * len(x.mask) for x in batch]
@@ -435,14 +435,14 @@ def geo_mean(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
         loss, row = 0.0, [0.0] * len(x.mask)
         if x.length():
             a = mean([x.advantages[t] for t in x.generated()])
-            held = []
+            clipped = []
             for t in x.generated():
                 d = x.lp[t] - x.old[t]
-                held.append(min(d, n.high) if a > 0 else max(d, -n.low))
-            mean_d = mean(held)
+                clipped.append(min(d, n.high) if a > 0 else max(d, -n.low))
+            mean_d = mean(clipped)
             r = math.exp(clip(mean_d, -20, 20))
             loss = -a * r
-            for t, d in zip(x.generated(), held, strict=True):
+            for t, d in zip(x.generated(), clipped, strict=True):
                 moves = d == x.lp[t] - x.old[t] and -20 <= mean_d <= 20
                 row[t] = -a * r / x.length() if moves else 0.0
         losses.append(loss)
@@ -465,15 +465,15 @@ def sppo(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
     return losses, slopes
 
 
-def dpo_pairs(group: Sequence[Answer]) -> list[tuple[Answer, Answer]]:
+def dpo_pairs(group: Sequence[Response]) -> list[tuple[Response, Response]]:
     """(better, worse): the best with the worst, the second best with the second worst, while their scores differ.
 
-    Of equals those with less noise come first; who wrote nothing is not compared.
+    Ties are broken by noise; responses without generated tokens are not paired.
     """
-    there = sorted((x for x in group if x.length()), key=lambda x: math.fsum(x.noise))
-    falling = sorted(there, key=lambda x: -x.score)
-    rising = sorted(there, key=lambda x: x.score)
-    return [(falling[k], rising[k]) for k in range(len(there) // 2) if falling[k].score > rising[k].score]
+    scored = sorted((x for x in group if x.length()), key=lambda x: math.fsum(x.noise))
+    falling = sorted(scored, key=lambda x: -x.score)
+    rising = sorted(scored, key=lambda x: x.score)
+    return [(falling[k], rising[k]) for k in range(len(scored) // 2) if falling[k].score > rising[k].score]
 
 
 def dpo(batch: Batch, n: Numbers) -> tuple[float, Rows]:
@@ -496,27 +496,27 @@ def dpo(batch: Batch, n: Numbers) -> tuple[float, Rows]:
 
 def value_loss(v: float, old: float, target: float, eps: float) -> Slope:
     """0.5 * max((v-R)^2, (clip(v, v_old-eps, v_old+eps)-R)^2), and its derivative by v."""
-    held = clip(v, old - eps, old + eps)
-    if (held - target) ** 2 > (v - target) ** 2:
-        return 0.5 * (held - target) ** 2, 0.0
+    clipped = clip(v, old - eps, old + eps)
+    if (clipped - target) ** 2 > (v - target) ** 2:
+        return 0.5 * (clipped - target) ** 2, 0.0
     return 0.5 * (v - target) ** 2, v - target
 
 
 def outcome_loss(batch: Batch, beta: float) -> tuple[float, Rows]:
-    """Binary cross-entropy of each answer's score (0 to 1) with sigmoid(beta * sum(lp - lp_ref)), the mean over answers
-    that have a generated token; and its derivative by every lp."""
-    answers = [x for x in batch if x.length()]
+    """Binary cross-entropy of each score (0 to 1) with sigmoid(beta * sum(lp - lp_ref)), averaged over responses with
+    generated tokens, and its derivative by every lp."""
+    responses = [x for x in batch if x.length()]
     losses, slopes = [], []
     for x in batch:
         logit = beta * math.fsum(x.lp[t] - x.ref[t] for t in x.generated())
         right, wrong = log_sigmoid(logit), log_sigmoid(-logit)
         losses.append(-(x.score * right + (1 - x.score) * wrong) if x.length() else 0.0)
-        slopes.append(x.per_token(beta * (sigmoid(logit) - x.score) / max(1, len(answers))))
-    return math.fsum(losses) / max(1, len(answers)), slopes
+        slopes.append(x.per_token(beta * (sigmoid(logit) - x.score) / max(1, len(responses))))
+    return math.fsum(losses) / max(1, len(responses)), slopes
 
 
 def clip_fractions(batch: Batch, n: Numbers) -> dict[str, float]:
-    """Which share of the generated tokens each clip of `vanilla` holds, and mean(-d)."""
+    """Return the share of generated tokens at each clip of `vanilla`, and mean(-d)."""
     upper = lower = dual = 0
     gaps = []
     for x in batch:
@@ -538,29 +538,29 @@ def _split(rows: list[list[Slope]]) -> tuple[Rows, Rows]:
 
 
 def kl(lp: float, ref: float, name: str) -> Slope:
-    """KL of a token by the name of its form, and its derivative by lp; a + takes the derivative of k2."""
+    """Return the KL estimate of a token and its derivative by lp; with a trailing + the derivative of k2."""
     x = ref - lp
     form = name.removesuffix("+")
     if form in ("kl", "k1"):
-        found = -x, 1.0
+        results = -x, 1.0
     elif form == "abs":
-        found = abs(x), -sign(x)
+        results = abs(x), -sign(x)
     elif form in ("mse", "k2"):
-        found = x * x / 2, -x
+        results = x * x / 2, -x
     elif form in ("low_var_kl", "k3"):
         near = clip(x, -20, 20)
         value = math.exp(near) - near - 1
         moves = near == x and -10 <= value <= 10
-        found = clip(value, -10, 10), 1 - math.exp(near) if moves else 0.0
+        results = clip(value, -10, 10), 1 - math.exp(near) if moves else 0.0
     else:
         raise ValueError(name)
-    return (found[0], -x) if name.endswith("+") else found
+    return (results[0], -x) if name.endswith("+") else results
 
 
-def exact_kl(own: list[float], other: list[float]) -> tuple[float, list[float]]:
+def exact_kl(current: list[float], other: list[float]) -> tuple[float, list[float]]:
     """sum_v p(v) * (log p(v) - log q(v)) of two rows of logits, and its derivative by each logit of p."""
     logs = []
-    for row in (own, other):
+    for row in (current, other):
         largest = max(row)
         total = math.fsum(math.exp(x - largest) for x in row)
         logs.append([x - largest - math.log(total) for x in row])
@@ -576,17 +576,17 @@ def next_beta(beta: float, kl: float, target: float, horizon: float, n_steps: in
 # -------------------------------------------------------------------------------------------- rollout correction
 
 
-def log_ratios(x: Answer) -> list[float]:
+def log_ratios(x: Response) -> list[float]:
     """D = lp_old - lp_roll, clamped to +-20, of the generated tokens."""
     return [clip(x.old[t] - x.roll[t], -20, 20) for t in x.generated()]
 
 
-def log_statistics(x: Answer, level: str) -> list[float]:
-    """At each token: D of itself, or the sum or the mean of its sequence."""
-    found = log_ratios(x)
+def log_statistics(x: Response, level: str) -> list[float]:
+    """Return D at each token, or its sum or mean over the sequence."""
+    results = log_ratios(x)
     row = [0.0] * len(x.mask)
-    for t, own in zip(x.generated(), found, strict=True):
-        row[t] = {"token": own, "sequence": math.fsum(found), "geometric": mean(found)}[level]
+    for t, current in zip(x.generated(), results, strict=True):
+        row[t] = {"token": current, "sequence": math.fsum(results), "geometric": mean(results)}[level]
     return row
 
 
@@ -594,7 +594,7 @@ def importance_weights(batch: Batch, level: str, threshold: float, normalize: bo
     rows = []
     for x in batch:
         logs = log_statistics(x, level)
-        # exp of no more than the threshold's own log: the sum of a long sequence would overflow.
+        # Clamp before exp: the sum over a long sequence would overflow.
         rows.append(
             [math.exp(min(log, math.log(threshold))) if m else 0.0 for log, m in zip(logs, x.mask, strict=True)]
         )
@@ -642,7 +642,7 @@ def mismatch(batch: Batch) -> Mismatch:
 
 
 def compute_overlong_penalty(length: int, max_length: int, buffer: int, factor: float) -> float:
-    """Nothing up to the last `buffer` tokens, then `factor / buffer` for each token, up to `factor`."""
+    """0 up to the last `buffer` tokens, then `factor / buffer` per token, up to `factor`."""
     penalty = 0.0
     for _ in range(max_length - buffer, min(length, max_length)):
         penalty -= factor / buffer

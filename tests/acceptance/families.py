@@ -95,7 +95,7 @@ async def look_at(name, folder, with_vllm):
         if engine is not None:
             await engine.close()
     scores = worker.compute_logprobs(probe)
-    held = {each: tensor.clone() for each, tensor in worker._policy.actor._whole(lambda each: True)}
+    held = {each: tensor.clone() for each, tensor in worker._policy.actor._gather_weights(lambda each: True)}
     steps = CheckpointDir(folder / "run")
     steps.begin(STEP)
     worker.save(str(steps.step_dir(STEP)), {})
@@ -111,15 +111,15 @@ async def look_at(name, folder, with_vllm):
         merge(["--local_dir", str(steps.step_dir(STEP) / "actor"), "--target_dir", str(folder / "merged")])
     # "eager" is the model's own word: transformers' sdpa leaves out the soft cap of Gemma 2 without saying so.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", attn_implementation="eager")
-    theirs = dict(loaded.named_parameters())
-    equal = held.keys() == theirs.keys() and all(torch.equal(held[each], theirs[each]) for each in held)
+    reference = dict(loaded.named_parameters())
+    equal = held.keys() == reference.keys() and all(torch.equal(held[each], reference[each]) for each in held)
     with torch.no_grad():
         logits = [loaded(torch.tensor([sequence])).logits[0, :-1].log_softmax(-1) for sequence in probe]
-    said = [
+    message = [
         each.gather(-1, torch.tensor(sequence)[1:, None])[:, 0].tolist()
         for each, sequence in zip(logits, probe, strict=True)
     ]
-    row["merges"] = equal and distance(said, scores) <= BOUND
+    row["merges"] = equal and distance(message, scores) <= BOUND
     return row
 
 

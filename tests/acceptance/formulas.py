@@ -46,7 +46,7 @@ CASES = 1000
 # ------------------------------------------------------------------------------------------------- random cases
 
 
-def random_batch(draw: random.Random, smallest_group: int = 1) -> list[ref.Answer]:
+def random_batch(draw: random.Random, smallest_group: int = 1) -> list[ref.Response]:
     groups = []
     for _ in range(draw.randint(1, 4)):
         size = max(smallest_group, draw.choice([1, 2, 3, 4, 6]))
@@ -66,17 +66,17 @@ def random_batch(draw: random.Random, smallest_group: int = 1) -> list[ref.Answe
     return [random_answer(draw, group, score(), greedy[group]) for group in groups]
 
 
-def random_answer(draw: random.Random, group: int, score: float, greedy: float) -> ref.Answer:
+def random_answer(draw: random.Random, group: int, score: float, greedy: float) -> ref.Response:
     mask = random_mask(draw)
-    places = [t for t, m in enumerate(mask) if m]
+    indices = [t for t, m in enumerate(mask) if m]
     rewards = [0.0] * len(mask)
-    if places and draw.random() < 0.5:  # as after a KL penalty: something on every token
+    if indices and draw.random() < 0.5:  # as after a KL penalty: something on every token
         rewards = [draw.gauss(0, 0.3) if m else 0.0 for m in mask]
         score = math.fsum([*rewards, score])
-    if places:
-        rewards[places[-1]] += score - math.fsum(rewards)
+    if indices:
+        rewards[indices[-1]] += score - math.fsum(rewards)
     noise = [draw.random() for _ in mask]
-    return ref.Answer(
+    return ref.Response(
         group, score, mask, rewards, greedy=greedy, noise=noise, values=gauss(draw, mask), process=gauss(draw, mask)
     )
 
@@ -93,7 +93,7 @@ def gauss(draw: random.Random, mask: list[int]) -> list[float]:
     return [draw.gauss(0, 1) for _ in mask]
 
 
-def with_policies(draw: random.Random, batch: list[ref.Answer], *, per_sequence: bool = False) -> list[ref.Answer]:
+def with_policies(draw: random.Random, batch: list[ref.Response], *, per_sequence: bool = False) -> list[ref.Response]:
     """Log-probs under four policies, near or very far; advantages in eighths, so that their sums are exact."""
     reach = draw.choice([0.0, 0.1, 0.5, 3.0, 50.0])
     scale = draw.choice([0, 1, 1, 1])
@@ -102,8 +102,8 @@ def with_policies(draw: random.Random, batch: list[ref.Answer], *, per_sequence:
         x.lp = [-5 * draw.random() for _ in x.mask]
         x.old, x.ref = ([lp + draw.uniform(-reach, reach) for lp in x.lp] for _ in range(2))
         x.roll = [old + draw.uniform(-reach, reach) for old in x.old]
-        own = scale * draw.randint(-16, 16) / 8
-        x.advantages = [own if constant else scale * draw.randint(-16, 16) / 8 for _ in x.mask]
+        current = scale * draw.randint(-16, 16) / 8
+        x.advantages = [current if constant else scale * draw.randint(-16, 16) / 8 for _ in x.mask]
     return batch
 
 
@@ -145,17 +145,17 @@ def options_of(n: ref.Numbers) -> LossOptions:
     )
 
 
-def flat(batch: list[ref.Answer], name: str) -> torch.Tensor:
+def flat(batch: list[ref.Response], name: str) -> torch.Tensor:
     return torch.tensor([value for x in batch for value in getattr(x, name)], dtype=torch.float64)
 
 
-def layout(batch: list[ref.Answer]) -> tuple[torch.Tensor, torch.Tensor]:
+def layout(batch: list[ref.Response]) -> tuple[torch.Tensor, torch.Tensor]:
     """mask [T], offsets [B+1]"""
     return flat(batch, "mask").bool(), torch.tensor([0, *(len(x.mask) for x in batch)]).cumsum(0)
 
 
 def episodes_of(
-    batch: list[ref.Answer], rank: int, gather: Callable, options: EstimatorOptions
+    batch: list[ref.Response], rank: int, gather: Callable, options: EstimatorOptions
 ) -> advantages.AdvantageInputs:
     mask, offsets = layout(batch)
     return advantages.AdvantageInputs(
@@ -173,12 +173,12 @@ def episodes_of(
     )
 
 
-def tokens_of(batch: list[ref.Answer]) -> LossInputs:
+def tokens_of(batch: list[ref.Response]) -> LossInputs:
     columns = (flat(batch, name) for name in ("lp", "old", "advantages"))
     return LossInputs(*columns, *layout(batch), ref_logprobs=flat(batch, "ref"))
 
 
-def dealt(draw: random.Random, batch: list[ref.Answer], ranks: int) -> list[list[ref.Answer]]:
+def dealt(draw: random.Random, batch: list[ref.Response], ranks: int) -> list[list[ref.Response]]:
     order = draw.sample(batch, len(batch))
     owners = [draw.randrange(ranks) for _ in order]
     return [[x for x, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(ranks)]
@@ -203,7 +203,7 @@ def spread(draw, batch, run):
     yield parts, run_on_ranks(parts, run)
 
 
-def iter_rows(parts: list[list[ref.Answer]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
+def iter_rows(parts: list[list[ref.Response]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
     """Per-token results of all ranks, by the answer that they belong to."""
     rows = {}
     for part, tensor in zip(parts, tensors, strict=True):
@@ -235,8 +235,8 @@ def estimator(ours, reference, *, by_std=True, smallest_group=1):
         expected = reference(batch, options)
 
         def run(part, rank, gather):
-            found = ours(episodes_of(part, rank, gather, options))
-            return found if isinstance(found, tuple) else (found,)
+            outcomes = ours(episodes_of(part, rank, gather, options))
+            return outcomes if isinstance(outcomes, tuple) else (outcomes,)
 
         return on_all_ranks(draw, batch, run, expected if isinstance(expected, tuple) else (expected,))
 
@@ -310,9 +310,9 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
         return [(parts, [prepass.PrepassResult({}, {})] * len(parts))]
 
     worst = 0.0
-    for parts, found in cuts():
+    for parts, outcomes in cuts():
         micro_batches = []
-        for part, seen in zip(parts, found, strict=True):
+        for part, seen in zip(parts, outcomes, strict=True):
             mask, offsets = layout(part)
             fields = {
                 "mask": mask,
@@ -332,7 +332,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
             loss, _ = objective(output, micro, whole)
             shares.append(loss.item())
             slopes.append(torch.autograd.grad(loss, output.logprobs)[0])
-        ours = found[0].metrics["actor/dpo_loss"] if objective.loss_mode == "dpo" else math.fsum(shares)
+        ours = outcomes[0].metrics["actor/dpo_loss"] if objective.loss_mode == "dpo" else math.fsum(shares)
         rows = iter_rows(parts, slopes)
         worst = max(worst, difference(ours, value), difference([rows[id(x)] for x in batch], gradient))
         if objective.loss_mode in ("clip_cov", "kl_cov"):
@@ -406,14 +406,14 @@ def exact_kl(draw: random.Random) -> float:
     """The KL over the vocabulary, whose logits are hidden states times a weight: here the unit matrix."""
     size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0, 100.0])
     rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
-    found = [ref.exact_kl(*pair) for pair in zip(rows, others, strict=True)]
+    outcomes = [ref.exact_kl(*pair) for pair in zip(rows, others, strict=True)]
     unit = torch.eye(size, dtype=torch.float64)
-    own = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit)
-    ours = vocabulary_kl(own, LastLayer(torch.tensor(others, dtype=torch.float64), unit), chunk=draw.randint(1, 5))
-    (gradient,) = torch.autograd.grad(ours.sum(), own.hidden)
+    current = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit)
+    ours = vocabulary_kl(current, LastLayer(torch.tensor(others, dtype=torch.float64), unit), chunk=draw.randint(1, 5))
+    (gradient,) = torch.autograd.grad(ours.sum(), current.hidden)
     return max(
-        difference(ours.tolist(), [value for value, _ in found]),
-        difference(gradient.flatten().tolist(), [slope for _, slopes in found for slope in slopes]),
+        difference(ours.tolist(), [value for value, _ in outcomes]),
+        difference(gradient.flatten().tolist(), [slope for _, slopes in outcomes for slope in slopes]),
     )
 
 

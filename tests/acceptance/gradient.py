@@ -67,7 +67,7 @@ TERMS = {
 class Recorder(FsdpEngine):
     """The real engine, but where it would step it keeps the gradient."""
 
-    def _step(self, lr, *, worth):
+    def _step(self, lr, *, has_tokens):
         pieces = [parameter.grad.full_tensor().flatten() for parameter in self.model.parameters()]
         self.gradient = torch.cat(pieces).clone()
         self.optimizer.zero_grad(set_to_none=True)
@@ -93,14 +93,14 @@ class Engines:
 
 def objectives():
     """term/mode -> (term, loss). The formula of some terms is a mean over sequences, and has no other mode."""
-    found = {}
+    results = {}
     for term, objective in TERMS.items():
         if term in (*PER_SEQUENCE, "process"):
-            found[term] = term, objective
+            results[term] = term, objective
             continue
         for mode in MODES:
-            found[f"{term}/{mode}"] = term, replace(objective, agg_mode=mode, scale=LENGTH)
-    return found
+            results[f"{term}/{mode}"] = term, replace(objective, agg_mode=mode, scale=LENGTH)
+    return results
 
 
 def prepared(mini_batch, term):
@@ -171,8 +171,8 @@ def random_cut(lengths, world, seed):
     by_tokens, shuffled = draw.random() < 0.5, draw.random() < 0.5
     cut = []
     for share in shares:
-        mine = [lengths[i] for i in share]
-        pieces = [[share[i] for i in piece] for piece in (pack(mine, budget) if by_tokens else chunk(mine, size))]
+        local = [lengths[i] for i in share]
+        pieces = [[share[i] for i in piece] for piece in (pack(local, budget) if by_tokens else chunk(local, size))]
         for piece in pieces if shuffled else ():
             draw.shuffle(piece)
         cut.append(pieces)
@@ -189,17 +189,17 @@ def distance(gradient, reference):
 
 def distances(engines, mini_batch, references, cuts, stride, first_seed):
     """All distances of each term in each mode; every cut is tried with one in `stride` of them."""
-    found = {}
+    results = {}
     for seed in range(first_seed, first_seed + cuts):
         pieces = random_cut(mini_batch.batch.lengths.tolist(), dist.get_world_size(), seed)[dist.get_rank()]
-        for place, (key, (term, objective)) in enumerate(objectives().items()):
-            if place % stride == seed % stride:
+        for index, (key, (term, objective)) in enumerate(objectives().items()):
+            if index % stride == seed % stride:
                 gradient = engines.gradient(term, micro_batches(engines.of(term), mini_batch, pieces, term), objective)
-                found.setdefault(key, []).append(distance(gradient, references[key]))
-    return found
+                results.setdefault(key, []).append(distance(gradient, references[key]))
+    return results
 
 
-def padded_gradients(directory, surveyed, size):
+def padded_gradients(directory, batches, size):
     """The same losses on transformers' own batches of `size`, padded at the right, with plain log-softmax."""
     kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM
     actor, critic, reference = (
@@ -208,7 +208,7 @@ def padded_gradients(directory, surveyed, size):
     )
     gradients = {}
     for key, (term, objective) in objectives().items():
-        model, batch = critic if term == "value" else actor, surveyed[key]
+        model, batch = critic if term == "value" else actor, batches[key]
         totals = count_totals(batch.mask, batch.offsets)
         model.zero_grad()
         for start in range(0, len(batch), size):
@@ -242,15 +242,15 @@ def rank_main(rank, world, port, directory, cuts, stride):
     init_process_group(rank, world, "127.0.0.1", port)
     engines = Engines(directory)
     if world == 1:
-        mini_batch, surveyed, references = random_mini_batch(engines.actor, engines.critic), {}, {}
+        mini_batch, batches, references = random_mini_batch(engines.actor, engines.critic), {}, {}
         for key, (term, objective) in objectives().items():
-            (surveyed[key],) = micro_batches(engines.of(term), mini_batch, [range(SEQUENCES)], term)
-            references[key] = engines.gradient(term, [surveyed[key]], objective)
-        torch.save((mini_batch, surveyed, references), directory / "reference.pt")
+            (batches[key],) = micro_batches(engines.of(term), mini_batch, [range(SEQUENCES)], term)
+            references[key] = engines.gradient(term, [batches[key]], objective)
+        torch.save((mini_batch, batches, references), directory / "reference.pt")
     mini_batch, _, references = torch.load(directory / "reference.pt", weights_only=False)
-    found = distances(engines, mini_batch, references, cuts, stride, first_seed=world * 10_000)
+    results = distances(engines, mini_batch, references, cuts, stride, first_seed=world * 10_000)
     if rank == 0:
-        (directory / f"found-{world}.json").write_text(json.dumps(found))
+        (directory / f"found-{world}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
@@ -278,19 +278,19 @@ def main():
         Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
         one, two = run(1, directory, cuts, stride), run(2, directory, cuts, stride)
-        _, surveyed, references = torch.load(directory / "reference.pt", weights_only=False)
+        _, batches, references = torch.load(directory / "reference.pt", weights_only=False)
         padded = {key: [] for key in references}
         for size in sizes:
-            for key, gradient in padded_gradients(directory, surveyed, size).items():
+            for key, gradient in padded_gradients(directory, batches, size).items():
                 padded[key].append(distance(gradient, references[key]))
     for key in references:
         print(f"{key:32} 1 rank {max(one[key]):.1e}   2 ranks {max(two[key]):.1e}   padded {max(padded[key]):.1e}")
-    worst = [max(max(found[key]) for key in references) for found in (one, two, padded)]
+    worst = [max(max(results[key]) for key in references) for results in (one, two, padded)]
     figures = {
         "terms": len(TERMS),
         "terms_and_modes": len(references),
         "cuts": 2 * cuts,
-        "gradients_compared": sum(len(found[key]) for found in (one, two) for key in references),
+        "gradients_compared": sum(len(results[key]) for results in (one, two) for key in references),
         "worst_1_rank": worst[0],
         "worst_2_ranks": worst[1],
         "worst_padded": worst[2],

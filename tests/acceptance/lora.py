@@ -35,7 +35,7 @@ from verl.workers.train import PolicyGroup
 
 SHARE, PARITY, RISE, RISE_OF_REWARD = 0.03, 1e-4, 0.10, 0.03
 VALIDATION, GAP = "val/addition/mean@1", "training/rollout_logprobs_diff_max"
-PROBE = [[(7919 * place * (row + 1)) % 258 for place in range(12)] for row in range(8)]
+PROBE = [[(7919 * index * (row + 1)) % 258 for index in range(12)] for row in range(8)]
 STRANGER = """
 import sys, torch
 from peft import PeftModel
@@ -63,9 +63,9 @@ def main() -> None:
         make_assets(folder)
         print(f"before reinforcement learning: {warm_up(folder)}", flush=True)
         [loaded] = load([*settings(folder, steps, short), *options.overrides])
-        found = asyncio.run(run(loaded.config, folder))
+        results = asyncio.run(run(loaded.config, folder))
         lines = metrics_of(folder / "run")
-        found |= exported(folder, found.pop("logprobs"))
+        results |= exported(folder, results.pop("logprobs"))
     accuracy = [line[VALIDATION] for line in lines if VALIDATION in line]
     rewards = [line["reward/mean"] for line in lines if "reward/mean" in line]
     parity = max(line[GAP] for line in lines if GAP in line)
@@ -74,12 +74,12 @@ def main() -> None:
     finish(
         "lora",
         learned
-        and found["trained_share"] <= SHARE
-        and found["base_unchanged"]
-        and found["reference_is_base"]
-        and found["moved"] > 0.01
+        and results["trained_share"] <= SHARE
+        and results["base_unchanged"]
+        and results["reference_is_base"]
+        and results["moved"] > 0.01
         and parity <= PARITY
-        and found["exported_gap"] <= PARITY,
+        and results["exported_gap"] <= PARITY,
         short=short,
         steps=steps,
         accuracy=[round(value, 3) for value in accuracy],
@@ -87,7 +87,7 @@ def main() -> None:
         reward_of_last_3=round(last, 3),
         largest_gap=parity,
         allowed=PARITY,
-        **found,
+        **results,
     )
 
 
@@ -126,10 +126,10 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
         await loop.fit()
         policy: Any = loop.task.policy
         asked = [actor.__ray_call__.remote(examined, str(folder / "model")) for actor in policy._group.actors]
-        found = (await asyncio.gather(*asked))[0]
-        found["logprobs"] = await policy.compute_logprobs(PROBE)
-    whole = found.pop("model_bytes")
-    return found | {
+        results = (await asyncio.gather(*asked))[0]
+        results["logprobs"] = await policy.compute_logprobs(PROBE)
+    whole = results.pop("model_bytes")
+    return results | {
         "bytes_a_publish": max(published),
         "publishes": len(published),
         "model_bytes": whole,
@@ -148,7 +148,7 @@ def examined(worker: Any, path: str) -> dict[str, Any]:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[:, 0] = False
     batch = FlatBatch(tokens.flatten(), torch.arange(len(PROBE) + 1) * tokens.shape[1], mask.flatten())
-    own, reference, right = (engine.forward([batch])[0] for engine in (actor, worker._policy.reference, plain))
+    current, reference, right = (engine.forward([batch])[0] for engine in (actor, worker._policy.reference, plain))
     trained = sum(tensor.numel() for _, tensor in actor.adapter_weights())
     return {
         "parameters": sum(tensor.numel() for tensor in base.values()),
@@ -158,7 +158,7 @@ def examined(worker: Any, path: str) -> dict[str, Any]:
         "base_unchanged": base.keys() == files.keys() and all(torch.equal(base[name], files[name]) for name in files),
         "reference_is_base": torch.equal(reference.logprobs, right.logprobs)
         and torch.equal(reference.entropy, right.entropy),
-        "moved": round(float((own.logprobs - right.logprobs).abs().max()), 3),
+        "moved": round(float((current.logprobs - right.logprobs).abs().max()), 3),
     }
 
 

@@ -61,11 +61,11 @@ class Ledger(TorchDispatchMode):
         self._alive, self.engine, self.peak = {}, None, 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        found = function(*args, **(kwargs or {}))
-        new = [self.see(tensor) for tensor in tree_leaves(found) if isinstance(tensor, torch.Tensor)]
+        results = function(*args, **(kwargs or {}))
+        new = [self.see(tensor) for tensor in tree_leaves(results) if isinstance(tensor, torch.Tensor)]
         if any(new):
             self.peak = max(self.peak, self.count()[0])
-        return found
+        return results
 
     def see(self, tensor):
         """Whether there is memory behind it that there was not before."""
@@ -88,7 +88,7 @@ class Ledger(TorchDispatchMode):
         engine = self.engine
         if engine is None:
             return set()
-        tensors = [host for parking in (engine._weights, engine._moments) for host in parking._host.values()]
+        tensors = [host for offloader in (engine._weights, engine._moments) for host in offloader._host.values()]
         if engine.settings.offload_policy:
             weights = [*engine.model.parameters()]
             tensors += [*weights, *(each.grad for each in weights if each.grad is not None)]
@@ -133,8 +133,8 @@ def measure(name, model, short, updates):
 def rank_main(rank, port, folder, names, short, updates):
     torch.set_num_threads(1)
     init_process_group(rank, RANKS, "127.0.0.1", port)
-    found = {name: measure(name, folder / "model", short, updates) for name in names}
-    torch.save(found, folder / f"{names[0]}-{rank}.pt")
+    results = {name: measure(name, folder / "model", short, updates) for name in names}
+    torch.save(results, folder / f"{names[0]}-{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -145,7 +145,7 @@ def run(folder, names, short, updates):
 
 def gap(one, other):
     """The largest difference of losses and norms, as a share."""
-    pairs = [(ours[key], theirs[key]) for ours, theirs in zip(one, other, strict=True) for key in theirs]
+    pairs = [(ours[key], reference[key]) for ours, reference in zip(one, other, strict=True) for key in reference]
     return max(abs(a - b) / max(abs(b), 1e-2) for a, b in pairs)
 
 
@@ -161,42 +161,42 @@ def main():
         model = Qwen2ForCausalLM(config)
         model.save_pretrained(folder / "model")
         shard = 4 * sum(parameter.numel() for parameter in model.parameters()) / RANKS
-        found = run(folder, names, short, updates=2 if short else 3)
-        print("trained with", ", ".join(found), flush=True)
+        results = run(folder, names, short, updates=2 if short else 3)
+        print("trained with", ", ".join(results), flush=True)
         if not short:
-            found |= run(folder, ["compiled"], short, updates=3)
+            results |= run(folder, ["compiled"], short, updates=3)
             # Triton's failures and inductor's look alike from here: a compiler that is not there.
             os.environ |= {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
-            found |= run(folder, ["no_compiler"], short, updates=3)
-    plain, wrong = found["plain"], []
+            results |= run(folder, ["no_compiler"], short, updates=3)
+    plain, problems = results["plain"], []
     print(
         f"{'setting':18} {'update':>8} {'forward':>8} {'between':>8} {'host':>8}  MiB on a rank; difference of losses"
     )
-    for name, each in found.items():
+    for name, each in results.items():
         mib = {key: each["bytes"][key] / MIB for key in ("update", "forward", "idle", "host")}
         difference = gap(each["losses"], plain["losses"])
         equal = torch.equal(each["weights"], plain["weights"]) and difference == 0
         if not (equal if name not in ROUNDED else difference <= ROUNDED[name]):
-            wrong.append(f"{name}: losses differ by {difference:.2g}")
+            problems.append(f"{name}: losses differ by {difference:.2g}")
         print(f"{name:18} " + " ".join(f"{value:8.1f}" for value in mib.values()) + f"  {difference:.2g}")
-    used = {name: each["bytes"] for name, each in found.items()}
-    wrong += [f"{what}: not saved" for what, good in savings(used, shard) if not good]
-    for name, each in found.items():
+    used = {name: each["bytes"] for name, each in results.items()}
+    problems += [f"{what}: not saved" for what, good in savings(used, shard) if not good]
+    for name, each in results.items():
         if len(each["notes"]) != (name == "no_compiler"):
-            wrong.append(f"{name}: a compiler that fails is to be said once, and it alone: {each['notes']}")
-    print(*wrong, sep="\n")
+            problems.append(f"{name}: a compiler that fails is to be said once, and it alone: {each['notes']}")
+    print(*problems, sep="\n")
     figures = {
         "shard_mib": round(shard / MIB, 1),
         "peak_mib": {name: round(each["update"] / MIB, 1) for name, each in used.items()},
         "between_steps_mib": {name: round(each["idle"] / MIB, 1) for name, each in used.items()},
         "host_mib": {name: round(each["host"] / MIB, 1) for name, each in used.items()},
-        "equal_to_the_bit": [name for name in found if name not in ROUNDED],
+        "equal_to_the_bit": [name for name in results if name not in ROUNDED],
         "largest_rounded": max(
-            [gap(found[name]["losses"], plain["losses"]) for name in ROUNDED if name in found] + [0]
+            [gap(results[name]["losses"], plain["losses"]) for name in ROUNDED if name in results] + [0]
         ),
-        "wrong": len(wrong),
+        "wrong": len(problems),
     }
-    finish("offload", not wrong, **figures)
+    finish("offload", not problems, **figures)
 
 
 def savings(used, shard):

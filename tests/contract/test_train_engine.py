@@ -1,4 +1,4 @@
-"""What every training engine must do, whatever it is made of."""
+"""The contract of every training engine."""
 
 import math
 
@@ -38,7 +38,7 @@ def fsdp(tied, **settings):
 
 
 def critic(**settings):
-    """Of a checkpoint with a head of its own: under a zero one, the first update leaves the backbone as it is."""
+    """Return a factory of a critic with a nonzero head, so that the first update already changes the backbone."""
 
     def make(directory):
         torch.manual_seed(0)
@@ -93,7 +93,7 @@ def valuer(request, group, tmp_path):
 
 @pytest.fixture
 def loose(request):
-    """How far the same work, cut differently, may be apart: in bfloat16 some three digits."""
+    """Return the tolerance for the same batch split differently: about three digits in bfloat16."""
     return 3e-2 if "bfloat16" in request.node.name else 2e-4
 
 
@@ -130,14 +130,14 @@ def metric(engine, name):
     return f"{engine.settings.role}/{name}"
 
 
-def said(output):
+def known(output):
     return [numbers for numbers in output if numbers is not None]
 
 
-def test_what_is_said_stands_where_the_mask_is_and_is_zero_elsewhere(engine):
+def test_outputs_are_zero_outside_the_mask(engine):
     batch = mini_batch()
     (output,) = engine.forward([batch])
-    for numbers in said(output):
+    for numbers in known(output):
         assert numbers.shape == batch.tokens.shape
         assert numbers.dtype == torch.float32
         assert not numbers.requires_grad
@@ -157,7 +157,7 @@ def test_forward_does_not_depend_on_the_cut(engine, loose):
     (whole,) = engine.forward([batch])
     for cut in CUTS:
         for indices, output in zip(cut, engine.forward(batch.split(cut)), strict=True):
-            for part, numbers in zip(said(output), said(whole), strict=True):
+            for part, numbers in zip(known(output), known(whole), strict=True):
                 expected = batch.with_(values=numbers).select(indices).values
                 torch.testing.assert_close(part, expected, atol=loose, rtol=loose)
 
@@ -202,7 +202,7 @@ def test_metrics_and_new_weights_do_not_depend_on_the_cut(make, loose):
 
 
 def seen_by_update(engine, batch):
-    """Log-probs or values that the loss is given."""
+    """Return the log-probs or values that the loss receives."""
     seen = []
 
     def spy(output, batch, totals):
@@ -213,7 +213,7 @@ def seen_by_update(engine, batch):
     return seen[0]
 
 
-def test_an_update_starts_from_what_forward_says(engine, loose):
+def test_an_update_starts_from_the_output_of_forward(engine, loose):
     (before,) = engine.forward([mini_batch()])
     torch.testing.assert_close(seen_by_update(engine, mini_batch()), before[0], atol=loose, rtol=loose)
 
@@ -221,7 +221,7 @@ def test_an_update_starts_from_what_forward_says(engine, loose):
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
 def test_dropout_in_a_models_configuration_is_not_applied(group, tmp_path, family):
     torch.manual_seed(0)
-    if family == "gpt2":  # 0.1 of embeddings, attention and residuals, as it comes
+    if family == "gpt2":  # its default dropout is 0.1
         model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64))
     else:
         model = Qwen2ForCausalLM(tiny_qwen2(attention_dropout=0.1))
@@ -241,7 +241,7 @@ def test_values_come_nearer_to_the_returns(valuer):
     assert losses[-1] < 0.8 * losses[0]
 
 
-def test_a_new_critic_says_zero_and_then_learns(group, tmp_path):
+def test_a_new_critic_predicts_zero_and_then_learns(group, tmp_path):
     torch.manual_seed(0)
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(tmp_path)
     engine = FsdpEngine(FsdpSettings(str(tmp_path), head="value", role="critic", lr=1e-2))
@@ -251,7 +251,7 @@ def test_a_new_critic_says_zero_and_then_learns(group, tmp_path):
     assert engine.forward([mini_batch()])[0].values.any()
 
 
-def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(engine):
+def test_a_gradient_that_is_not_finite_is_skipped_and_counted(engine):
     def broken(output, batch, totals):
         loss, metrics = objective(engine)(output, batch, totals)
         return loss * float("nan"), metrics
@@ -263,7 +263,7 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_is_counted(engine):
     assert not any(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
 
 
-def test_a_mini_batch_without_generated_tokens_moves_nothing(engine):
+def test_a_mini_batch_without_generated_tokens_is_skipped(engine):
     batch = mini_batch()
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     silent = batch.with_(mask=torch.zeros_like(batch.mask))
@@ -282,7 +282,7 @@ def test_gather_on_one_rank_gives_the_rows_back(engine):
     assert torch.equal(engine.gather(rows), rows)
 
 
-def test_a_resumed_engine_goes_on_as_if_it_had_not_stopped(make, tmp_path):
+def test_a_resumed_engine_continues_as_if_it_had_not_stopped(make, tmp_path):
     engine = make()
     for _ in range(3):
         engine.update([mini_batch()], objective(engine))
@@ -304,14 +304,14 @@ def test_saving_before_the_first_update_does_not_change_it(make):
     assert all(torch.equal(one, other) for (_, one), (_, other) in zip(plain.weights(), saved.weights(), strict=True))
 
 
-def test_what_the_optimiser_is_told_comes_from_the_settings_not_the_checkpoint(group, tmp_path):
+def test_optimizer_options_come_from_the_settings_not_the_checkpoint(group, tmp_path):
     engine = fsdp(tied=True)(tmp_path / "model")
     engine.update([mini_batch()], sft)
     save(engine.state(), tmp_path / "checkpoint")
-    told = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
-    resumed = fsdp(tied=True, **told)(tmp_path / "model")
+    options = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
+    resumed = fsdp(tied=True, **options)(tmp_path / "model")
     resumed.load_state(load(resumed.state(), tmp_path / "checkpoint"))
     for group_ in resumed.optimizer.param_groups:
-        assert {name: group_[name] for name in told} == told
+        assert {name: group_[name] for name in options} == options
     assert resumed.step == 1
     assert all(float(state["step"]) == 1 for state in resumed.optimizer.state.values())

@@ -1,4 +1,4 @@
-"""The warm-up by the project's own engine, in its own process."""
+"""The warm-up with the real engine, in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_warm_up_moves_every_weight_and_nothing_else(tmp_path: Path, tied: boo
     assert done.steps == 3
     assert 0.0 <= done.accuracy < 0.2
     assert after.keys() == before.keys()
-    # biases of keys cancel in the softmax, so theirs alone may stay where they were
+    # biases of keys cancel in the softmax, so only they may stay unchanged
     assert not [name for name in after if "k_proj.bias" not in name and torch.equal(after[name], before[name])]
     assert (assets.model / "config.json").read_bytes() == config
     assert not torch.distributed.is_initialized()

@@ -1,4 +1,4 @@
-"""Two real ranks over gloo do what one does: the same scenario runs on both and their findings are compared."""
+"""Two real ranks over gloo give the results of one: both run the same scenario, and the results are compared."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 OBJECTIVE = PolicyObjective(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, kl_coef=0.2)
 PARTS = {
     1: [[[0, 1, 2, 3, 4, 5, 6]]],
-    2: [[[6, 2], [0], [5, 1]], [[3, 4], [], []]],  # uneven, and the second rank runs dry
+    2: [[[6, 2], [0], [5, 1]], [[3, 4], [], []]],  # uneven, and the second rank runs out of sequences
 }
 
 
@@ -41,38 +41,38 @@ def engine(directory):
 
 
 def scenario(engine, directory):
-    """Train, save, train on."""
+    """Train, save, continue."""
     world, rank = engine.world_size, engine.rank
-    mine = mini_batch().split(PARTS[world][rank])
-    found = {"gathered": engine.gather(torch.full((rank + 1, 2), float(rank)))}
-    found["forward"] = engine.forward([*mine, FlatBatch.empty()])[0].logprobs
-    found["metrics"] = [engine.update(mine, OBJECTIVE) for _ in range(3)]
+    local = mini_batch().split(PARTS[world][rank])
+    results = {"gathered": engine.gather(torch.full((rank + 1, 2), float(rank)))}
+    results["forward"] = engine.forward([*local, FlatBatch.empty()])[0].logprobs
+    results["metrics"] = [engine.update(local, OBJECTIVE) for _ in range(3)]
     save(engine.state(), directory / f"saved-by-{world}")
-    found["metrics"] += [engine.update(mine, OBJECTIVE) for _ in range(2)]
-    found["weights"] = {name: tensor.clone() for name, tensor in engine.weights()}
-    return found
+    results["metrics"] += [engine.update(local, OBJECTIVE) for _ in range(2)]
+    results["weights"] = {name: tensor.clone() for name, tensor in engine.weights()}
+    return results
 
 
 def resumption(engine, directory):
-    """Two more updates on what the other number of ranks saved."""
+    """Run two more updates from a checkpoint of the other number of ranks."""
     engine.load_state(load(engine.state(), directory / f"saved-by-{3 - engine.world_size}"))
-    mine = mini_batch().split(PARTS[engine.world_size][engine.rank])
-    return [engine.update(mine, OBJECTIVE) for _ in range(2)]
+    local = mini_batch().split(PARTS[engine.world_size][engine.rank])
+    return [engine.update(local, OBJECTIVE) for _ in range(2)]
 
 
 def two_ranks(rank, port, root):
     torch.set_num_threads(1)
     init_process_group(rank, 2, "127.0.0.1", port)
     for directory in (root / "untied", root / "tied"):
-        found = scenario(engine(directory), directory)
-        found["resumed"] = resumption(engine(directory), directory)
-        torch.save(found, directory / f"found-{rank}.pt")
+        results = scenario(engine(directory), directory)
+        results["resumed"] = resumption(engine(directory), directory)
+        torch.save(results, directory / f"found-{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """One rank here, then two in processes of their own, then one again; with untied and tied embeddings."""
+    """Run one rank here, two in separate processes, then one again; with untied and tied embeddings."""
     root = tmp_path_factory.mktemp("fsdp")
     directories = {name: root / name for name in ("untied", "tied")}
     for name, directory in directories.items():
@@ -80,57 +80,57 @@ def both(tmp_path_factory):
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=name == "tied")).save_pretrained(directory / "model")
     init_process_group(0, 1, "127.0.0.1", 0)
     try:
-        found = {name: {"one": scenario(engine(path), path)} for name, path in directories.items()}
+        results = {name: {"one": scenario(engine(path), path)} for name, path in directories.items()}
         run_ranks(two_ranks, 2, free_port(), root, deadline_s=300)
         for name, path in directories.items():
-            found[name]["one"]["resumed"] = resumption(engine(path), path)
-            found[name]["two"] = [torch.load(path / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
+            results[name]["one"]["resumed"] = resumption(engine(path), path)
+            results[name]["two"] = [torch.load(path / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
     finally:
         dist.destroy_process_group()
-    return found
+    return results
 
 
 @pytest.fixture(params=["untied", "tied"])
-def found(request, both):
+def results(request, both):
     return both[request.param]
 
 
-def test_both_ranks_report_the_same_metrics_and_weights(found):
-    first, second = found["two"]
+def test_both_ranks_report_the_same_metrics_and_weights(results):
+    first, second = results["two"]
     assert first["metrics"] == second["metrics"]
     assert first["weights"].keys() == second["weights"].keys()
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
 
 
-def test_two_ranks_train_like_one(found):
-    for metrics, expected in zip(found["two"][0]["metrics"], found["one"]["metrics"], strict=True):
+def test_two_ranks_train_like_one(results):
+    for metrics, expected in zip(results["two"][0]["metrics"], results["one"]["metrics"], strict=True):
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
-    for name, tensor in found["one"]["weights"].items():
-        torch.testing.assert_close(found["two"][0]["weights"][name], tensor, atol=2e-3, rtol=1e-2)
+    for name, tensor in results["one"]["weights"].items():
+        torch.testing.assert_close(results["two"][0]["weights"][name], tensor, atol=2e-3, rtol=1e-2)
 
 
-def test_forward_on_a_shard_is_forward_on_the_whole(found):
-    whole = mini_batch().with_(old_logprobs=found["one"]["forward"])
+def test_forward_on_a_shard_is_forward_on_the_whole(results):
+    whole = mini_batch().with_(old_logprobs=results["one"]["forward"])
     for rank in range(2):
         expected = whole.select(PARTS[2][rank][0]).old_logprobs
-        torch.testing.assert_close(found["two"][rank]["forward"], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(results["two"][rank]["forward"], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_gather_lays_uneven_rows_rank_after_rank(found):
+def test_gather_concatenates_uneven_rows_in_rank_order(results):
     for rank in range(2):
-        assert found["two"][rank]["gathered"].tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
+        assert results["two"][rank]["gathered"].tolist() == [[0.0, 0.0], [1.0, 1.0], [1.0, 1.0]]
 
 
-def test_a_checkpoint_of_one_rank_goes_on_on_two(found):
-    for metrics, expected in zip(found["two"][0]["resumed"], found["one"]["metrics"][3:], strict=True):
+def test_a_checkpoint_of_one_rank_resumes_on_two(results):
+    for metrics, expected in zip(results["two"][0]["resumed"], results["one"]["metrics"][3:], strict=True):
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_a_checkpoint_of_two_ranks_goes_on_on_one(found):
-    for metrics, expected in zip(found["one"]["resumed"], found["two"][0]["metrics"][3:], strict=True):
+def test_a_checkpoint_of_two_ranks_resumes_on_one(results):
+    for metrics, expected in zip(results["one"]["resumed"], results["two"][0]["metrics"][3:], strict=True):
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-def test_an_engine_without_a_group_says_what_to_call():
+def test_an_engine_without_a_process_group_names_the_call_to_make():
     with pytest.raises(EngineError, match="call init_process_group"):
         FsdpEngine(FsdpSettings("nowhere"))

@@ -1,4 +1,4 @@
-"""An adapter on sharded weights: what it learns is what a plain PEFT model learns, on one rank and on two."""
+"""An adapter on sharded weights learns what a plain PEFT model learns, on one rank and on two."""
 
 import json
 
@@ -51,68 +51,70 @@ def clones(weights):
 
 
 def scenario(root):
-    """Train with the exact KL to the model with its adapter off, save, go on; and the same after a resume."""
-    found, path = {}, root / "model"
+    """Train with the exact KL to the base model, save, continue; and the same after a resume."""
+    results, path = {}, root / "model"
     made = engine(path, gradient_checkpointing=True)
     world, rank = made.world_size, made.rank
-    mine = mini_batch().split(PARTS[world][rank])
+    local = mini_batch().split(PARTS[world][rank])
     off, plain = BaseModelReference(made), FsdpEngine(FsdpSettings(str(path), trainable=False))
-    found["first"], before = clones(made.adapter_weights()), clones(made.base_weights())
-    found["at_first_equal"] = torch.equal(made.forward(mine)[0].logprobs, plain.forward(mine)[0].logprobs)
-    found["metrics"] = [made.update(mine, EXACT, reference=off) for _ in range(3)]
-    moved = made.forward(mine)[0].logprobs
-    found["reference_equal"] = all(
+    results["first"], before = clones(made.adapter_weights()), clones(made.base_weights())
+    results["at_first_equal"] = torch.equal(made.forward(local)[0].logprobs, plain.forward(local)[0].logprobs)
+    results["metrics"] = [made.update(local, EXACT, reference=off) for _ in range(3)]
+    moved = made.forward(local)[0].logprobs
+    results["reference_equal"] = all(
         torch.equal(one.logprobs, other.logprobs) and torch.equal(one.entropy, other.entropy)
-        for one, other in zip(off.forward(mine), plain.forward(mine), strict=True)
+        for one, other in zip(off.forward(local), plain.forward(local), strict=True)
     )
-    found["kl_equal"] = torch.equal(made.forward(mine, reference=off)[0].kl, made.forward(mine, reference=plain)[0].kl)
-    found["moved"] = float((moved - plain.forward(mine)[0].logprobs).abs().max())
+    results["kl_equal"] = torch.equal(
+        made.forward(local, reference=off)[0].kl, made.forward(local, reference=plain)[0].kl
+    )
+    results["moved"] = float((moved - plain.forward(local)[0].logprobs).abs().max())
     copy = engine(path, trainable=False)
     copy.copy_weights_from(made)
-    found["copy_equal"] = torch.equal(copy.forward(mine)[0].logprobs, moved)
+    results["copy_equal"] = torch.equal(copy.forward(local)[0].logprobs, moved)
     after = clones(made.base_weights())
-    found["base_unchanged"] = before.keys() == after.keys() and all(
+    results["base_unchanged"] = before.keys() == after.keys() and all(
         torch.equal(before[name], after[name]) for name in before
     )
     state = made.state()
-    found["saved_names"], found["base"] = list(state["model"]), state["base"]
+    results["saved_names"], results["base"] = list(state["model"]), state["base"]
     save(state, root / f"saved-by-{world}")
-    found["metrics"] += [made.update(mine, EXACT, reference=off) for _ in range(2)]
-    found["weights"], found["adapter"] = clones(made.weights()), clones(made.adapter_weights())
+    results["metrics"] += [made.update(local, EXACT, reference=off) for _ in range(2)]
+    results["weights"], results["adapter"] = clones(made.weights()), clones(made.adapter_weights())
     again = engine(path)
     again.load_state(load(again.state(), root / f"saved-by-{world}"))
     off = BaseModelReference(again)
-    found["resumed"] = [again.update(mine, EXACT, reference=off) for _ in range(2)]
-    found["resumed_adapter"] = clones(again.adapter_weights())
-    return found
+    results["resumed"] = [again.update(local, EXACT, reference=off) for _ in range(2)]
+    results["resumed_adapter"] = clones(again.adapter_weights())
+    return results
 
 
 def critic(root):
     made = engine(root / "model", head="value", role="critic")
-    mine = mini_batch().split(PARTS[made.world_size][made.rank])
+    local = mini_batch().split(PARTS[made.world_size][made.rank])
 
     def squared(output, batch, totals):
         loss = (output.values - 1)[batch.mask].square().sum() / totals.tokens
         return loss, {"loss": loss.detach()}
 
-    losses = [made.update(mine, squared)["loss"] for _ in range(6)]
+    losses = [made.update(local, squared)["loss"] for _ in range(6)]
     return {"losses": losses, "saved": list(made.state()["model"])}
 
 
 def two_ranks(rank, port, root):
     torch.set_num_threads(1)
     init_process_group(rank, 2, "127.0.0.1", port)
-    found = scenario(root) | {"critic": critic(root)}
+    results = scenario(root) | {"critic": critic(root)}
     again = engine(root / "model")
     again.load_state(load(again.state(), root / "saved-by-1"))
-    mine = mini_batch().split(PARTS[2][rank])
-    found["of_one"] = [again.update(mine, EXACT, reference=BaseModelReference(again)) for _ in range(2)]
-    torch.save(found, root / f"found-{rank}.pt")
+    local = mini_batch().split(PARTS[2][rank])
+    results["of_one"] = [again.update(local, EXACT, reference=BaseModelReference(again)) for _ in range(2)]
+    torch.save(results, root / f"found-{rank}.pt")
     dist.destroy_process_group()
 
 
 def plain_peft(path, adapter):
-    """A model by PEFT alone, with the tensors of `adapter`."""
+    """Return a plain PEFT model with the tensors of `adapter`."""
     hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     model = get_peft_model(hf, LoraConfig(r=LORA.rank, lora_alpha=LORA.alpha, target_modules="all-linear"))
     with torch.no_grad():
@@ -123,10 +125,10 @@ def plain_peft(path, adapter):
 
 
 def plain_gradients(model):
-    """Of the same loss, sequence by sequence."""
+    """Return the gradients of the same loss, sequence by sequence."""
     batch, total = mini_batch(), 0.0
-    for number in range(len(batch.lengths)):
-        one = batch.select(torch.tensor([number]))
+    for index in range(len(batch.lengths)):
+        one = batch.select(torch.tensor([index]))
         logprobs = model(one.tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, one.tokens[1:, None])[:, 0]
         total = total - logprobs[one.mask[1:]].sum()
     (total / batch.mask.sum()).backward()
@@ -156,10 +158,10 @@ def both(tmp_path_factory):
             if parameter.grad is not None
         }
         run_ranks(two_ranks, 2, free_port(), root, deadline_s=300)
-        wrong = engine(root / "other")
-        state = load(wrong.state(), root / "saved-by-1")
+        other_weights = engine(root / "other")
+        state = load(other_weights.state(), root / "saved-by-1")
         with pytest.raises(CheckpointError) as refused:
-            wrong.load_state(state)
+            other_weights.load_state(state)
         one["refused"] = str(refused.value)
     finally:
         dist.destroy_process_group()
@@ -167,24 +169,24 @@ def both(tmp_path_factory):
 
 
 def test_the_model_starts_as_the_base_and_moves_while_the_base_stays(both):
-    for found in (both[1], *both[2]):
-        assert found["at_first_equal"]
-        assert found["moved"] > 1e-3
-        assert found["base_unchanged"]
+    for results in (both[1], *both[2]):
+        assert results["at_first_equal"]
+        assert results["moved"] > 1e-3
+        assert results["base_unchanged"]
 
 
-def test_with_its_adapter_off_it_is_the_base_to_the_bit(both):
-    assert all(found["reference_equal"] and found["kl_equal"] for found in (both[1], *both[2]))
+def test_with_its_adapter_disabled_it_is_the_base_to_the_bit(both):
+    assert all(results["reference_equal"] and results["kl_equal"] for results in (both[1], *both[2]))
 
 
 def test_a_reference_that_moves_takes_the_adapter(both):
-    assert all(found["copy_equal"] for found in (both[1], *both[2]))
+    assert all(results["copy_equal"] for results in (both[1], *both[2]))
 
 
-def test_first_adapters_are_equal_on_all_ranks(both):
+def test_initial_adapters_are_equal_on_all_ranks(both):
     _, one, two = both
-    for found in two:
-        assert all(torch.equal(tensor, found["first"][name]) for name, tensor in one["first"].items())
+    for results in two:
+        assert all(torch.equal(tensor, results["first"][name]) for name, tensor in one["first"].items())
 
 
 def test_two_ranks_train_like_one(both):
@@ -196,14 +198,16 @@ def test_two_ranks_train_like_one(both):
         torch.testing.assert_close(two[0]["weights"][name], tensor, atol=2e-3, rtol=1e-2)
 
 
-def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_to_the_bit(both):
-    for found in (both[1], *both[2]):
-        assert all(".lora_" in name for name in found["saved_names"])
-        assert found["resumed"] == found["metrics"][3:]
-        assert all(torch.equal(found["resumed_adapter"][name], found["adapter"][name]) for name in found["adapter"])
+def test_a_checkpoint_holds_only_the_adapter_and_resumes_bit_for_bit(both):
+    for results in (both[1], *both[2]):
+        assert all(".lora_" in name for name in results["saved_names"])
+        assert results["resumed"] == results["metrics"][3:]
+        assert all(
+            torch.equal(results["resumed_adapter"][name], results["adapter"][name]) for name in results["adapter"]
+        )
 
 
-def test_a_checkpoint_of_one_rank_goes_on_on_two(both):
+def test_a_checkpoint_of_one_rank_resumes_on_two(both):
     for metrics, expected in zip(both[2][0]["of_one"], both[1]["metrics"][3:], strict=True):
         assert metrics == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
@@ -220,7 +224,7 @@ def test_gradients_are_those_of_a_plain_peft_model(both):
         torch.testing.assert_close(one["gradients"][name], gradient, atol=1e-6, rtol=1e-4)
 
 
-def test_full_weights_are_those_of_pefts_own_merge(both):
+def test_full_weights_are_those_of_pefts_merge(both):
     root, one, _ = both
     right = dict(plain_peft(root / "model", one["adapter"]).merge_and_unload().named_parameters())
     assert right.keys() == one["weights"].keys()
@@ -232,10 +236,10 @@ def test_full_weights_are_those_of_pefts_own_merge(both):
     )
 
 
-def test_a_critic_trains_its_whole_head_beside_the_adapter(both):
-    for found in (both[1], *both[2]):
-        assert found["critic"]["losses"][-1] < found["critic"]["losses"][0]
-        assert {name for name in found["critic"]["saved"] if ".lora_" not in name} == {"score.weight", "score.bias"}
+def test_a_critic_trains_its_whole_head_along_with_the_adapter(both):
+    for results in (both[1], *both[2]):
+        assert results["critic"]["losses"][-1] < results["critic"]["losses"][0]
+        assert {name for name in results["critic"]["saved"] if ".lora_" not in name} == {"score.weight", "score.bias"}
     assert both[2][0]["critic"]["losses"] == pytest.approx(both[1]["critic"]["losses"], rel=1e-3)
 
 

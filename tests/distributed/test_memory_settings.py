@@ -1,5 +1,4 @@
-"""Where numbers lie and when they are gathered changes none of them: whatever is set, training gives the same bits, on
-one rank and on two."""
+"""Memory settings change no result: training is bit-identical with any of them, on one rank and on two."""
 
 import pytest
 import torch
@@ -41,28 +40,28 @@ def mini_batch():
 
 
 def scenario(root, name):
-    """Five updates held to a reference that follows in the middle, saved and resumed on the way."""
-    how = SETTINGS[name]
-    kept = {key: value for key, value in how.items() if key in ("param_offload", "offload_policy")}
-    made = [FsdpEngine(FsdpSettings(str(root / "model"), lr=1e-2, **how)) for _ in range(2)]
+    """Run five updates with a KL to a reference that is updated midway, with a save and a resume."""
+    options = SETTINGS[name]
+    kept = {key: value for key, value in options.items() if key in ("param_offload", "offload_policy")}
+    made = [FsdpEngine(FsdpSettings(str(root / "model"), lr=1e-2, **options)) for _ in range(2)]
     reference = FsdpEngine(FsdpSettings(str(root / "model"), trainable=False, **kept))
     engine, resumed = made
-    mine = mini_batch().split(PARTS[engine.world_size][engine.rank])
-    metrics = [engine.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
+    local = mini_batch().split(PARTS[engine.world_size][engine.rank])
+    metrics = [engine.update(local, OBJECTIVE, reference=reference) for _ in range(2)]
     reference.copy_weights_from(engine)
-    metrics.append(engine.update(mine, OBJECTIVE, reference=reference))
+    metrics.append(engine.update(local, OBJECTIVE, reference=reference))
     writer, directory = BackgroundWriter(), root / f"{name}-{engine.world_size}" / "global_step_1"
     if engine.rank == 0:
         directory.mkdir(parents=True)
     dist.barrier()
     writer.start({"actor": engine.state()}, directory, {})
-    metrics += [engine.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
+    metrics += [engine.update(local, OBJECTIVE, reference=reference) for _ in range(2)]
     writer.poll(wait=True)
     resumed.load_state(load(resumed.state(), directory / "actor"))
-    again = [resumed.update(mine, OBJECTIVE, reference=reference) for _ in range(2)]
-    said = [output.logprobs for output in engine.forward(mine, reference=reference)]
+    again = [resumed.update(local, OBJECTIVE, reference=reference) for _ in range(2)]
+    logprobs = [output.logprobs for output in engine.forward(local, reference=reference)]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return {"metrics": metrics, "resumed": again, "said": said, "weights": weights}
+    return {"metrics": metrics, "resumed": again, "logprobs": logprobs, "weights": weights}
 
 
 def two_ranks(rank, port, root):
@@ -89,18 +88,18 @@ def everything(tmp_path_factory):
 @pytest.mark.parametrize("ranks", ["one", "two"])
 @pytest.mark.parametrize("name", [name for name in SETTINGS if name != "plain"])
 def test_losses_log_probs_and_weights_are_those_of_the_plain_run_to_the_bit(everything, ranks, name):
-    for found in everything[ranks]:
-        plain, other = found["plain"], found[name]
+    for results in everything[ranks]:
+        plain, other = results["plain"], results[name]
         assert other["metrics"] == plain["metrics"]
-        assert all(torch.equal(one, two) for one, two in zip(other["said"], plain["said"], strict=True))
+        assert all(torch.equal(one, two) for one, two in zip(other["logprobs"], plain["logprobs"], strict=True))
         assert all(torch.equal(tensor, plain["weights"][key]) for key, tensor in other["weights"].items())
 
 
 @pytest.mark.parametrize("ranks", ["one", "two"])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_a_run_that_resumes_goes_on_as_the_other_to_the_bit(everything, ranks, name):
-    for found in everything[ranks]:
-        assert found[name]["resumed"] == found[name]["metrics"][3:]
+def test_a_resumed_run_continues_bit_for_bit(everything, ranks, name):
+    for results in everything[ranks]:
+        assert results[name]["resumed"] == results[name]["metrics"][3:]
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def group():
     dist.destroy_process_group()
 
 
-def test_parked_weights_and_moments_hold_no_memory_between_calls(group, tmp_path):
+def test_offloaded_weights_and_moments_hold_no_memory_between_calls(group, tmp_path):
     Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(tmp_path)
     engine = FsdpEngine(FsdpSettings(str(tmp_path), param_offload=True, optimizer_offload=True))
 
@@ -139,7 +138,7 @@ def test_master_weights_in_float32_keep_what_bfloat16_would_round_away(group, tm
             str(tmp_path), param_dtype=kept, compute_dtype="bfloat16", lr=1e-6, weight_decay=0.0, grad_clip=None
         )
         engine = FsdpEngine(settings)
-        name = "model.norm.weight"  # ones, beside which 1e-6 is nothing in bfloat16
+        name = "model.norm.weight"  # ones, to which 1e-6 adds nothing in bfloat16
         before[kept] = dict(engine.weights())[name].clone()
         for _ in range(3):
             engine.update([mini_batch()], PolicyObjective())

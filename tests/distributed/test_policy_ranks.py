@@ -1,4 +1,4 @@
-"""Two real ranks take the steps that one takes: the answers to a prompt lie on both, and no number knows."""
+"""Two real ranks take the same steps as one, though the responses to a prompt are spread over both."""
 
 import numpy as np
 import pytest
@@ -41,25 +41,25 @@ make 7e-7 of that. AdamW's eps is large, else it would make whole steps of gradi
 
 def samples():
     random = np.random.default_rng(0)
-    found = []
+    results = []
     for group in range(PROMPTS):
         prompt = random.integers(64, size=random.integers(2, 6))
         for _ in range(ANSWERS):
-            answer = random.integers(64, size=random.integers(1, 12))
-            mask = np.array([False] * len(prompt) + [True] * len(answer))
-            mask[len(prompt) + 1 : len(prompt) + 3] = False  # what a tool wrote
+            response = random.integers(64, size=random.integers(1, 12))
+            mask = np.array([False] * len(prompt) + [True] * len(response))
+            mask[len(prompt) + 1 : len(prompt) + 3] = False  # tool output
             logprobs = np.where(mask, -4.2 + 0.3 * random.standard_normal(len(mask)), 0.0)
-            found.append(
+            results.append(
                 Sample(
                     group=group,
-                    tokens=np.concatenate([prompt, answer]).astype(np.int32),
+                    tokens=np.concatenate([prompt, response]).astype(np.int32),
                     mask=mask,
                     logprobs=logprobs.astype(np.float32),
                     versions=np.where(mask, 0, -1).astype(np.int32),
                     score=float(random.integers(0, 3)) / 2,
                 )
             )
-    return found
+    return results
 
 
 def plan(ranks):
@@ -90,13 +90,13 @@ def policy(name, root):
 
 
 def scenario(root):
-    """Metrics of every step, and all weights at the end, for every method."""
-    found = {}
-    own = plan(dist.get_world_size()).rank(dist.get_rank())
-    mine = [samples()[k] for k in own.refs]
+    """Return the metrics of every step and the final weights, for every algorithm."""
+    results = {}
+    custom = plan(dist.get_world_size()).rank(dist.get_rank())
+    local = [samples()[k] for k in custom.refs]
     for name in METHODS:
         trained = policy(name, root)
-        metrics = [trained.prepare(mine, own) | trained.update(own) for _ in range(STEPS)]
+        metrics = [trained.prepare(local, custom) | trained.update(custom) for _ in range(STEPS)]
         models = {"actor": trained.actor, "critic": trained.critic}
         models["process"] = trained.prime and trained.prime.model
         weights = {
@@ -105,8 +105,8 @@ def scenario(root):
             if model is not None
             for weight, tensor in model.weights()
         }
-        found[name] = {"metrics": metrics, "weights": weights}
-    return found
+        results[name] = {"metrics": metrics, "weights": weights}
+    return results
 
 
 def two_ranks(rank, port, root):
@@ -118,7 +118,7 @@ def two_ranks(rank, port, root):
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory):
-    """One rank here, then two in processes of their own."""
+    """Run one rank here, then two in separate processes."""
     root = tmp_path_factory.mktemp("policy")
     torch.manual_seed(0)
     Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(root / "model")
@@ -133,8 +133,8 @@ def both(tmp_path_factory):
     return one, [torch.load(root / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
 
 
-def test_the_answers_to_a_prompt_lie_on_both_ranks():
-    first, second = (set(own.groups.tolist()) for own in plan(2).ranks)
+def test_the_responses_to_a_prompt_are_on_both_ranks():
+    first, second = (set(custom.groups.tolist()) for custom in plan(2).ranks)
     assert first & second
 
 
@@ -164,8 +164,8 @@ def test_the_new_weights_do_not_depend_on_the_number_of_ranks(both, name):
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_methods_differ(both, name):
-    """Else the tests above would hold of a policy that does nothing of its own."""
+def test_algorithms_differ(both, name):
+    """Otherwise the tests above would pass for a trainer that ignores its algorithm."""
     one, _ = both
     weight = "actor.model.layers.0.mlp.down_proj.weight"
     assert all(

@@ -30,7 +30,7 @@ eighths = st.integers(-40, 40).map(lambda n: n / 8)
 samples = st.lists(st.tuples(st.integers(-3, 3), eighths), min_size=1, max_size=20)
 
 
-def answers(scores, groups=None, masks=None, rewards=None, *, process=None, baselines=None, values=None, **options):
+def responses(scores, groups=None, masks=None, rewards=None, *, process=None, baselines=None, values=None, **options):
     """One sequence per score; without masks each is a single generated token."""
     masks = masks or [[1]] * len(scores)
     flat = lambda rows: torch.tensor([v for row in rows for v in row], dtype=torch.float64)  # noqa: E731
@@ -52,7 +52,7 @@ def answers(scores, groups=None, masks=None, rewards=None, *, process=None, base
 @settings(max_examples=50, deadline=None)
 def test_grpo_is_its_formula_for_groups_in_any_order(samples, by_std):
     groups, scores = (list(column) for column in zip(*samples, strict=True))
-    advantages = grpo(answers(scores, groups, by_std=by_std))
+    advantages = grpo(responses(scores, groups, by_std=by_std))
     for i, (group, score) in enumerate(samples):
         peers = [s for g, s in samples if g == group]
         if len(peers) == 1:
@@ -63,72 +63,72 @@ def test_grpo_is_its_formula_for_groups_in_any_order(samples, by_std):
         assert float(advantages[i]) == pytest.approx(expected, abs=1e-9)
 
 
-def test_grpo_of_right_and_wrong_answers():
-    advantages = grpo(answers([1.0, 0.0, 0.0, 1.0], [5, 2, 5, 2]))
+def test_grpo_of_right_and_wrong_responses():
+    advantages = grpo(responses([1.0, 0.0, 0.0, 1.0], [5, 2, 5, 2]))
     assert advantages.tolist() == pytest.approx([0.70711, -0.70711, -0.70711, 0.70711], abs=1e-4)
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo, opo, gpg, grpo_passk, reinforce_plus_plus_baseline, win_rate])
 def test_equal_scores_carry_no_signal(estimator):
-    assert estimator(answers([0.1] * 4)).abs().max() < 1e-6
+    assert estimator(responses([0.1] * 4)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("estimator", [grpo, rloo])
 def test_a_group_of_one_keeps_its_score(estimator):
-    assert estimator(answers([0.25, 3.0], [1, 2])).tolist() == [0.25, 3.0]
+    assert estimator(responses([0.25, 3.0], [1, 2])).tolist() == [0.25, 3.0]
 
 
-def test_groups_are_told_apart_by_ids_of_any_size():
-    assert rloo(answers([1.0, 0.0, 5.0], [2**52 + 1, 2**52 + 1, 2**52])).tolist() == [1.0, -1.0, 5.0]
+def test_groups_are_distinguished_by_ids_of_any_size():
+    assert rloo(responses([1.0, 0.0, 5.0], [2**52 + 1, 2**52 + 1, 2**52])).tolist() == [1.0, -1.0, 5.0]
 
 
 @given(samples)
 @settings(max_examples=50, deadline=None)
 def test_rloo_compares_with_the_mean_of_the_others(samples):
     groups, scores = (list(column) for column in zip(*samples, strict=True))
-    advantages = rloo(answers(scores, groups))
+    advantages = rloo(responses(scores, groups))
     for i, (group, score) in enumerate(samples):
         others = [s for j, (g, s) in enumerate(samples) if g == group and j != i]
         assert float(advantages[i]) == pytest.approx(score - (statistics.fmean(others) if others else 0.0), abs=1e-9)
 
 
-def test_opo_counts_longer_answers_more():
-    assert opo(answers([1.0, 0.0], masks=[[1, 1, 1], [1]])).tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
+def test_opo_counts_longer_responses_more():
+    assert opo(responses([1.0, 0.0], masks=[[1, 1, 1], [1]])).tolist() == pytest.approx([0.25, 0.25, 0.25, -0.75])
 
 
 def test_gpg_makes_up_for_scores_of_zero():
-    assert gpg(answers([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0])
+    assert gpg(responses([1.0, 0.0, 0.0, 0.0])).tolist() == pytest.approx([3.0, -1.0, -1.0, -1.0])
 
 
 def test_grpo_passk_rewards_the_lead_of_the_best_alone():
-    x = answers([0.2, 1.0, 0.7, 0.5], [1, 1, 2, 2], by_std=False)
+    x = responses([0.2, 1.0, 0.7, 0.5], [1, 1, 2, 2], by_std=False)
     assert grpo_passk(x).tolist() == pytest.approx([0.0, 0.8, 0.2, 0.0])
-    assert grpo_passk(answers([1.0])).tolist() == [0.0]  # the others could not be scored
+    assert grpo_passk(responses([1.0])).tolist() == [0.0]  # the others could not be scored
 
 
 def test_win_rate_counts_a_tie_as_half_a_win():
-    assert win_rate(answers([2.0, 1.0, 1.0, 0.0])).tolist() == pytest.approx([0.5, 0.0, 0.0, -0.5])
+    assert win_rate(responses([2.0, 1.0, 1.0, 0.0])).tolist() == pytest.approx([0.5, 0.0, 0.0, -0.5])
 
 
 def test_rewards_are_discounted_by_the_generated_tokens_in_between():
-    x = answers([1.0, 0.0], masks=[[1, 0, 0, 1, 1], [1]], gamma=0.5)
+    x = responses([1.0, 0.0], masks=[[1, 0, 0, 1, 1], [1]], gamma=0.5)
     raw = torch.tensor([0.25, 0.0, 0.0, 0.5, 1.0, 0.0]).double()
     assert reinforce_plus_plus(x).tolist() == pytest.approx(whiten(raw, x).tolist())
 
 
-def test_remax_is_the_return_less_the_score_of_the_greedy_answer():
-    x = answers([1.0, 0.5], masks=[[0, 1, 1], [1]], rewards=[[9.0, -0.5, 1.5], [0.5]], baselines=[0.25, 1.0])
+def test_remax_is_the_return_minus_the_score_of_the_greedy_response():
+    x = responses([1.0, 0.5], masks=[[0, 1, 1], [1]], rewards=[[9.0, -0.5, 1.5], [0.5]], baselines=[0.25, 1.0])
     assert remax(x).tolist() == [0.0, 0.75, 1.25, -0.5]
 
 
 def test_prime_adds_what_its_tokens_gain_over_those_of_the_others():
-    x = answers([1.0, 0.0], masks=[[1, 1], [1, 1]], process=[[0.3, 0.1], [0.5, -0.1]])
+    x = responses([1.0, 0.0], masks=[[1, 1], [1, 1]], process=[[0.3, 0.1], [0.5, -0.1]])
     # rloo: +1 and -1; the others' tokens gained 0.2 on average, in both cases.
     assert prime(x).tolist() == pytest.approx([1.0, 0.9, -1.0, -1.3])
 
 
 def test_gae_by_hand():
-    x = answers([1.0], masks=[[0, 1, 1]], values=[[7.0, 0.5, 0.25]], gamma=0.9, lam=0.8)
+    x = responses([1.0], masks=[[0, 1, 1]], values=[[7.0, 0.5, 0.25]], gamma=0.9, lam=0.8)
     last = 1.0 - 0.25
     first = 0.9 * 0.25 - 0.5 + 0.9 * 0.8 * last
     advantages, returns = gae(x)
@@ -137,29 +137,29 @@ def test_gae_by_hand():
 
 
 @pytest.mark.parametrize("name", sorted({*ESTIMATORS} - {"grpo_vectorized", "rloo_vectorized"}))
-def test_what_a_tool_wrote_in_between_makes_no_difference(name):
+def test_tool_output_in_between_makes_no_difference(name):
     torch.manual_seed(0)
     columns = torch.randn(3, 7, dtype=torch.float64).tolist()
     cut = lambda row: [row[:4], row[4:]]  # noqa: E731
     widen = lambda rows: [[9.0, rows[0][0], 9.0, 9.0, *rows[0][1:]], [*rows[1], 9.0]]  # noqa: E731
     rewards, values, process = (cut(row) for row in columns)
     rest = {"baselines": [0.1, 0.1], "gamma": 0.9, "lam": 0.8}
-    short = answers([1.0, 0.0], None, [[1] * 4, [1] * 3], rewards, values=values, process=process, **rest)
+    short = responses([1.0, 0.0], None, [[1] * 4, [1] * 3], rewards, values=values, process=process, **rest)
     masks = [[0, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0]]
     wide = {"values": widen(values), "process": widen(process)}
-    long = answers([1.0, 0.0], None, masks, widen(rewards), **wide, **rest)
-    for ours, theirs in zip(*(_as_tuple(ESTIMATORS[name](x)) for x in (long, short)), strict=True):
-        assert ours[long.mask].tolist() == pytest.approx(theirs.tolist())
+    long = responses([1.0, 0.0], None, masks, widen(rewards), **wide, **rest)
+    for ours, expected in zip(*(_as_tuple(ESTIMATORS[name](x)) for x in (long, short)), strict=True):
+        assert ours[long.mask].tolist() == pytest.approx(expected.tolist())
         assert not ours[~long.mask].any()
 
 
-def _as_tuple(found):
-    return found if isinstance(found, tuple) else (found,)
+def _as_tuple(results):
+    return results if isinstance(results, tuple) else (results,)
 
 
 @given(st.lists(eighths, min_size=2, max_size=20))
 def test_whitened_values_have_mean_zero_and_unbiased_variance_one(values):
-    white = whiten(torch.tensor(values, dtype=torch.float64), answers([0.0] * len(values))).tolist()
+    white = whiten(torch.tensor(values, dtype=torch.float64), responses([0.0] * len(values))).tolist()
     assert statistics.fmean(white) == pytest.approx(0.0, abs=1e-9)
     if len(set(values)) > 1:
         assert statistics.variance(white) == pytest.approx(1.0, abs=1e-4)
@@ -167,12 +167,12 @@ def test_whitened_values_have_mean_zero_and_unbiased_variance_one(values):
         assert white == pytest.approx([0.0] * len(values))
 
 
-def test_a_critic_that_knows_explains_all_and_a_constant_one_nothing():
+def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
     returns = torch.tensor([1.0, 2.0, 4.0]).double()
     scores = [0.0, 0.0, 0.0]
-    assert explained_variance(answers(scores, values=[[1.0], [2.0], [4.0]]), returns) == pytest.approx(1.0)
-    assert explained_variance(answers(scores, values=[[3.0], [3.0], [3.0]]), returns) == pytest.approx(0.0)
-    assert explained_variance(answers(scores, values=[[0.0]] * 3), torch.ones(3).double()) == 0.0
+    assert explained_variance(responses(scores, values=[[1.0], [2.0], [4.0]]), returns) == pytest.approx(1.0)
+    assert explained_variance(responses(scores, values=[[3.0], [3.0], [3.0]]), returns) == pytest.approx(0.0)
+    assert explained_variance(responses(scores, values=[[0.0]] * 3), torch.ones(3).double()) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -180,4 +180,4 @@ def test_a_critic_that_knows_explains_all_and_a_constant_one_nothing():
 )
 def test_an_estimator_that_lacks_something_says_what(estimator, lacks):
     with pytest.raises(ValueError, match=lacks):
-        estimator(answers([1.0, 0.0]))
+        estimator(responses([1.0, 0.0]))

@@ -25,7 +25,7 @@ def weights(correction, old=OLD, gather=lambda rows: rows):
     return importance_weights(old, ROLLOUT, MASK, OFFSETS, correction, gather).tolist()
 
 
-def test_weights_of_tokens_are_cut_off_above_and_never_below():
+def test_token_weights_are_truncated_above_and_never_below():
     expected = [math.exp(0.1), math.exp(0.4), 0.0, math.exp(-1.0), 2.0]
     assert weights(Correction(weigh="token", threshold=2.0)) == pytest.approx(expected)
 
@@ -44,12 +44,12 @@ def test_one_token_counts_for_no_more_than_twenty():
 
 @given(st.sampled_from(["token", "sequence"]), st.lists(st.floats(-30, 30), min_size=5, max_size=5))
 @settings(deadline=None)
-def test_normalised_weights_have_mean_one_over_all_ranks(level, old):
+def test_normalized_weights_have_mean_one_over_all_ranks(level, old):
     old, other = torch.tensor(old).double(), torch.tensor([[3.0, 4.0]]).double()  # elsewhere: 3.0 in all on 4 tokens
-    found = weights(Correction(level, normalize=True), old, lambda rows: torch.cat([rows, other]))
+    results = weights(Correction(level, normalize=True), old, lambda rows: torch.cat([rows, other]))
     plain = weights(Correction(level), old)
     mean = (sum(plain) + 3.0) / 8
-    assert found == pytest.approx([weight / mean for weight in plain])
+    assert results == pytest.approx([weight / mean for weight in plain])
 
 
 def test_weights_carry_no_gradient():

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.unit
     ("kl", "factor"),
     [(0.1, 1.0), (0.11, 1.01), (0.05, 0.98), (5.0, 1.02), (0.0, 0.98)],
 )
-def test_the_weight_follows_the_error_which_counts_for_a_fifth_at_most(kl, factor):
+def test_the_weight_follows_the_error_clamped_to_a_fifth(kl, factor):
     controller = KlController(beta=0.5, adaptive=True, target=0.1, horizon=1000)
     assert controller.after(kl, samples=100).beta == pytest.approx(0.5 * factor)
 

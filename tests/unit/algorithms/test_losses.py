@@ -26,7 +26,7 @@ OPTIONS = LossOptions(clip_low=0.2, clip_high=0.3, clip_c=3.0)
 
 
 def tokens(log_ratios, advantages, mask=None, offsets=None, **fields):
-    """Tokens whose old log-probs are 0; one sequence unless told otherwise."""
+    """Tokens whose old log-probs are 0; one sequence by default."""
     count = len(log_ratios)
     return LossInputs(
         logprobs=torch.tensor(log_ratios, dtype=torch.float64, requires_grad=True),
@@ -129,7 +129,7 @@ def test_kl_cov_pulls_chosen_tokens_back():
     assert slopes(kl_cov(x, options), x) == pytest.approx([2.0 - up, -2.0 - down, -up])
 
 
-def test_dpo_moves_all_tokens_of_an_answer_alike():
+def test_dpo_moves_all_tokens_of_a_response_alike():
     x = tokens([0.5, 9.0, -0.5, 0.1], [0.05, 0.05, 0.05, -0.05], mask=[1, 0, 1, 1], offsets=[0, 3, 4])
     policy = dpo(x, OPTIONS)
     assert slopes(policy, x, [0.5, 0.0, 0.5, 1.0]) == pytest.approx([-0.1, 0.0, -0.1, 0.1])

@@ -31,12 +31,12 @@ def example():
     return output, batch, count_totals(mask, offsets)
 
 
-def own_loss(x, o):
+def custom_loss(x, o):
     return -x.advantages * x.logprobs * o.clip_low
 
 
-def own_loss_with_a_report(x, o):
-    return PolicyLoss(own_loss(x, o), clipped_high=x.mask)
+def custom_loss_with_a_report(x, o):
+    return PolicyLoss(custom_loss(x, o), clipped_high=x.mask)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -62,7 +62,7 @@ def test_diagnostics_are_means_over_tokens_whatever_the_aggregation():
     assert not any(value.requires_grad for value in metrics.values())
 
 
-def test_every_clip_has_a_fraction_of_its_own():
+def test_every_clip_has_a_separate_fraction():
     # The first token is not counted; then two at the upper clip, one at the lower, one at the dual, one free.
     log_ratio = torch.tensor([9.0, 0.5, 0.6, -0.5, 2.0, 0.0])
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 1.0])
@@ -91,7 +91,7 @@ def test_without_a_coefficient_entropy_and_reference_are_left_alone():
     assert "actor/kl_loss" not in metrics
 
 
-def test_a_batch_without_what_the_loss_needs_is_refused_by_name():
+def test_a_batch_without_what_the_loss_needs_raises_an_error_that_names_it():
     output, batch, totals = example()
     batch.ref_logprobs = None
     with pytest.raises(ValueError, match="no ref_logprobs"):
@@ -115,15 +115,15 @@ def test_importance_weights_scale_the_policy_term_alone():
 @pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean", "sppo"])
 def test_losses_of_sequences_are_means_over_sequences_whatever_the_aggregation(loss_mode, mode):
     output, batch, totals = example()
-    found = [
+    results = [
         float(PolicyObjective(loss_mode, agg_mode=name, scale=5.0)(output, batch, totals)[0])
         for name in (mode, "seq-mean-token-mean")
     ]
-    assert found[0] == found[1]
+    assert results[0] == results[1]
 
 
-@pytest.mark.parametrize("name", ["own_loss", "own_loss_with_a_report"])
-def test_an_own_loss_is_named_by_its_import_path(name):
+@pytest.mark.parametrize("name", ["custom_loss", "custom_loss_with_a_report"])
+def test_a_custom_loss_is_named_by_its_import_path(name):
     output, batch, totals = example()
     options = LossOptions(clip_low=0.5)
     loss, metrics = PolicyObjective(f"{__name__}:{name}", options)(output, batch, totals)
@@ -132,12 +132,12 @@ def test_an_own_loss_is_named_by_its_import_path(name):
     assert float(metrics["actor/pg_clipfrac_upper"]) == (1.0 if "report" in name else 0.0)
 
 
-def test_an_unknown_loss_names_the_known_ones():
+def test_an_unkncustom_loss_names_the_known_ones():
     with pytest.raises(ValueError, match=r"policy_loss.loss_mode: 'ppo' is not one of vanilla, gspo"):
         PolicyObjective("ppo")(*example())
 
 
-def test_the_outcome_of_an_answer_is_judged_by_the_sum_of_its_log_ratios():
+def test_the_outcome_of_a_response_is_predicted_by_the_sum_of_its_log_ratios():
     output, batch, totals = example()
     batch.returns = torch.tensor([1.0] * 4 + [0.0] * 2 + [0.25] * 5).double()
     loss, metrics = OutcomeObjective(beta=0.5)(output, batch, totals)

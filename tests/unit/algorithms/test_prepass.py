@@ -18,16 +18,16 @@ scores_and_noise = st.lists(st.tuples(st.integers(0, 3), st.floats(0, 1)), max_s
 
 
 def mini_batch(count=2000, seed=0):
-    """Sequences of 10 tokens in groups of four, with something on each token for a survey to see."""
+    """Sequences of 10 tokens in groups of four, with random values for a prepass."""
     generator = torch.Generator().manual_seed(seed)
     draw = torch.randn(4, count, generator=generator, dtype=torch.float64)
     mask = torch.rand(count, generator=generator) < 0.7
     offsets = torch.arange(0, count + 1, 10)
     x = LossInputs(draw[0], draw[0] + 0.3 * draw[1], draw[2], mask, offsets, ref_logprobs=draw[0] + 0.3 * draw[3])
-    answers = len(offsets) - 1
+    responses = len(offsets) - 1
     episodes = AdvantageInputs(
-        scores=torch.randint(0, 2, (answers,), generator=generator).double(),
-        groups=torch.arange(answers) // 4,
+        scores=torch.randint(0, 2, (responses,), generator=generator).double(),
+        groups=torch.arange(responses) // 4,
         mask=mask,
         offsets=offsets,
         rewards=torch.zeros(count).double(),
@@ -36,10 +36,10 @@ def mini_batch(count=2000, seed=0):
 
 
 def test_noise_belongs_to_the_token_and_looks_random():
-    sample, place = (grid.flatten() for grid in torch.meshgrid(torch.arange(100), torch.arange(100), indexing="ij"))
-    noise = token_noise(sample, place)
+    sample, position = (grid.flatten() for grid in torch.meshgrid(torch.arange(100), torch.arange(100), indexing="ij"))
+    noise = token_noise(sample, position)
     order = torch.randperm(10_000)
-    assert torch.equal(token_noise(sample[order], place[order]), noise[order])
+    assert torch.equal(token_noise(sample[order], position[order]), noise[order])
     assert len(noise.unique()) == 10_000
     assert noise.histc(10, 0, 1).sub(1000).abs().max() < 150
     rows = noise.view(100, 100)
@@ -50,13 +50,13 @@ def test_noise_belongs_to_the_token_and_looks_random():
 def test_clip_cov_chooses_its_share_of_free_tokens_within_the_bounds():
     x, episodes, noise = mini_batch()
     o = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.2, clip_cov_ub=3.0)
-    found = prepass_clip_cov(x, episodes, noise, o)
-    chosen, cov, plain = found.fields["chosen"], covariance(x, episodes), vanilla(x, o)
-    held = plain.clipped_high | plain.clipped_low | plain.clipped_dual
-    assert not (chosen & (~x.mask | held | (cov <= 0.2) | (cov >= 3.0))).any()
+    results = prepass_clip_cov(x, episodes, noise, o)
+    chosen, cov, plain = results.fields["chosen"], covariance(x, episodes), vanilla(x, o)
+    is_clipped = plain.clipped_high | plain.clipped_low | plain.clipped_dual
+    assert not (chosen & (~x.mask | is_clipped | (cov <= 0.2) | (cov >= 3.0))).any()
     share = chosen.sum() / x.mask.sum()
     assert float(share) == pytest.approx(0.05, abs=0.02)
-    assert found.metrics["actor/chosen_tokens"] == pytest.approx(float(share))
+    assert results.metrics["actor/chosen_tokens"] == pytest.approx(float(share))
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -71,7 +71,7 @@ def test_kl_cov_chooses_exactly_its_share_also_among_equals(tied):
     assert cov[chosen].min() >= cov[x.mask & ~chosen].max()
 
 
-def test_kl_cov_chooses_at_least_one_and_of_nothing_none():
+def test_kl_cov_chooses_at_least_one_and_none_of_an_empty_batch():
     x, episodes, noise = mini_batch(count=20)
     assert prepass_kl_cov(x, episodes, noise, LossOptions()).fields["chosen"].sum() == 1
     nothing = [torch.zeros_like(x.mask)] * 2
@@ -83,42 +83,42 @@ def test_kl_cov_chooses_at_least_one_and_of_nothing_none():
 @given(scores_and_noise, st.randoms(use_true_random=False))
 @settings(max_examples=50, deadline=None)
 def test_pairs_join_better_with_worse_and_do_not_depend_on_the_order(rows, random):
-    def found(rows):
+    def match(rows):
         better, worse = pairs(*(torch.tensor([row[k] for row in rows], dtype=torch.float64) for k in range(2)))
         return [(rows[i], rows[j]) for i, j in zip(better.tolist(), worse.tolist(), strict=True)]
 
-    joined = found(rows)
+    joined = match(rows)
     assert all(better[0] > worse[0] for better, worse in joined)
     assert len({row for pair in joined for row in pair}) == 2 * len(joined)
-    assert found(random.sample(rows, len(rows))) == joined
+    assert match(random.sample(rows, len(rows))) == joined
     rest = [row[0] for row in rows if all(row not in pair for pair in joined)]
     assert len(set(rest)) <= 1 or len(rest) < 2
 
 
 def test_dpo_has_the_gradient_of_its_loss_over_pairs():
     x, episodes, noise = mini_batch(count=200)
-    episodes.mask[:10] = False  # an answer that wrote nothing is in no pair
+    episodes.mask[:10] = False  # a response without generated tokens is in no pair
     o = LossOptions(dpo_beta=0.3)
     logprobs = x.logprobs.clone().requires_grad_()
     shift = segment_sum((logprobs - x.ref_logprobs) * x.mask, x.offsets)
-    answers = [i for i in range(len(episodes.scores)) if episodes.lengths[i]]
+    responses = [i for i in range(len(episodes.scores)) if episodes.lengths[i]]
     draws = segment_sum(noise, x.offsets)
     margins = []
     for group in episodes.groups.unique():
-        mine = torch.tensor([i for i in answers if episodes.groups[i] == group])
-        better, worse = pairs(episodes.scores[mine], draws[mine])
-        margins += [0.3 * (shift[mine[i]] - shift[mine[j]]) for i, j in zip(better, worse, strict=True)]
+        members = torch.tensor([i for i in responses if episodes.groups[i] == group])
+        better, worse = pairs(episodes.scores[members], draws[members])
+        margins += [0.3 * (shift[members[i]] - shift[members[j]]) for i, j in zip(better, worse, strict=True)]
     margin = torch.stack(margins)
     loss = -logsigmoid(margin).mean()
     (gradient,) = torch.autograd.grad(loss, logprobs)
 
-    found = prepass_dpo(x, episodes, noise, o)
-    assert found.metrics["actor/dpo_loss"] == pytest.approx(loss.item())
-    assert found.metrics["actor/dpo_pairs"] == len(margins)
-    assert found.metrics["actor/dpo_margin"] == pytest.approx(margin.mean().item())
-    assert found.metrics["actor/dpo_accuracy"] == pytest.approx((margin > 0).double().mean().item())
+    results = prepass_dpo(x, episodes, noise, o)
+    assert results.metrics["actor/dpo_loss"] == pytest.approx(loss.item())
+    assert results.metrics["actor/dpo_pairs"] == len(margins)
+    assert results.metrics["actor/dpo_margin"] == pytest.approx(margin.mean().item())
+    assert results.metrics["actor/dpo_accuracy"] == pytest.approx((margin > 0).double().mean().item())
     batch = FlatBatch(torch.zeros_like(x.mask).long(), x.offsets, x.mask, old_logprobs=x.old_logprobs)
-    batch = batch.with_(**found.fields)
+    batch = batch.with_(**results.fields)
     output = ModelOutput(logprobs, torch.zeros_like(logprobs))
     share, _ = PolicyObjective("dpo", o)(output, batch, count_totals(batch.mask, batch.offsets))
     assert torch.allclose(torch.autograd.grad(share, logprobs)[0], gradient)
@@ -127,10 +127,10 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
 def test_a_mini_batch_of_equal_scores_has_no_pairs_and_no_loss():
     x, episodes, noise = mini_batch(count=40)
     episodes.scores.fill_(1.0)
-    found = prepass_dpo(x, episodes, noise, LossOptions())
-    assert not found.fields["mask"].any()
-    assert found.metrics["actor/dpo_pairs"] == 0
-    assert found.metrics["actor/dpo_loss"] == 0
+    results = prepass_dpo(x, episodes, noise, LossOptions())
+    assert not results.fields["mask"].any()
+    assert results.metrics["actor/dpo_pairs"] == 0
+    assert results.metrics["actor/dpo_loss"] == 0
 
 
 def test_dpo_asks_for_a_reference():

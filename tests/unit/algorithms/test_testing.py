@@ -53,7 +53,7 @@ def test_a_loss_that_violates_an_invariant_is_named(loss, invariant):
         check_loss(loss)
 
 
-def test_simulated_ranks_gather_in_their_order_again_and_again():
+def test_simulated_ranks_gather_in_rank_order_repeatedly():
     def run(part, rank, gather):
         once = gather(torch.tensor(part)[:, None]).flatten()
         return gather(once.sum()[None, None] + rank).flatten().tolist()
@@ -61,7 +61,7 @@ def test_simulated_ranks_gather_in_their_order_again_and_again():
     assert run_on_ranks([[1.0, 2.0], [], [4.0]], run) == [[7.0, 8.0, 9.0]] * 3
 
 
-def test_what_went_wrong_on_one_rank_is_raised():
+def test_an_error_on_one_rank_is_raised():
     def run(part, rank, gather):
         if rank == 1:
             raise ZeroDivisionError

@@ -28,9 +28,9 @@ def example():
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5), st.floats(0.01, 2))
 def test_the_loss_is_the_larger_of_two_halved_squares(v, old, ret, eps):
     loss, clipped = value_loss(*torch.tensor([v, old, ret], dtype=torch.float64), eps)
-    free, held = abs(v - ret), abs(min(max(v, old - eps), old + eps) - ret)
-    assert float(loss) == pytest.approx(0.5 * max(free, held) ** 2)
-    assert bool(clipped) == (held * held > free * free)
+    free, clipped_error = abs(v - ret), abs(min(max(v, old - eps), old + eps) - ret)
+    assert float(loss) == pytest.approx(0.5 * max(free, clipped_error) ** 2)
+    assert bool(clipped) == (clipped_error * clipped_error > free * free)
 
 
 @given(st.floats(-5, 5), st.floats(-5, 5), st.floats(-5, 5), st.floats(0.01, 2))
@@ -78,19 +78,19 @@ def test_shares_of_any_cut_add_up_to_the_whole(order, cuts, mode):
 
     edges = [0, *sorted(cuts), 4]
     parts = [list(order[a:b]) for a, b in pairwise(edges)]
-    places = batch.with_(tokens=torch.arange(13))
+    indices = batch.with_(tokens=torch.arange(13))
     shares = []
     for part in parts:
-        share, own = objective(ValueOutput(values[places.select(part).tokens]), batch.select(part), totals)
+        share, metric_share = objective(ValueOutput(values[indices.select(part).tokens]), batch.select(part), totals)
         share.backward()
-        shares.append(own)
+        shares.append(metric_share)
     torch.testing.assert_close(values.grad, gradient)
     for name, value in metrics.items():
-        assert float(sum(own[name] for own in shares)) == pytest.approx(float(value))
+        assert float(sum(metric_share[name] for metric_share in shares)) == pytest.approx(float(value))
 
 
 @pytest.mark.parametrize("name", ["values", "returns"])
-def test_a_batch_without_what_the_loss_needs_is_refused_by_name(name):
+def test_a_batch_without_what_the_loss_needs_raises_an_error_that_names_it(name):
     values, batch, totals = example()
     with pytest.raises(ValueError, match=f"no {name};"):
         ValueObjective()(SimpleNamespace(values=values), batch.with_(**{name: None}), totals)

@@ -10,7 +10,7 @@ HEADS, KV_HEADS, DIM = 4, 2, 8
 
 
 def one_by_one(query, key, value, lengths, scaling, window, softcap):
-    """Attention spelt out for each sequence alone."""
+    """Compute attention for each sequence separately."""
     parts = []
     for q, k, v in zip(*(states.split(lengths, dim=2) for states in (query, key, value)), strict=True):
         k, v = (states.repeat_interleave(HEADS // KV_HEADS, dim=1) for states in (k, v))
@@ -43,11 +43,11 @@ def test_packed_equals_one_by_one_forward_and_backward(lengths, window, softcap)
         softcap=softcap,
         **packing_kwargs(lengths, "cpu"),
     )
-    theirs = one_by_one(*qkv, lengths, 0.3, window, softcap)
-    torch.testing.assert_close(ours, theirs)
+    expected = one_by_one(*qkv, lengths, 0.3, window, softcap)
+    torch.testing.assert_close(ours, expected)
     weight = torch.randn_like(ours)
     torch.testing.assert_close(
-        torch.autograd.grad((weight * ours).sum(), qkv), torch.autograd.grad((weight * theirs).sum(), qkv)
+        torch.autograd.grad((weight * ours).sum(), qkv), torch.autograd.grad((weight * expected).sum(), qkv)
     )
 
 
@@ -84,6 +84,6 @@ def test_what_cannot_be_packed_is_refused(arguments, message):
         packed_attention(torch.nn.Module(), *states(4), None, **arguments)
 
 
-def test_a_further_mask_is_refused():
+def test_an_additional_mask_is_refused():
     with pytest.raises(EngineError, match="only causal attention"):
         packed_attention(torch.nn.Module(), *states(4), torch.ones(1, 1, 4, 4), **packing_kwargs([4], "cpu"))

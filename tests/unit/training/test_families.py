@@ -1,4 +1,4 @@
-"""What a family cannot do is said from its configuration alone, with all that is wrong besides."""
+"""Unsupported models are reported from their configuration, together with all other problems."""
 
 import json
 
@@ -43,10 +43,10 @@ ODD = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_what_cannot_be_trained_is_named_with_the_fix(tmp_path, name):
-    config, says = ODD[name]
+    config, expected = ODD[name]
     (tmp_path / "config.json").write_text(json.dumps(config))
     [problem] = family_problems(str(tmp_path))
-    assert says in problem
+    assert expected in problem
     assert config["model_type"] in problem
 
 

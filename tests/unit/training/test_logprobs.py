@@ -34,16 +34,16 @@ def gradients(outputs, leaves, use):
     "options", [{}, {"temperature": 0.7}, {"softcap": 1.5, "scale": 0.5, "temperature": 1.3}, {"scale": 2.0}], ids=str
 )
 @pytest.mark.parametrize("bias", [False, True])
-def test_chunks_give_the_values_and_gradients_of_the_plain_way(chunk, use, options, bias):
+def test_chunks_give_the_values_and_gradients_of_plain_ones(chunk, use, options, bias):
     (hidden, weight, *rest), targets = inputs(bias=bias)
     named = {"bias": rest[0]} if rest else {}
-    how = {"temperature": options.get("temperature", 1.0), "chunk": chunk}
+    kwargs = {"temperature": options.get("temperature", 1.0), "chunk": chunk}
     shape = {key: value for key, value in options.items() if key != "temperature"}
-    ours = token_logprobs(LastLayer(hidden, weight, **named, **shape), targets, **how)
-    theirs = plain(hidden, weight, targets, **named, **options)
-    torch.testing.assert_close(ours, theirs)
+    ours = token_logprobs(LastLayer(hidden, weight, **named, **shape), targets, **kwargs)
+    plain_outputs = plain(hidden, weight, targets, **named, **options)
+    torch.testing.assert_close(ours, plain_outputs)
     leaves = [hidden, weight, *rest]
-    torch.testing.assert_close(gradients(ours, leaves, use), gradients(theirs, leaves, use))
+    torch.testing.assert_close(gradients(ours, leaves, use), gradients(plain_outputs, leaves, use))
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 100])
@@ -63,14 +63,14 @@ def test_the_kl_over_the_vocabulary_has_the_value_and_gradient_of_its_sum(chunk,
             -1,
         )
 
-    own = log_p(hidden, weight, *rest, **options)
-    theirs = (own.exp() * (own - log_p(other.hidden, other.weight, scale=0.3))).sum(-1)
-    torch.testing.assert_close(ours, theirs)
+    log_probs = log_p(hidden, weight, *rest, **options)
+    plain_outputs = (log_probs.exp() * (log_probs - log_p(other.hidden, other.weight, scale=0.3))).sum(-1)
+    torch.testing.assert_close(ours, plain_outputs)
     leaves = [hidden, weight, *rest]
-    torch.testing.assert_close(gradients([ours], leaves, [1]), gradients([theirs], leaves, [1]))
+    torch.testing.assert_close(gradients([ours], leaves, [1]), gradients([plain_outputs], leaves, [1]))
 
 
-def test_a_model_has_no_kl_to_itself_and_no_reason_to_move():
+def test_a_model_has_no_kl_to_itself_and_no_gradient():
     (hidden, weight), _ = inputs()
     layer = LastLayer(hidden, weight)
     kl = vocabulary_kl(layer, LastLayer(hidden.detach(), weight.detach()))
@@ -95,7 +95,7 @@ def test_a_frozen_head_gets_no_gradient():
     assert weight.grad is None
 
 
-def test_low_precision_inputs_give_float32_log_probs_and_gradients_of_their_own_type():
+def test_low_precision_inputs_give_float32_log_probs_and_gradients_of_the_input_dtype():
     (hidden, weight), targets = inputs(dtype=torch.bfloat16)
     logprobs, entropy = token_logprobs(LastLayer(hidden, weight), targets, chunk=4)
     assert logprobs.dtype == entropy.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""An adapter on a model: which modules get one, what is trained, and what the model is with it off."""
+"""LoRA adapters: which modules get one, what is trained, and the model with its adapter disabled."""
 
 from __future__ import annotations
 
@@ -68,20 +68,20 @@ def test_modules_are_named_by_suffixes_or_by_a_pattern(path: Path, targets: str 
 
 
 @pytest.mark.parametrize(
-    ("targets", "said"),
+    ("targets", "named"),
     [(("q_proj", "qkv"), "qkv"), (("lm_head",), "lm_head"), (("embed_tokens",), "embed_tokens"), ("q_pro", "q_pro")],
 )
 def test_names_without_a_linear_module_are_refused_with_those_that_have_one(
-    path: Path, targets: str | tuple[str, ...], said: str
+    path: Path, targets: str | tuple[str, ...], named: str
 ) -> None:
     available = "q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj"
     with pytest.raises(
-        EngineError, match=f"target_modules: {said} matches no linear module in .* are {available}; set"
+        EngineError, match=f"target_modules: {named} matches no linear module in .* are {available}; set"
     ):
         loaded(path, LoraSettings(2, targets=targets))
 
 
-def test_an_adapter_is_kept_in_float32_on_weights_of_any_type(path: Path) -> None:
+def test_an_adapter_is_stored_in_float32_on_weights_of_any_dtype(path: Path) -> None:
     model = load_model(str(path), dtype=torch.bfloat16, lora=LoraSettings(4))
     kinds = {(is_adapter(name), parameter.dtype) for name, parameter in model.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
@@ -95,7 +95,7 @@ def test_a_critic_trains_its_head_too(path: Path) -> None:
     assert len(adapted(model)) == 14
 
 
-def test_the_first_numbers_follow_from_the_seed_and_leave_the_others_alone(path: Path) -> None:
+def test_initial_values_depend_on_the_seed_and_nothing_else_changes(path: Path) -> None:
     torch.manual_seed(1)
     state = torch.get_rng_state()
     first, again, other = (loaded(path, LoraSettings(4, seed=seed)) for seed in (5, 5, 6))
@@ -118,7 +118,7 @@ def test_the_first_numbers_follow_from_the_seed_and_leave_the_others_alone(path:
     ids=["qwen2", "llama", "phi3"],
 )
 @torch.no_grad()
-def test_a_model_with_its_adapter_off_is_the_model_without_one_to_the_bit(tmp_path: Path, make: object) -> None:
+def test_a_model_with_its_adapter_disabled_is_the_model_without_one_to_the_bit(tmp_path: Path, make: object) -> None:
     torch.manual_seed(0)
     hf: PreTrainedModel = make()  # type: ignore[operator]
     hf.save_pretrained(tmp_path)
@@ -149,14 +149,14 @@ def test_names_in_files_are_pefts() -> None:
     assert original_name("model.layers.0.mlp.up_proj.base_layer.weight") == "model.layers.0.mlp.up_proj.weight"
 
 
-def test_what_goes_with_an_adapter_names_its_modules_as_short_as_it_can(path: Path) -> None:
-    some = LoraSettings(2, targets=("q_proj",))
+def test_an_adapter_description_names_its_modules_as_briefly_as_possible(path: Path) -> None:
+    subset = LoraSettings(2, targets=("q_proj",))
     one = LoraSettings(2, targets=("layers.1.self_attn.q_proj",))
-    assert '"target_modules": ["q_proj"]' in describe_adapter(loaded(path, some), some, str(path))["adapter"]
+    assert '"target_modules": ["q_proj"]' in describe_adapter(loaded(path, subset), subset, str(path))["adapter"]
     assert '"model.layers.1.self_attn.q_proj"' in describe_adapter(loaded(path, one), one, str(path))["adapter"]
 
 
-def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Path, tmp_path: Path) -> None:
+def test_fingerprints_identify_weights_in_any_folder(path: Path, tmp_path: Path) -> None:
     weights = load_file(path / "model.safetensors")
     names = sorted(weights)
     for number, part in enumerate((names[:5], names[5:])):
@@ -172,17 +172,17 @@ def test_weights_are_known_again_wherever_they_lie_and_told_from_others(path: Pa
 
 def test_an_adapter_of_other_weights_or_of_another_size_scale_or_targets_is_refused(path: Path) -> None:
     settings = LoraSettings(2)
-    mine = describe_adapter(loaded(path, settings), settings, str(path))
-    check_base(mine, mine)
+    local = describe_adapter(loaded(path, settings), settings, str(path))
+    check_base(local, local)
     with pytest.raises(CheckpointError, match="belongs to other weights"):
-        check_base(mine, mine | {"fingerprint": "other"})
+        check_base(local, local | {"fingerprint": "other"})
     with pytest.raises(CheckpointError, match=re.escape("set peft.lora_alpha=16")):
-        check_base(mine | {"adapter": mine["adapter"].replace('"lora_alpha": 16', '"lora_alpha": 32')}, mine)
+        check_base(local | {"adapter": local["adapter"].replace('"lora_alpha": 16', '"lora_alpha": 32')}, local)
     fewer = LoraSettings(2, targets=("q_proj",))
     with pytest.raises(CheckpointError, match=re.escape("set peft.target_modules=[down_proj,")):
-        check_base(describe_adapter(loaded(path, fewer), fewer, str(path)), mine)
+        check_base(describe_adapter(loaded(path, fewer), fewer, str(path)), local)
     with pytest.raises(CheckpointError, match=re.escape("set peft.lora_rank=2")):
-        check_base(describe_adapter(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), mine)
+        check_base(describe_adapter(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), local)
 
 
 def test_without_peft_the_error_states_the_fix(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

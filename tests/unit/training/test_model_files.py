@@ -1,4 +1,4 @@
-"""The small files of a model: what `from_pretrained` needs beside weights."""
+"""The files besides weights that `from_pretrained` needs."""
 
 import json
 

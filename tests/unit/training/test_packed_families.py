@@ -43,8 +43,8 @@ def test_packed_sequences_have_the_log_probs_and_entropies_that_each_has_alone(p
     model, plain = pair
     with torch.no_grad():
         expected = [torch.cat(parts) for parts in zip(*alone(plain), strict=True)]
-        found = packed(model)
-    for numbers, right in zip(found, expected, strict=True):
+        results = packed(model)
+    for numbers, right in zip(results, expected, strict=True):
         torch.testing.assert_close(numbers, right, atol=1e-5, rtol=1e-5)
 
 
@@ -85,7 +85,7 @@ def test_weights_have_the_names_and_numbers_of_the_checkpoint(pair):
 
     model, plain = pair
     named = [(name, parameter.detach()) for name, parameter in model.hf.named_parameters()]
-    found, expected = dict(to_hf(model.hf, named)), load_file(f"{plain.name_or_path}/model.safetensors")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+    results, expected = dict(to_hf(model.hf, named)), load_file(f"{plain.name_or_path}/model.safetensors")
+    assert results.keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in results.items())
     check_names(model.hf, "here")

@@ -45,12 +45,12 @@ class Table(FakeTrainEngine):
         self.before.append(self.table.detach().clone())
         return super().update(micro_batches, loss, reference=reference)
 
-    def says(self, batch: FlatBatch, table: Tensor | None = None) -> Tensor:
+    def lookup_logprobs(self, batch: FlatBatch, table: Tensor | None = None) -> Tensor:
         """Log-probs [T] of generated tokens, straight from the table."""
         table = self.table.detach() if table is None else table
-        places = batch.mask.nonzero().squeeze(-1)
-        logprobs = table.log_softmax(-1)[batch.tokens[places - 1], batch.tokens[places]]
-        return torch.zeros(batch.num_tokens).index_copy(0, places, logprobs)
+        indices = batch.mask.nonzero().squeeze(-1)
+        logprobs = table.log_softmax(-1)[batch.tokens[indices - 1], batch.tokens[indices]]
+        return torch.zeros(batch.num_tokens).index_copy(0, indices, logprobs)
 
 
 def critic(table: Tensor | None = None) -> Table:
@@ -95,24 +95,26 @@ def step_of(samples: Sequence[Sample], *, prompts: int = 9, micro: int = 9, epoc
     """One rank's step; `prompts` of a mini-batch, `micro` samples of a micro-batch."""
     numbers: dict[int, int] = {}
     handles = []
-    for place, one in enumerate(samples):
+    for index, one in enumerate(samples):
         number = numbers[one.group] = numbers.get(one.group, -1) + 1
         length, generated = len(one.tokens), int(one.mask.sum())
         handles.append(
-            SampleHandle(place, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
+            SampleHandle(index, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
         )
     planner = Planner(1, UpdateSizes(prompts, micro, None, epochs), **sizes)
     plan = planner.plan(handles).rank(0)
-    return Step([samples[place] for place in plan.refs], plan)
+    return Step([samples[index] for index in plan.refs], plan)
 
 
-def told(samples: Sequence[Sample], engine: Table, gap: float | dict[int, float] = 0.0) -> list[Sample]:
+def with_rollout_logprobs(
+    samples: Sequence[Sample], engine: Table, gap: float | dict[int, float] = 0.0
+) -> list[Sample]:
     """The same samples, drawn by an engine whose log-probs are those of the table less a gap, of all or by place."""
     gaps = gap if isinstance(gap, dict) else dict.fromkeys(range(len(samples)), gap)
-    logprobs = [engine.says(FlatBatch.from_samples([one])).numpy() for one in samples]
+    logprobs = [engine.lookup_logprobs(FlatBatch.from_samples([one])).numpy() for one in samples]
     return [
-        replace(one, logprobs=np.where(one.mask, known - gaps.get(place, 0.0), 0).astype(np.float32))
-        for place, (one, known) in enumerate(zip(samples, logprobs, strict=True))
+        replace(one, logprobs=np.where(one.mask, known - gaps.get(index, 0.0), 0).astype(np.float32))
+        for index, (one, known) in enumerate(zip(samples, logprobs, strict=True))
     ]
 
 
@@ -131,11 +133,11 @@ def episodes(monkeypatch: pytest.MonkeyPatch) -> list[AdvantageInputs]:
 
 def by_token(batch: FlatBatch, values: Tensor) -> dict[tuple[int, ...], list[float]]:
     """Values of the generated tokens of each sequence, under the tokens of that sequence: whatever the order."""
-    found = {}
+    results = {}
     for b in range(len(batch)):
         part = slice(int(batch.offsets[b]), int(batch.offsets[b + 1]))
-        found[tuple(batch.tokens[part].tolist())] = values[part][batch.mask[part]].tolist()
-    return found
+        results[tuple(batch.tokens[part].tolist())] = values[part][batch.mask[part]].tolist()
+    return results
 
 
 def resumed(fresh: PolicyTrainer, saved: PolicyTrainer, tmp_path: Any) -> PolicyTrainer:
@@ -179,7 +181,7 @@ def test_kl_in_the_reward_is_taken_off_every_generated_token(
     PolicyTrainer(actor, AlgorithmSettings("seen")).prepare(plain.samples, plain.plan)
     with_kl, without = episodes
     batch = FlatBatch.from_samples(step.samples)
-    kl = estimate(reference.says(batch) - actor.says(batch)).double() * batch.mask
+    kl = estimate(reference.lookup_logprobs(batch) - actor.lookup_logprobs(batch)).double() * batch.mask
     torch.testing.assert_close(with_kl.rewards, without.rewards - 0.5 * kl, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(
         with_kl.scores, without.scores - 0.5 * segment_sum(kl, batch.offsets), atol=1e-6, rtol=1e-5
@@ -191,10 +193,10 @@ def test_kl_in_the_reward_is_taken_off_every_generated_token(
 
 def exact_kl(actor: Table, reference: Table, batch: FlatBatch) -> Tensor:
     """Of the state that each generated token was drawn from, by hand."""
-    own, other = (engine.table.detach().log_softmax(-1) for engine in (actor, reference))
-    places = batch.mask.nonzero().squeeze(-1)
-    rows = (own.exp() * (own - other)).sum(-1)
-    return torch.zeros(batch.num_tokens).index_copy(0, places, rows[batch.tokens[places - 1]])
+    log_p, other_log_p = (engine.table.detach().log_softmax(-1) for engine in (actor, reference))
+    indices = batch.mask.nonzero().squeeze(-1)
+    rows = (log_p.exp() * (log_p - other_log_p)).sum(-1)
+    return torch.zeros(batch.num_tokens).index_copy(0, indices, rows[batch.tokens[indices - 1]])
 
 
 def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[AdvantageInputs]) -> None:
@@ -211,9 +213,9 @@ def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:
     actor, reference, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
     policy = PolicyTrainer(actor, AlgorithmSettings(loss_kl_coef=50.0, loss_kl_type="full"), reference=reference)
     kl = exact_kl(actor, reference, FlatBatch.from_samples(step.samples))
-    found = [step.run(policy)["actor/kl_loss"] for _ in range(6)]
-    assert found[0] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
-    assert found[-1] < found[0] / 2
+    results = [step.run(policy)["actor/kl_loss"] for _ in range(6)]
+    assert results[0] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
+    assert results[-1] < results[0] / 2
 
 
 def test_an_adaptive_weight_of_the_kl_moves_and_is_in_the_checkpoint(tmp_path: Any) -> None:
@@ -289,10 +291,10 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
     returns, advantages = by_token(trained, trained.returns), by_token(policy, policy.advantages)
     raw = {}
     for one in step.samples:
-        places = one.mask.nonzero()[0]
-        values = [float(known[one.tokens[place - 1]]) for place in places]
+        indices = one.mask.nonzero()[0]
+        values = [float(known[one.tokens[index - 1]]) for index in indices]
         raw[tuple(one.tokens)] = gae_by_hand(
-            values, [0.0] * (len(places) - 1) + [one.score] if len(places) else [], 0.9, 0.8
+            values, [0.0] * (len(indices) - 1) + [one.score] if len(indices) else [], 0.9, 0.8
         )
         expected = [a + v for a, v in zip(raw[tuple(one.tokens)], values, strict=True)]
         assert returns[tuple(one.tokens)] == pytest.approx(expected, abs=1e-6)
@@ -309,9 +311,9 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
 def test_the_critic_comes_to_know_the_returns() -> None:
     step = step_of(SAMPLES, critic=UpdateSizes(1, 1, None, epochs=2))
     policy = PolicyTrainer(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
-    found = [step.run(policy) for _ in range(25)]
-    assert found[-1]["critic/vf_loss"] < 0.5 * found[0]["critic/vf_loss"]
-    assert found[-1]["critic/explained_variance"] > 0.3 > found[0]["critic/explained_variance"]
+    results = [step.run(policy) for _ in range(25)]
+    assert results[-1]["critic/vf_loss"] < 0.5 * results[0]["critic/vf_loss"]
+    assert results[-1]["critic/explained_variance"] > 0.3 > results[0]["critic/explained_variance"]
     assert len(policy.critic.seen) == 25 * 2 * 2  # type: ignore[union-attr]
 
 
@@ -366,11 +368,13 @@ def test_remax_without_greedy_answers_says_what_is_missing() -> None:
 
 def test_the_mismatch_with_the_engine_is_measured_though_nothing_is_corrected() -> None:
     actor = Table()
-    step = step_of(told(SAMPLES, actor, {0: 0.5, 3: -0.25}))
+    step = step_of(with_rollout_logprobs(SAMPLES, actor, {0: 0.5, 3: -0.25}))
     metrics = step.run(PolicyTrainer(actor))
     batch = FlatBatch.from_samples(step.samples)
     p = (
-        torch.from_numpy(np.concatenate([one.logprobs for one in told(step.samples, Table())]))[batch.mask]
+        torch.from_numpy(np.concatenate([one.logprobs for one in with_rollout_logprobs(step.samples, Table())]))[
+            batch.mask
+        ]
         .exp()
         .double()
     )
@@ -391,7 +395,7 @@ def test_the_mismatch_with_the_engine_is_measured_though_nothing_is_corrected() 
 def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None:
     correction = Correction(weigh=level, threshold=2.0)
     actor, plain = Table(), Table()
-    samples = told(SAMPLES, actor, {0: 0.3, 3: -0.25, 4: 0.1})
+    samples = with_rollout_logprobs(SAMPLES, actor, {0: 0.3, 3: -0.25, 4: 0.1})
     expected = {0: 0.3, 3: -0.25, 4: 0.1}
     step = step_of(samples)
     metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=correction)))
@@ -403,9 +407,9 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
     share = float(drawn.sum() ** 2 / drawn.square().sum()) / GENERATED
     assert metrics["training/rollout_is_ess"] == pytest.approx(share, rel=1e-4)
     loss, plain_loss = 0.0, 0.0
-    for place, one in enumerate(samples):
+    for index, one in enumerate(samples):
         count = int(one.mask.sum())
-        weight = min(math.exp(expected.get(place, 0.0) * exponent(count)), 2.0)
+        weight = min(math.exp(expected.get(index, 0.0) * exponent(count)), 2.0)
         assert weights[tuple(one.tokens)] == pytest.approx([weight] * count, rel=1e-4)
         loss -= weight * sum(advantages[tuple(one.tokens)]) / GENERATED
         plain_loss -= sum(advantages[tuple(one.tokens)]) / GENERATED
@@ -417,7 +421,7 @@ def test_importance_weights_multiply_the_loss(level: str, exponent: Any) -> None
 
 def test_a_weight_of_one_changes_nothing() -> None:
     actor, plain = Table(), Table()
-    step = step_of(told(SAMPLES, actor))
+    step = step_of(with_rollout_logprobs(SAMPLES, actor))
     step.run(
         PolicyTrainer(actor, AlgorithmSettings(correction=Correction("sequence", normalize=True, reject="sequence")))
     )
@@ -430,7 +434,7 @@ REJECTING = Correction(reject="sequence", upper=2.0, lower=0.5)
 
 def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baselines() -> None:
     actor, plain = Table(), Table()
-    samples = told(SAMPLES, actor, {0: 1.0, 5: -0.5})  # exp(3) and exp(-0.5): one out, one in
+    samples = with_rollout_logprobs(SAMPLES, actor, {0: 1.0, 5: -0.5})  # exp(3) and exp(-0.5): one out, one in
     step = step_of(samples)
     metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=REJECTING)))
     step.run(PolicyTrainer(plain))
@@ -441,7 +445,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
     assert not by_token(batch, batch.advantages)[tuple(SAMPLES[0].tokens)]
     assert torch.equal(batch.advantages, whole.advantages)
     assert metrics["training/rollout_rejected"] == pytest.approx(3 / GENERATED)
-    without = step_of([one for place, one in enumerate(samples) if place != 0])
+    without = step_of([one for index, one in enumerate(samples) if index != 0])
     lonely = Table()
     without.run(PolicyTrainer(lonely))
     others = by_token(lonely.seen[0], lonely.seen[0].advantages)
@@ -450,7 +454,7 @@ def test_what_is_rejected_is_left_out_for_the_policy_and_still_counts_for_baseli
 
 def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
     actor, valuer = Table(), critic(torch.linspace(-1, 1, VOCABULARY))
-    step = step_of(told(SAMPLES, actor, {0: 1.0}), **CRITIC_SIZES)
+    step = step_of(with_rollout_logprobs(SAMPLES, actor, {0: 1.0}), **CRITIC_SIZES)
     step.run(PolicyTrainer(actor, AlgorithmSettings("gae", correction=REJECTING), critic=valuer))
     assert int(actor.seen[0].mask.sum()) == GENERATED - 3
     assert int(valuer.seen[0].mask.sum()) == GENERATED
@@ -459,7 +463,7 @@ def test_what_is_rejected_for_the_policy_still_trains_the_critic() -> None:
 
 def test_an_update_whose_samples_are_all_rejected_is_skipped_and_counted() -> None:
     actor = Table()
-    start, step = actor.table.detach().clone(), step_of(told(SAMPLES, actor, 5.0), prompts=1)
+    start, step = actor.table.detach().clone(), step_of(with_rollout_logprobs(SAMPLES, actor, 5.0), prompts=1)
     metrics = step.run(PolicyTrainer(actor, AlgorithmSettings(correction=Correction(reject="token"))))
     assert torch.equal(actor.table, start)
     assert metrics["actor/skipped_steps"] == 2
@@ -481,7 +485,7 @@ def test_the_new_policy_does_not_depend_on_the_micro_batches(loss_mode: str, pro
     tables = []
     for micro in (1, 2, 9):
         actor = Table(grad_clip=0.5)
-        step = step_of(told(SAMPLES, actor), prompts=prompts, micro=micro, epochs=2)
+        step = step_of(with_rollout_logprobs(SAMPLES, actor), prompts=prompts, micro=micro, epochs=2)
         step.run(PolicyTrainer(actor, algorithm_of(loss_mode), reference=Table(seed=1)))
         assert len(actor.seen) == 2 * 2 // prompts
         tables.append(actor.table.detach())
@@ -493,10 +497,10 @@ def test_the_new_policy_does_not_depend_on_the_micro_batches(loss_mode: str, pro
 @pytest.mark.parametrize("prompts", [1, 2])
 def test_kl_cov_holds_the_tokens_that_have_the_largest_covariance_now(prompts: int) -> None:
     actor = Table(lr=0.5)
-    step = step_of(told(SAMPLES, actor), prompts=prompts)
+    step = step_of(with_rollout_logprobs(SAMPLES, actor), prompts=prompts)
     metrics = step.run(PolicyTrainer(actor, algorithm_of("kl_cov")))
     for batch, table in zip(actor.seen, actor.before, strict=True):
-        mask, now = batch.mask, actor.says(batch, table)
+        mask, now = batch.mask, actor.lookup_logprobs(batch, table)
         advantages, logprobs = batch.advantages[mask], now[mask]
         covariance = (advantages - advantages.mean()) * (logprobs - logprobs.mean())
         count = max(1, int(0.3 * int(mask.sum())))
@@ -515,7 +519,7 @@ def test_clip_cov_takes_the_gradient_of_a_share_of_all_tokens(prompts: int) -> N
         for w in ("EFGJKLM", "HINOPABC")
     ]
     actor = Table()
-    step = step_of(told(samples, actor), prompts=20 * prompts)
+    step = step_of(with_rollout_logprobs(samples, actor), prompts=20 * prompts)
     metrics = step.run(PolicyTrainer(actor, algorithm_of("clip_cov")))
     shares = [float(batch.chosen.sum() / batch.mask.sum()) for batch in actor.seen]
     assert all(0.25 < share < 0.55 for share in shares)  # 0.4 in expectation, of 300 tokens or more
@@ -527,7 +531,7 @@ def preference(actor: Table, sampled: Sequence[Sample]) -> tuple[float, float]:
     """Mean log-prob of the better and of the worse answers, as the table says now."""
     totals = {True: [], False: []}  # type: dict[bool, list[float]]
     for one in sampled:
-        totals[one.score > 0.5].append(float(actor.says(FlatBatch.from_samples([one])).sum()))
+        totals[one.score > 0.5].append(float(actor.lookup_logprobs(FlatBatch.from_samples([one])).sum()))
     return float(np.mean(totals[True])), float(np.mean(totals[False]))
 
 
@@ -551,15 +555,15 @@ def test_better_answers_become_likelier_and_worse_ones_less(loss_mode: str, prom
         step_of(PAIRS[:-1], prompts=prompts),
     )
     start = preference(actor, PAIRS[:-1])
-    found = [step.run(policy) for _ in range(3)]
+    results = [step.run(policy) for _ in range(3)]
     end = preference(actor, PAIRS[:-1])
     assert end[0] > start[0] + 0.05
     assert end[1] < start[1] - 0.05
     if loss_mode == "dpo":
-        assert found[-1]["actor/dpo_loss"] < found[0]["actor/dpo_loss"]
-        assert found[-1]["actor/dpo_accuracy"] == 1.0
-        assert found[-1]["actor/dpo_margin"] > 0
-        assert found[-1]["actor/dpo_pairs"] == pytest.approx(3 * prompts / 2)
+        assert results[-1]["actor/dpo_loss"] < results[0]["actor/dpo_loss"]
+        assert results[-1]["actor/dpo_accuracy"] == 1.0
+        assert results[-1]["actor/dpo_margin"] > 0
+        assert results[-1]["actor/dpo_pairs"] == pytest.approx(3 * prompts / 2)
 
 
 def test_the_gradient_of_dpo_is_that_of_its_formula() -> None:
@@ -574,7 +578,7 @@ def test_the_gradient_of_dpo_is_that_of_its_formula() -> None:
         gains = []
         for one in (better, worse):
             batch = FlatBatch.from_samples([one])
-            gains.append((actor.says(batch, table) - reference.says(batch)).sum())
+            gains.append((actor.lookup_logprobs(batch, table) - reference.lookup_logprobs(batch)).sum())
         losses.append(-logsigmoid(0.3 * (gains[0] - gains[1])))
     loss = torch.stack(losses).mean()
     loss.backward()
@@ -632,11 +636,11 @@ def prime_policy(**changes: Any) -> PolicyTrainer:
 
 def test_the_process_model_learns_to_tell_right_answers_from_wrong_ones() -> None:
     step, policy = step_of(PAIRS, prompts=1), prime_policy(lr=0.05)
-    found = [step.run(policy) for _ in range(12)]
-    assert found[0]["process/accuracy"] < 0.7
-    assert found[-1]["process/accuracy"] == 1.0
-    assert found[-1]["process/loss"] < 0.5 * found[0]["process/loss"]
-    assert {"process/grad_norm", "process/lr", "process/skipped_steps"} <= found[0].keys()
+    results = [step.run(policy) for _ in range(12)]
+    assert results[0]["process/accuracy"] < 0.7
+    assert results[-1]["process/accuracy"] == 1.0
+    assert results[-1]["process/loss"] < 0.5 * results[0]["process/loss"]
+    assert {"process/grad_norm", "process/lr", "process/skipped_steps"} <= results[0].keys()
 
 
 def test_the_process_rewards_are_the_log_ratio_of_the_model_to_where_it_started() -> None:
@@ -647,7 +651,7 @@ def test_the_process_rewards_are_the_log_ratio_of_the_model_to_where_it_started(
     step.run(policy)
     assert not shown[0].any()  # type: ignore[union-attr]
     batch, model = FlatBatch.from_samples(step.samples), policy.prime.model  # type: ignore[union-attr]
-    expected = 2.0 * 0.5 * (model.says(batch) - Table().says(batch)).double()  # type: ignore[attr-defined]
+    expected = 2.0 * 0.5 * (model.lookup_logprobs(batch) - Table().lookup_logprobs(batch)).double()  # type: ignore[attr-defined]
     step.run(policy)
     assert expected.any()
     torch.testing.assert_close(shown[1], expected, atol=1e-6, rtol=1e-4)
@@ -666,7 +670,7 @@ def test_the_process_model_is_in_the_checkpoint(tmp_path: Any) -> None:
 
 
 @pytest.fixture
-def mine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def custom_functions(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mine_of_this_test.py").write_text(
         "import torch\n"
         "from verl.algorithms.losses import PolicyLoss\n"
@@ -683,7 +687,7 @@ def mine(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("custom_functions")
 def test_an_estimator_of_the_user() -> None:
     actor, step = Table(), step_of(SAMPLES)
     step.run(PolicyTrainer(actor, AlgorithmSettings("mine_of_this_test:doubled")))
@@ -692,7 +696,7 @@ def test_an_estimator_of_the_user() -> None:
         assert advantages[tuple(one.tokens)] == [2 * one.score] * int(one.mask.sum())
 
 
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("custom_functions")
 def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
     valuer, step = critic(), step_of(SAMPLES, **CRITIC_SIZES)
     metrics = step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:with_returns"), critic=valuer))
@@ -702,26 +706,26 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
     assert "critic/explained_variance" in metrics
 
 
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("custom_functions")
 def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_the_mend() -> None:
     step = step_of(SAMPLES, **CRITIC_SIZES)
     with pytest.raises(ConfigError, match=r"doubled returned advantages but no returns .* critic.enable=false"):
         step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
 
 
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("custom_functions")
 @pytest.mark.parametrize("name", ["plain", "clipped"])
 def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name: str) -> None:
-    own, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
-    metrics = step.run(PolicyTrainer(own, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
+    custom, shipped, step = Table(), Table(), step_of(SAMPLES, prompts=1)
+    metrics = step.run(PolicyTrainer(custom, AlgorithmSettings(loss_mode=f"mine_of_this_test:{name}")))
     step.run(PolicyTrainer(shipped, AlgorithmSettings(loss_mode="gpg")))
-    assert torch.equal(own.table, shipped.table)
+    assert torch.equal(custom.table, shipped.table)
     assert metrics["actor/pg_clipfrac_upper"] == (1.0 if name == "clipped" else 0.0)
 
 
-@pytest.mark.usefixtures("mine")
+@pytest.mark.usefixtures("custom_functions")
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("grop", "'grop' is not one of .*, nor package.module:function"),
         ("nowhere_at_all:f", "'nowhere_at_all:f' cannot be imported: No module named 'nowhere_at_all'.*PYTHONPATH"),
@@ -729,10 +733,10 @@ def test_a_loss_of_the_user_trains_like_the_shipped_one_of_the_same_formula(name
         ("mine_of_this_test:NUMBER", "'mine_of_this_test:NUMBER' is int, it must be a function"),
     ],
 )
-def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {said}"):
+def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"algorithm.adv_estimator: {message}"):
         PolicyTrainer(Table(), AlgorithmSettings(name))
-    with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {said}"):
+    with pytest.raises(ConfigError, match=f"actor_rollout_ref.actor.policy_loss.loss_mode: {message}"):
         PolicyTrainer(Table(), AlgorithmSettings(loss_mode=name))
 
 

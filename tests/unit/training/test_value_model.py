@@ -61,7 +61,7 @@ def values_of(model, batch):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_new_critic_has_the_backbone_of_the_causal_model_and_says_zero(tmp_path, family):
+def test_a_new_critic_has_the_backbone_of_the_causal_model_and_predicts_zero(tmp_path, family):
     path = saved(tmp_path, FAMILIES[family])
     model = load_model(path, dtype=torch.float32, head="value")
     values = values_of(model, mini_batch())
@@ -98,9 +98,9 @@ def test_a_value_is_what_the_head_makes_of_the_state_before_its_token(tmp_path):
 def test_the_head_of_a_classifier_of_one_label_is_taken_over(tmp_path, kind):
     model = scored(tmp_path, kind)
     classifier = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(tmp_path)
-    kept, theirs = model.hf.state_dict(), classifier.state_dict()
-    assert kept.keys() == theirs.keys()
-    assert all(torch.equal(kept[name], weight) for name, weight in theirs.items())
+    kept, reference = model.hf.state_dict(), classifier.state_dict()
+    assert kept.keys() == reference.keys()
+    assert all(torch.equal(kept[name], weight) for name, weight in reference.items())
     assert values_of(model, mini_batch()).any()
 
 
@@ -139,7 +139,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut_and_packed(tmp_path, mo
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_sequences_that_see_each_other_stop_the_start_though_all_values_are_zero(tmp_path, monkeypatch, dtype):
+def test_sequences_that_see_each_other_are_refused_though_all_values_are_zero(tmp_path, monkeypatch, dtype):
     real = attention.packing_kwargs
     monkeypatch.setattr(attention, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
     with pytest.raises(EngineError, match=r"\(qwen2\): hidden states of packed sequences differ"):
