@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 
 from verl.config.batch_sizes import count_total_steps, count_train_ranks
@@ -31,8 +32,7 @@ from verl.trainer.setup import (
     with_changes,
 )
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, optimizer_settings
-from verl.training.settings import FsdpSettings
+from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.workers.base import RankSettings
 
 __all__ = ["SFTBuilder", "build_schedule", "build_sft_trainer"]
@@ -106,18 +106,16 @@ class SFTBuilder:
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     """Return what every rank is built from."""
     model, contents = config.model, config.checkpoint
+    settings = replace(
+        fsdp_settings(model.path, model.fsdp_config, device),
+        role="train",
+        lora=lora_settings(model.peft, config.trainer.seed),
+        grad_clip=config.optim.grad_clip,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+        trust_remote_code=model.trust_remote_code,
+    )
     return RankSettings(
-        actor=FsdpSettings(
-            model.path,
-            role="train",
-            lora=lora_settings(model.peft, config.trainer.seed),
-            grad_clip=config.optim.grad_clip,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            device=device,
-            trust_remote_code=model.trust_remote_code,
-            **fsdp_settings(model.fsdp_config, device),
-            **optimizer_settings("optim", config.optim, steps),
-        ),
+        actor=with_optimizer(settings, "optim", config.optim, steps),
         seed=config.trainer.seed,
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),

@@ -1,9 +1,10 @@
-"""From settings to the records that workers, engines and planner are built from: names and units change, no more."""
+"""Converts the settings of a run to those of its workers, engines and planner."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
@@ -56,88 +57,68 @@ __all__ = [
     "episode_settings",
     "fsdp_settings",
     "lora_settings",
-    "optimizer_settings",
     "reward_function_settings",
     "reward_model_settings",
     "reward_pool_settings",
     "rollout_dtype",
     "train_settings",
     "transport_name",
+    "with_optimizer",
 ]
 
 
 def deadlines(config: Config | SftConfig) -> Deadlines:
-    """How long one process waits for another; in one process nobody does."""
+    """Return how long one process waits for another; forever if all run in one process."""
     return Deadlines.unlimited() if config.trainer.local else Deadlines.from_config(config.trainer.deadlines)
 
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
-    """The models of a train worker: the policy, and what its algorithm needs beside it."""
+    """Return the models of a train worker: the policy, and those that its algorithm needs."""
     model, actor, critic, prime = (
         config.actor_rollout_ref.model,
         config.actor_rollout_ref.actor,
         config.critic,
         config.reward.prime,
     )
-    common: dict[str, Any] = {
-        "temperature": config.actor_rollout_ref.rollout.temperature,
-        "device": device,
-        "trust_remote_code": model.trust_remote_code,
-    }
-    compiled = actor.use_torch_compile and device != "cpu"
-    own = {**common, **fsdp_settings(actor.fsdp_config, device), "compile": compiled}
-    held = own | {  # of what is compared with, and not trained
-        "param_offload": device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
-        "optimizer_offload": False,
-        "offload_policy": False,
-    }
     updates = count_optimizer_steps(config, count_policy_steps(config, total_steps))
     if not updates:
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
-    process_path = prime.model_path or model.path
-    adapter = lora_settings(actor.peft, config.trainer.seed)
+    base = replace(
+        fsdp_settings(model.path, actor.fsdp_config, device),
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        trust_remote_code=model.trust_remote_code,
+        compile=actor.use_torch_compile and device != "cpu",
+    )
+    trained = replace(
+        base,
+        lora=lora_settings(actor.peft, config.trainer.seed),
+        grad_clip=actor.grad_clip,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+    frozen = replace(
+        base,
+        trainable=False,
+        param_offload=device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
+        optimizer_offload=False,
+        offload_policy=False,
+    )
+    has_reference = uses_reference(config) and not uses_policy_as_reference(config)
+    prime_path = prime.model_path or model.path
+    prime_model = replace(
+        trained, model_path=prime_path, role="process", lora=None, lr=prime.lr, grad_clip=prime.grad_clip
+    )
+    has_prime_reference = prime.enable and not prime_shares_reference(config)
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
         memory_advice=rl_memory_advice(config),
-        actor=FsdpSettings(
-            model.path,
-            lora=adapter,
-            grad_clip=actor.grad_clip,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            **own,
-            **optimizer_settings("actor_rollout_ref.actor.optim", actor.optim, updates),
-        ),
-        reference=FsdpSettings(model.path, trainable=False, lora=adapter, **held)
-        if uses_reference(config) and not uses_policy_as_reference(config)
-        else None,
+        actor=with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, updates),
+        reference=replace(frozen, lora=trained.lora) if has_reference else None,
         reference_is_actor=uses_policy_as_reference(config),
-        critic=FsdpSettings(
-            critic.model.path or model.path,
-            head="value",
-            role="critic",
-            lora=lora_settings(critic.peft, config.trainer.seed),
-            grad_clip=critic.grad_clip,
-            gradient_checkpointing=critic.model.enable_gradient_checkpointing,
-            **common | fsdp_settings(critic.fsdp_config, device),
-            **optimizer_settings("critic.optim", critic.optim, count_critic_optimizer_steps(config, total_steps)),
-        )
-        if uses_critic(config)
-        else None,
-        prime=FsdpSettings(
-            process_path,
-            role="process",
-            lr=prime.lr,
-            grad_clip=prime.grad_clip,
-            gradient_checkpointing=model.enable_gradient_checkpointing,
-            **own,
-        )
-        if prime.enable
-        else None,
-        prime_reference=FsdpSettings(process_path, trainable=False, **held)
-        if prime.enable and not prime_shares_reference(config)
-        else None,
+        critic=_critic_settings(config, total_steps, device) if uses_critic(config) else None,
+        prime=prime_model if prime.enable else None,
+        prime_reference=replace(frozen, model_path=prime_path) if has_prime_reference else None,
         algorithm=algorithm_settings(config),
         sync_dtype=rollout_dtype(config, device),
         sync_adapter_only=syncs_adapter_only(config),
@@ -148,21 +129,38 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     )
 
 
-def fsdp_settings(fsdp: FsdpConfig, device: str) -> dict[str, Any]:
-    """Types and places of a model's numbers, as `FsdpSettings` names them. On a CPU there is no other place."""
-    away, policy = device != "cpu", fsdp.offload_policy
-    return {
-        "param_dtype": fsdp.model_dtype,
-        "compute_dtype": _dtype(fsdp.dtype, device),
-        "reshard_after_forward": fsdp.reshard_after_forward,
-        "param_offload": away and fsdp.param_offload and not policy,
-        "optimizer_offload": away and fsdp.optimizer_offload and not policy,
-        "offload_policy": away and policy,
-    }
+def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSettings:
+    model, critic = config.actor_rollout_ref.model, config.critic
+    settings = replace(
+        fsdp_settings(critic.model.path or model.path, critic.fsdp_config, device),
+        head="value",
+        role="critic",
+        lora=lora_settings(critic.peft, config.trainer.seed),
+        grad_clip=critic.grad_clip,
+        gradient_checkpointing=critic.model.enable_gradient_checkpointing,
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        trust_remote_code=model.trust_remote_code,
+    )
+    return with_optimizer(settings, "critic.optim", critic.optim, count_critic_optimizer_steps(config, total_steps))
+
+
+def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSettings:
+    """Return the data types and the sharding of a model. Offloading is only for devices other than the CPU."""
+    can_offload, policy = device != "cpu", fsdp.offload_policy
+    return FsdpSettings(
+        model_path,
+        device=device,
+        param_dtype=fsdp.model_dtype,
+        compute_dtype=_dtype(fsdp.dtype, device),
+        reshard_after_forward=fsdp.reshard_after_forward,
+        param_offload=can_offload and fsdp.param_offload and not policy,
+        optimizer_offload=can_offload and fsdp.optimizer_offload and not policy,
+        offload_policy=can_offload and policy,
+    )
 
 
 def lora_settings(peft: PeftConfig, seed: int) -> LoraSettings | None:
-    """The adapter that is asked for, if any."""
+    """Return the configured adapter; None without one."""
     if peft.lora_rank == 0:
         return None
     targets = peft.target_modules if isinstance(peft.target_modules, str) else tuple(peft.target_modules)
@@ -170,12 +168,12 @@ def lora_settings(peft: PeftConfig, seed: int) -> LoraSettings | None:
 
 
 def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:
-    """Of the folders of a checkpoint; what belongs to neither follows the actor."""
+    """Return the contents by folder of a checkpoint; the other models follow the actor."""
     return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:
-    """The algorithm, as the train workers run it."""
+    """Return the algorithm that the train workers run."""
     algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
     loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
     low, high = actor.clip_range
@@ -213,40 +211,40 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
 
 
 def _estimator(config: Config) -> str:
-    """Where another part of the algorithm decides it: SPPO aims at win rates, and DPO, which pairs answers itself, may
-    see them too; PRIME adds its rewards to those of rloo."""
-    chosen = config.algorithm.adv_estimator
+    """Return the advantage estimator. Preference losses (SPPO, DPO) use win rates; PRIME adds its rewards to rloo."""
+    estimator = config.algorithm.adv_estimator
     if uses_preferences(config):
         return "win_rate"
-    return "prime" if config.reward.prime.enable and not is_custom_function(chosen) else chosen
+    return "prime" if config.reward.prime.enable and not is_custom_function(estimator) else estimator
 
 
-def optimizer_settings(section: str, optim: OptimConfig, updates: int) -> dict[str, Any]:
-    """What an engine is told of its optimiser; `section` is where its settings stand."""
+def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, updates: int) -> FsdpSettings:
+    """Add the optimizer and its schedule over `updates` steps; `section` is the name of its settings, for messages."""
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
     try:
         Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
-    except ValueError as error:  # only now is it known how many steps the data gives
+    except ValueError as error:  # the number of steps is known only after the data has been read
         raise ConfigError([f"{section}: {error}"]) from error
     if warmup > updates:
         raise ConfigError(
-            [f"{section}.lr_warmup_steps: {warmup} must not be more than the {updates} optimiser steps of the run"]
+            [f"{section}.lr_warmup_steps: {warmup} must not be more than the {updates} optimizer steps of the run"]
         )
-    return {
-        "lr": optim.lr,
-        "betas": optim.betas,
-        "eps": optim.eps,
-        "weight_decay": optim.weight_decay,
-        "schedule": optim.lr_scheduler_type,
-        "warmup_steps": warmup,
-        "total_steps": updates,
-        "min_lr_ratio": optim.min_lr_ratio,
-    }
+    return replace(
+        settings,
+        lr=optim.lr,
+        betas=optim.betas,
+        eps=optim.eps,
+        weight_decay=optim.weight_decay,
+        schedule=optim.lr_scheduler_type,
+        warmup_steps=warmup,
+        total_steps=updates,
+        min_lr_ratio=optim.min_lr_ratio,
+    )
 
 
 def build_planner(config: Config, ranks: int) -> Planner:
-    """How the samples of a step are split."""
+    """Return the planner that splits the samples of a step."""
     actor = config.actor_rollout_ref.actor
     return Planner(
         ranks,
@@ -272,7 +270,7 @@ def _update_sizes(sizes: BatchSizes) -> UpdateSizes:
 def episode_settings(
     config: Config, datasets: dict[str, DatasetSettings], workers: int, reward: Callable[..., Any] | None = None
 ) -> EpisodeSettings:
-    """What each of so many episode workers reads and how it scores: by `reward`, if a function was given as one."""
+    """Return the settings of each of `workers` episode workers. `reward` replaces the configured reward function."""
     model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
     return EpisodeSettings(
         model.tokenizer_path or model.path,
@@ -295,8 +293,8 @@ def _model_reward(config: Config) -> ModelReward | None:
     return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)
 
 
-def reward_model_settings(config: Config, device: str, number: int) -> RewardModelSettings:
-    """What the process of that number builds itself from, which holds the reward model."""
+def reward_model_settings(config: Config, device: str, index: int) -> RewardModelSettings:
+    """Return the settings of replica `index` of the reward model."""
     model, trust = config.reward.reward_model, config.actor_rollout_ref.model.trust_remote_code
     arguments: dict[str, Any] = {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device}
     if model.rollout.name == "vllm":
@@ -305,16 +303,16 @@ def reward_model_settings(config: Config, device: str, number: int) -> RewardMod
             "max_num_seqs": model.micro_batch_size_per_gpu,
             "memory_fraction": model.rollout.gpu_memory_utilization,
             "trust_remote_code": trust,
-            "cpu_cores": _core(-1 - number) if device == "cpu" else "",
+            "cpu_cores": _core(-1 - index) if device == "cpu" else "",
         }
     else:
         arguments["trust"] = trust
     return RewardModelSettings(model.rollout.name, arguments, model.micro_batch_size_per_gpu, config.reward.deadline_s)
 
 
-def _core(number: int) -> str:
-    """A core for an engine of its own, counted round and round; from the last one down below 0."""
-    return str(number % (os.cpu_count() or 1))
+def _core(index: int) -> str:
+    """Return the CPU core of an engine; negative indices count from the last core down."""
+    return str(index % (os.cpu_count() or 1))
 
 
 def reward_function_settings(config: Config, function: Callable[..., Any] | None = None) -> RewardFunctionSettings:
@@ -360,8 +358,8 @@ def reward_pool_settings(
     )
 
 
-def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
-    """The arguments of a rollout engine."""
+def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
+    """Return the arguments of rollout engine `index`."""
     model, rollout = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout
     dtype = rollout_dtype(config, device)
     if rollout.name == "hf":
@@ -380,34 +378,34 @@ def engine_settings(config: Config, device: str, number: int) -> dict[str, Any]:
         "enforce_eager": rollout.enforce_eager,
         "trust_remote_code": model.trust_remote_code,
         "weight_backend": transport_name(config),
-        "seed": config.trainer.seed + number,
+        "seed": config.trainer.seed + index,
         "device": device,
         "cpu_cache_gib": rollout.cpu_cache_gib,
-        "cpu_cores": _core(number) if device == "cpu" else "",
+        "cpu_cores": _core(index) if device == "cpu" else "",
         "kwargs": rollout.engine_kwargs.vllm,
     }
 
 
 def _engine_adapter(config: Config) -> dict[str, Any]:
-    """What an engine must know of the adapters that it will get, and how much room they need."""
+    """Return the shape of the adapters that an engine will receive, and the memory to reserve for them."""
     peft = config.actor_rollout_ref.actor.peft
     max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= peft.lora_rank)
     return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "max_rank": max_rank}
 
 
 def compute_dtype(config: Config, device: str) -> str:
-    """In which type the policy computes."""
+    """Return the data type in which the policy computes."""
     return _dtype(config.actor_rollout_ref.actor.fsdp_config.dtype, device)
 
 
 def rollout_dtype(config: Config, device: str) -> str:
-    """In which type the engines compute, and the weights travel."""
+    """Return the data type in which the engines compute and weights are sent."""
     wanted = config.actor_rollout_ref.rollout.dtype
     return compute_dtype(config, device) if wanted == "auto" else wanted
 
 
 def transport_name(config: Config) -> str:
-    """How weights travel to the engines."""
+    """Return how weights are sent to the engines."""
     wanted = config.actor_rollout_ref.rollout.weight_transport
     return "host" if wanted == "auto" else wanted
 
