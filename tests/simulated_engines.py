@@ -1,4 +1,4 @@
-"""Engines and a trained model that are not there: what a run sees of them, and all that can go wrong with them."""
+"""Simulated engines and a simulated trained model, with everything that can go wrong with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GARBAGE = -1e6  # the weights of a new process
 
 
 class Fate(Protocol):
-    """Who decides what happens to them."""
+    """Decides what happens to them."""
 
     draw: random.Random
     token_s: float  # to write one, on average
@@ -47,10 +47,10 @@ class Process:
 
     def __init__(self, fate: Fate, number: int) -> None:
         self._fate, self.number = fate, number
-        self.is_alive, self.is_started, self.is_open, self.hangs = True, False, False, False
+        self.is_alive, self.is_started, self.is_enabled, self.hangs = True, False, False, False
         self.is_deaf = self.mislabels = self.is_cut_off = False
         self.slowness = 1.0
-        self.weights, self.version, self.proved = GARBAGE, -1, GARBAGE
+        self.weights, self.version, self.verified_weights = GARBAGE, -1, GARBAGE
         self.loading = asyncio.Lock()
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -67,7 +67,7 @@ class Process:
         await self._thawed.wait()
 
     def die(self) -> None:
-        self.is_alive = self.is_open = False
+        self.is_alive = self.is_enabled = False
         for task in list(self._tasks):
             task.cancel()
 
@@ -92,7 +92,7 @@ class SimulatedEngine:
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         async def answer(process: Process) -> Completion:
-            _demand(process.is_open, "not open")
+            _demand(process.is_enabled, "disabled")
             tokens = answer_to(token_ids, sampling)
             logprobs, versions = [], []
             for _ in tokens:
@@ -106,7 +106,7 @@ class SimulatedEngine:
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         async def answer(process: Process) -> list[Completion]:
-            _demand(process.is_open, "not open")
+            _demand(process.is_enabled, "disabled")
             await process.work(self._fate.draw.expovariate(0.3 / self._fate.token_s))
             await self._until_it_does_not_hang(process)
             text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
@@ -123,7 +123,7 @@ class SimulatedEngine:
             _demand(process.is_started, "not started")
             await process.work(0.1)
             await self._fate.maybe_die(process, "probed")
-            process.proved = process.weights
+            process.verified_weights = process.weights
             return [process.weights - token for token in token_ids[1:]]
 
         return await self._call(answer, SYNC_S)
@@ -152,22 +152,24 @@ class SimulatedEngine:
 
     async def is_ready(self) -> bool:
         async def answer(process: Process) -> bool:
-            return process.is_open
+            return process.is_enabled
 
         return await self._call(answer, SYNC_S)
 
     async def enable(self, version: int) -> None:
         async def opening(process: Process) -> None:
             _demand(process.is_started and process.version == version, f"does not hold version {version}")
-            await self._fate.maybe_die(process, "opened")
-            self._fate.check(process.proved == process.weights, "an engine is opened that has not proved its weights")
-            process.is_open = True
+            await self._fate.maybe_die(process, "enabled")
+            self._fate.check(
+                process.verified_weights == process.weights, "an engine is enabled whose weights were not verified"
+            )
+            process.is_enabled = True
 
         await self._call(opening, SYNC_S)
 
     async def disable(self, why: str) -> None:
         async def shutting(process: Process) -> None:
-            process.is_open = False
+            process.is_enabled = False
 
         await self._call(shutting, SYNC_S)
 
@@ -269,7 +271,7 @@ class SimulatedModel:
 
 
 def answer_to(token_ids: Sequence[int], sampling: SamplingParams) -> list[int]:
-    """Of a request by itself: it follows from what was asked, whoever answers."""
+    """Return the response to a request; it depends on the request alone."""
     draw = random.Random(f"{list(token_ids)} {sampling.seed}")
     return [draw.randrange(100) for _ in range(sampling.max_tokens)]
 

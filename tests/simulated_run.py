@@ -237,7 +237,7 @@ class _World:
             elif fault == "is cut off from the weights":
                 process.is_cut_off = True
             elif fault == "its core dies":
-                process.is_open = False
+                process.is_enabled = False
             else:
                 process.slowness = 5.0
 

@@ -1,4 +1,4 @@
-"""What the proofs about checkpoints share: a real save in this process, as the loop makes it, and what it says."""
+"""Shared by acceptance tests of checkpoints: a real save in this process, as the loop makes it, with its messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDERS = ("actor", "critic")
 
 
 class Screen(Console):
-    """Remembers what was said."""
+    """Records messages."""
 
     def __init__(self) -> None:
         super().__init__(io.StringIO())
@@ -77,7 +77,7 @@ def chosen(root: Path) -> tuple[int | None, list[str]]:
 
 
 def states_of(directory: Path) -> dict[str, dict[str, Any]]:
-    """All tensors of a checkpoint, by folder and part, whoever wrote them."""
+    """All tensors of a checkpoint, by folder and part."""
     states: dict[str, dict[str, Any]] = {}
     for folder in FOLDERS:
         state = states[folder] = {}

@@ -47,7 +47,7 @@ class Touch:
 
 
 class CommandFailedError(Exception):
-    """A command said what is wrong, and ended with an exit code of its own."""
+    """A command printed what is wrong and failed."""
 
 
 def artefact(name: str) -> Callable[[Maker], Maker]:
@@ -58,7 +58,7 @@ def artefact(name: str) -> Callable[[Maker], Maker]:
     return register
 
 
-def said(*arguments: str) -> Opening:
+def running(*arguments: str) -> Opening:
     """A command; a refusal is an error here."""
 
     def run() -> None:
@@ -93,7 +93,7 @@ def loading(folder: Path) -> Opening:
 def training(folder: Path) -> Opening:
     data = rows(folder.parent / "rows.parquet")
     sizes = ["data.train_batch_size=2", "actor_rollout_ref.actor.ppo_mini_batch_size=2", "trainer.n_gpus_per_node=1"]
-    return said("train", f"actor_rollout_ref.model.path={folder}", f"data.train_files={data}", *sizes)
+    return running("train", f"actor_rollout_ref.model.path={folder}", f"data.train_files={data}", *sizes)
 
 
 def rows(path: Path) -> Path:
@@ -180,7 +180,7 @@ def _(folder: Path, canary: Path) -> Opening:
     return loading(with_code(folder, canary, auto_map=AUTO_MAP, model_type="evil"))
 
 
-@artefact("auto_map: beside a known model type")
+@artefact("auto_map: with a known model type")
 def _(folder: Path, canary: Path) -> Opening:
     return loading(with_code(folder, canary, auto_map=AUTO_MAP))
 
@@ -196,7 +196,7 @@ def _(folder: Path, canary: Path) -> Opening:
     path = with_code(folder, canary)
     auto_map = {"AutoTokenizer": ["tokenization_evil.Evil", None]}
     change(path / "tokenizer_config.json", auto_map=auto_map, tokenizer_class="Evil")
-    return said("data", str(rows(folder / "r.parquet")), f"actor_rollout_ref.model.path={path}")
+    return running("data", str(rows(folder / "r.parquet")), f"actor_rollout_ref.model.path={path}")
 
 
 @artefact("config: an attention kernel from elsewhere")
@@ -204,7 +204,7 @@ def _(folder: Path, canary: Path) -> Opening:
     return training(with_code(folder, canary, attn_implementation="evil/kernel"))
 
 
-@artefact("config: custom_generate beside a model")
+@artefact("config: custom_generate in a model folder")
 def _(folder: Path, canary: Path) -> Opening:
     path = with_code(folder, canary)
     (path / "custom_generate").mkdir()
@@ -217,7 +217,7 @@ def _(folder: Path, canary: Path) -> Opening:
     path = model(folder / "m")
     escape = f"{{{{ cycler.__init__.__globals__.__builtins__.open({str(canary)!r}, 'w') }}}}"
     (path / "chat_template.jinja").write_text(escape)
-    return said("data", str(rows(folder / "r.parquet")), f"actor_rollout_ref.model.path={path}")
+    return running("data", str(rows(folder / "r.parquet")), f"actor_rollout_ref.model.path={path}")
 
 
 @artefact("reward model: a pickle as its weights")
@@ -243,7 +243,7 @@ def _(folder: Path, canary: Path) -> Opening:
 def _(folder: Path, canary: Path) -> Opening:
     path = folder / "train.parquet"
     path.write_bytes(pickle.dumps(Touch(canary)))
-    return said("data", str(path))
+    return running("data", str(path))
 
 
 @artefact("data: Parquet with a pickled Arrow type")
@@ -254,7 +254,7 @@ def _(folder: Path, canary: Path) -> Opening:
     field = pa.field("extra", pa.int64(), metadata=metadata)
     table = table.append_column(field, pa.array([1] * len(table)))
     pq.write_table(table, folder / "train.parquet")
-    return said("data", str(folder / "train.parquet"))
+    return running("data", str(folder / "train.parquet"))
 
 
 @artefact("data: a pickle in the cache of lengths")
@@ -279,7 +279,7 @@ def _(folder: Path, canary: Path) -> Opening:
 
 def settings(folder: Path, text: str) -> Opening:
     (folder / "evil.yaml").write_text(text)
-    return said("config", "--config-path", str(folder), "--config-name", "evil")
+    return running("config", "--config-path", str(folder), "--config-name", "evil")
 
 
 @artefact("settings: a Python object in YAML")
@@ -315,14 +315,14 @@ def checkpoint(folder: Path) -> Path:
 
 
 def sealed(step: Path, *more: str) -> None:
-    """The manifest made to fit what lies there now, as whoever made the artefact would; `more` are names in it."""
+    """Make the manifest match the files, as an attacker would; `more` are additional names in it."""
     path = step / "ckpt_contents.json"
-    told = json.loads(path.read_text())
-    for name in told["files"]:
-        found = compute_checksum(step / name)
-        told["files"][name] = {"size": found.size, "sha256": found.sha256}
-    told["files"] |= {name: {"size": 1, "sha256": "0"} for name in more}
-    contents = {"step": told["step"], "files": told["files"]}
+    manifest = json.loads(path.read_text())
+    for name in manifest["files"]:
+        checksum = compute_checksum(step / name)
+        manifest["files"][name] = {"size": checksum.size, "sha256": checksum.sha256}
+    manifest["files"] |= {name: {"size": 1, "sha256": "0"} for name in more}
+    contents = {"step": manifest["step"], "files": manifest["files"]}
     path.write_text(json.dumps({**contents, "seal": _seal(contents)}))
 
 
@@ -331,19 +331,19 @@ def resuming(step: Path) -> Opening:
 
     def resume() -> None:
         run = CheckpointDir(step.parent)
-        found = run.latest()
-        assert found is not None, "nothing to resume from"
-        if damage := find_corruption(run.step_dir(found)):
+        latest = run.latest()
+        assert latest is not None, "nothing to resume from"
+        if damage := find_corruption(run.step_dir(latest)):
             raise RuntimeError(str(damage))
-        run.read_trainer_state(found)
+        run.read_trainer_state(latest)
         state = {"model": Qwen2ForCausalLM(tiny_qwen2(vocab_size=131)).state_dict(), "schedule": {"step": 0}}
-        load(state, run.step_dir(found) / "actor")
+        load(state, run.step_dir(latest) / "actor")
 
     return resume
 
 
 def merging(step: Path) -> Opening:
-    return said("merge", "--local_dir", str(step / "actor"), "--target_dir", str(step.parent / "merged"))
+    return running("merge", "--local_dir", str(step / "actor"), "--target_dir", str(step.parent / "merged"))
 
 
 def poisoned(step: Path, canary: Path) -> Path:
@@ -420,7 +420,7 @@ def _(folder: Path, canary: Path) -> Opening:
     return merging(step)
 
 
-@artefact("checkpoint: weights of somebody else beside its config, merged")
+@artefact("checkpoint: foreign weights next to its config, merged")
 def _(folder: Path, canary: Path) -> Opening:
     step = checkpoint(folder)
     torch.save({"lm_head.weight": Touch(canary)}, step / "actor" / "huggingface" / "pytorch_model.bin")

@@ -116,7 +116,7 @@ def attempted(root: Path) -> str | None:
 def judged(root: Path, code: int, said: str | None) -> list[str]:
     problems = []
     if said is None:
-        problems.append("nothing was said")
+        problems.append("no message was printed")
     elif os.strerror(code) not in said or f"{root}/" not in said:
         problems.append(f"neither cause nor path in {said!r}")
     checkpoints = CheckpointDir(root)
@@ -129,7 +129,7 @@ def judged(root: Path, code: int, said: str | None) -> list[str]:
         return problems
     save(root, NEW + 1, states(NEW + 1), keep=1)  # the disk is well again
     if checkpoints.steps() != [NEW + 1] or any(path.name == "INCOMPLETE" for path in root.rglob("*")):
-        problems.append("the next save did not mend it")
+        problems.append("the next save did not repair it")
     return problems
 
 

@@ -1,4 +1,4 @@
-"""Trainer and engine agree on every sampled token; and a publish that is skipped stops the run.
+"""Trainer and engine agree on every sampled token; and a weight sync that is skipped stops the run.
 
 Over 10 consecutive training steps in float32, with tied and with untied embeddings, the largest
 |trainer log-prob - engine log-prob| of any sampled token must be <= 1e-4. Then the same run with engines that claim to
@@ -43,8 +43,8 @@ def main() -> None:
                 finish("parity", False, failed=kind, exit_code=code)
             gaps[kind] = max(line[METRIC] for line in lines)
             tokens += sum(round(line["response_length/mean"] * line["plan/samples"]) for line in lines)
-        message = asyncio.run(run_with_skipped_publish(settings(Path(directory, "tied"), steps)))
-    print(f"with a publish skipped: {message}")
+        message = asyncio.run(run_with_skipped_sync(settings(Path(directory, "tied"), steps)))
+    print(f"with a weight sync skipped: {message}")
     stopped = "does not hold version 1 of the weights" in message and "still has version 0" in message
     figures = {f"largest_gap_{kind}": gap for kind, gap in gaps.items()}
     finish(
@@ -54,12 +54,12 @@ def main() -> None:
         tokens=tokens,
         **figures,
         allowed=LIMIT,
-        skipped_publish_stopped=stopped,
+        skipped_sync_stopped=stopped,
     )
 
 
-async def run_with_skipped_publish(overrides: list[str]) -> str:
-    """The same run, but from version 1 on the engines are told of a new version and sent nothing: what ends it."""
+async def run_with_skipped_sync(overrides: list[str]) -> str:
+    """The same run, but from version 1 on the engines get a new version number but no weights; returns the error."""
     send = HostTransport.send
 
     async def skip(self: HostTransport, source: Source, receivers: Sequence[Receiver], version: int) -> list[Any]:

@@ -4,7 +4,7 @@ One run with real Ray workers, FSDP2 on 2 ranks and a model of 6 million paramet
 moments) is 76 MB. Blocks of steps without saving and of steps that each save take turns; in the latter a checkpoint is
 being written during every step, and the time that the loop stands still for copying and for a former checkpoint counts.
 Of each kind the quicker half is averaged: what others do on the machine only adds. What a step would take with a
-blocking save is printed beside it.
+blocking save is printed as well.
 """
 
 from __future__ import annotations
@@ -38,26 +38,26 @@ def main() -> None:
         folder, watch = Path(directory), Stopwatch()
         make_assets(folder)
         parameters = enlarge(folder / "model", hidden=128 if short else 256, layers=4 if short else 6)
-        found = asyncio.run(measured(folder, blocks=1 if short else 3, steps=2 if short else 3))
+        seconds = asyncio.run(measured(folder, blocks=1 if short else 3, steps=2 if short else 3))
         last = CheckpointDir(folder / "run")
         size = sum(path.stat().st_size for path in last.step_dir(last.latest() or 0).rglob("*") if path.is_file())
-        at_last = last.latest() == found["last"]
+        at_last = last.latest() == seconds["last"]
         damage = [words for step in last.steps() for words in find_corruption(last.step_dir(step))]
-    none, saving, blocking = (quick(found[kind]) for kind in ("none", "saving", "blocking"))
+    none, saving, blocking = (quick(seconds[kind]) for kind in ("none", "saving", "blocking"))
     finish(
         "save_cost",
         not damage and at_last and (short or saving / none <= BOUND),
         ratio=round(saving / none, 3),
-        ratio_of_medians=round(statistics.median(found["saving"]) / statistics.median(found["none"]), 3),
+        ratio_of_medians=round(statistics.median(seconds["saving"]) / statistics.median(seconds["none"]), 3),
         bound=BOUND,
         step_s=round(none, 2),
         step_with_saving_s=round(saving, 2),
-        stands_still_s=round(statistics.median(found["stall"]), 3),
+        stands_still_s=round(statistics.median(seconds["stall"]), 3),
         blocking_save_s=round(blocking, 2),
         ratio_if_it_blocked=round((none + blocking) / none, 3),
         checkpoint_mb=round(size / 1e6),
         parameters=parameters,
-        steps=len(found["none"]) + len(found["saving"]),
+        steps=len(seconds["none"]) + len(seconds["saving"]),
         stolen=round(watch.stolen(), 3),
     )
 
@@ -68,7 +68,7 @@ def quick(seconds: list[float]) -> float:
 
 async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
     """Seconds of every step, by whether it saved."""
-    found: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
+    seconds: dict[str, Any] = {"none": [], "saving": [], "stall": [], "blocking": [], "last": 0}
     [loaded] = load(settings(folder))
     async with build_trainer(loaded.config, Console()) as loop:
         await loop.task.weights.sync(0)
@@ -80,37 +80,37 @@ async def measured(folder: Path, blocks: int, steps: int) -> dict[str, Any]:
             if kind == "saving":
                 await save()
             if kind is not None:
-                found[kind].append(time.perf_counter() - began)
-                print(f"{kind:7} {found[kind][-1]:6.2f} s", flush=True)
+                seconds[kind].append(time.perf_counter() - began)
+                print(f"{kind:7} {seconds[kind][-1]:6.2f} s", flush=True)
 
         async def save() -> None:
-            found["last"] = loop.version
+            seconds["last"] = loop.version
             began = time.perf_counter()
             await loop.save()
-            found["stall"].append(time.perf_counter() - began)
+            seconds["stall"].append(time.perf_counter() - began)
 
         async def blocking() -> None:
             began = time.perf_counter()
             await save()
             await loop.checkpointer.finish()
-            found["blocking"].append(time.perf_counter() - began)
+            seconds["blocking"].append(time.perf_counter() - began)
 
         await step()  # memory is taken, and files are read, in the first of each
         await blocking()
-        found["stall"].clear()
-        found["blocking"].clear()
+        seconds["stall"].clear()
+        seconds["blocking"].clear()
         for _ in range(blocks):
             for _ in range(steps):
                 await step("none")
             await save()
-            found["stall"].pop()
+            seconds["stall"].pop()
             for _ in range(steps):
-                await step("saving")  # beside the writing of the one before
+                await step("saving")  # while the one before is written
             await loop.checkpointer.finish()
             await step()
             await blocking()
-            found["stall"].pop()
-    return found
+            seconds["stall"].pop()
+    return seconds
 
 
 def settings(folder: Path) -> list[str]:

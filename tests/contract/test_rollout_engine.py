@@ -57,7 +57,7 @@ async def engine(request: pytest.FixtureRequest, model: PreTrainedModel) -> Asyn
     await made.close()
 
 
-async def publish(engine: RolloutEngine, model: PreTrainedModel, version: int) -> None:
+async def sync(engine: RolloutEngine, model: PreTrainedModel, version: int) -> None:
     weights = dict(model.named_parameters())  # tied ones once
     await engine.load_weights(list(pack(weights.items(), max_bytes=20_000)), version)
 
@@ -70,12 +70,12 @@ def expected(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
 
 async def test_the_version_is_the_last_one_loaded(engine: RolloutEngine, model: PreTrainedModel) -> None:
     for version in (0, 1, 7):
-        await publish(engine, model, version)
+        await sync(engine, model, version)
         assert await engine.version() == version
 
 
 async def test_every_token_carries_its_version_and_a_log_prob(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    await publish(engine, model, 3)
+    await sync(engine, model, 3)
     answer = await engine.generate(PROMPT, SamplingParams(max_tokens=6))
     assert len(answer.token_ids) == len(answer.logprobs) == len(answer.versions) == 6
     assert answer.versions == [3] * 6
@@ -84,7 +84,7 @@ async def test_every_token_carries_its_version_and_a_log_prob(engine: RolloutEng
 
 
 async def test_an_answer_ends_with_the_stop_token_and_says_so(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    await publish(engine, model, 0)
+    await sync(engine, model, 0)
     stops = tuple(range(0, VOCABULARY, 2))
     answer = await engine.generate(PROMPT, SamplingParams(max_tokens=40, stop_token_ids=stops))
     assert answer.finish_reason == "stop"
@@ -93,7 +93,7 @@ async def test_an_answer_ends_with_the_stop_token_and_says_so(engine: RolloutEng
 
 
 async def test_the_same_seed_draws_the_same_answer(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    await publish(engine, model, 0)
+    await sync(engine, model, 0)
     params = [SamplingParams(max_tokens=8, seed=seed) for seed in (1, 1, 2)]
     first, again, other = await asyncio.gather(*(engine.generate(PROMPT, one) for one in params))
     assert first.token_ids == again.token_ids
@@ -101,7 +101,7 @@ async def test_the_same_seed_draws_the_same_answer(engine: RolloutEngine, model:
 
 
 async def test_requests_that_run_together_repeat_to_the_bit(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    await publish(engine, model, 0)
+    await sync(engine, model, 0)
     requests = [(PROMPT[: 1 + k % 4], SamplingParams(max_tokens=3 + k % 7, seed=k)) for k in range(24)]
     first = await engine.generate_all(requests)
     await asyncio.gather(*(engine.generate(PROMPT, SamplingParams(max_tokens=8)) for _ in range(5)))  # history
@@ -110,7 +110,7 @@ async def test_requests_that_run_together_repeat_to_the_bit(engine: RolloutEngin
 
 
 async def test_greedy_answers_repeat(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    await publish(engine, model, 0)
+    await sync(engine, model, 0)
     greedy = SamplingParams(max_tokens=8, temperature=0)
     assert (await engine.generate(PROMPT, greedy)).token_ids == (await engine.generate(PROMPT, greedy)).token_ids
 
@@ -124,7 +124,7 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-        await publish(engine, model, version)
+        await sync(engine, model, version)
         assert (torch.tensor(await engine.compute_logprobs(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
         answer = await engine.generate(PROMPT, SamplingParams(max_tokens=8))
         own = expected(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
@@ -134,7 +134,7 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
 async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngine, model: PreTrainedModel) -> None:
     if isinstance(engine, FakeRolloutEngine):
         pytest.skip("the fake has no model")
-    await publish(engine, model, 0)
+    await sync(engine, model, 0)
     answer = await engine.generate(PROMPT, SamplingParams(max_tokens=1, temperature=0.5))
     with torch.no_grad():
         logits = model(torch.tensor([PROMPT])).logits[0, -1] / 0.5
@@ -167,7 +167,7 @@ def peft_model(model: PreTrainedModel) -> PeftModel:
     return get_peft_model(fresh, LoraConfig(r=ADAPTER.rank, lora_alpha=ADAPTER.alpha, target_modules="all-linear"))
 
 
-async def publish_adapter(engine: RolloutEngine, peft_model: PeftModel, version: int, seed: int) -> None:
+async def sync_adapter(engine: RolloutEngine, peft_model: PeftModel, version: int, seed: int) -> None:
     """An adapter of its own for every seed."""
     random = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -182,7 +182,7 @@ async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(
     adapted: RolloutEngine, peft_model: PeftModel
 ) -> None:
     for version in (0, 1, 5):
-        await publish_adapter(adapted, peft_model, version, seed=version)
+        await sync_adapter(adapted, peft_model, version, seed=version)
         assert await adapted.version() == version
         answers = [
             await adapted.generate(PROMPT, SamplingParams(max_tokens=8, seed=k)) for k in range(2)
@@ -200,11 +200,11 @@ async def test_requests_with_an_adapter_that_run_together_repeat_to_the_bit(
     adapted: RolloutEngine, peft_model: PeftModel
 ) -> None:
     requests = [(PROMPT[: 1 + k % 4], SamplingParams(max_tokens=3 + k % 7, seed=k)) for k in range(24)]
-    await publish_adapter(adapted, peft_model, 0, seed=0)
+    await sync_adapter(adapted, peft_model, 0, seed=0)
     first = await adapted.generate_all(requests)
-    await publish_adapter(adapted, peft_model, 1, seed=1)
+    await sync_adapter(adapted, peft_model, 1, seed=1)
     other = await adapted.generate_all(requests)
-    await publish_adapter(adapted, peft_model, 0, seed=0)
+    await sync_adapter(adapted, peft_model, 0, seed=0)
     assert await adapted.generate_all(requests) == first
     if not isinstance(adapted, FakeRolloutEngine):
         assert [answer.token_ids for answer in other] != [answer.token_ids for answer in first]
@@ -215,11 +215,11 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
 ) -> None:
     if isinstance(adapted, FakeRolloutEngine):
         pytest.skip("the fake's answers are of one version")
-    await publish_adapter(adapted, peft_model, 0, seed=0)
+    await sync_adapter(adapted, peft_model, 0, seed=0)
     long = SamplingParams(max_tokens=56)
     answering = [asyncio.create_task(adapted.generate(PROMPT, long)) for _ in range(16)]
     await asyncio.sleep(0.05)
-    await publish_adapter(adapted, peft_model, 1, seed=1)
+    await sync_adapter(adapted, peft_model, 1, seed=1)
     for answer in await asyncio.gather(*answering):
         assert answer.versions == sorted(answer.versions)
         assert answer.versions[-1] in (0, 1)
@@ -236,4 +236,4 @@ async def test_weights_for_an_engine_that_takes_adapters_alone_are_refused(
     if isinstance(adapted, FakeRolloutEngine):
         pytest.skip("the fake takes anything")
     with pytest.raises(WeightSyncError, match="takes adapters alone"):
-        await publish(adapted, model, 1)
+        await sync(adapted, model, 1)

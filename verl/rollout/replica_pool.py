@@ -32,7 +32,7 @@ class ReplicaHandle(Protocol):
 
 
 class PoisonRequestError(EngineError):
-    """A request was running on so many replicas when they were lost that it may be what crashes them."""
+    """A request was running on several replicas when they were lost, and may be what crashes them."""
 
 
 @dataclass(eq=False)

@@ -1,4 +1,4 @@
-"""Saving beside training, on one rank: what is written is the state at the call, and errors come back with the path."""
+"""Saving in the background, on one rank: the state at the call is written, and errors have the path."""
 
 import errno
 import threading

@@ -31,18 +31,18 @@ class Sleeping:
 
 
 async def test_a_second_run_is_refused_and_told_who_holds_the_folder(tmp_path: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     sleep = Sleeping()
-    async with run_lock(tmp_path / "run", said.append):
+    async with run_lock(tmp_path / "run", messages.append):
         with pytest.raises(CheckpointError) as raised:
-            async with run_lock(tmp_path / "run", said.append, sleep):
+            async with run_lock(tmp_path / "run", messages.append, sleep):
                 pytest.fail("two at a time")
     words = str(raised.value)
     assert f"{tmp_path}/run: another run uses this folder: on {socket.gethostname()}, process " in words
     assert f"process {os.getpid()}, since 20" in words
     assert "trainer.experiment_name" in words
     assert sleep.seconds == lock.LOCAL_TIMEOUT_S
-    assert [line.partition(" is used")[0] for line in said] == [f"{tmp_path}/run"]
+    assert [line.partition(" is used")[0] for line in messages] == [f"{tmp_path}/run"]
 
 
 async def test_runs_one_after_another_do_not_meet(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ async def test_who_comes_right_after_a_killed_run_waits_for_its_end(tmp_path: Pa
             await sleep(seconds)
             await killed.aclose()
 
-        said: list[str] = []
-        await next_one.enter_async_context(run_lock(tmp_path, said.append, ends))
+        messages: list[str] = []
+        await next_one.enter_async_context(run_lock(tmp_path, messages.append, ends))
         assert sleep.seconds == lock.POLL_S
-        assert len(said) == 1
+        assert len(messages) == 1
 
 
 async def test_another_machine_may_have_died_and_is_waited_for_longer(

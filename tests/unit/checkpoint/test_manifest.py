@@ -159,8 +159,8 @@ def flipped(data, place):
 def test_damage_is_named(tmp_path, harm, words):
     checkpoints = written(tmp_path, 5)
     harm(checkpoints.step_dir(5) / "actor" / "1")
-    (found,) = find_corruption(checkpoints.step_dir(5))
-    assert words in found
+    (damage,) = find_corruption(checkpoints.step_dir(5))
+    assert words in damage
 
 
 def test_ranks_share_the_reading_and_together_read_all(tmp_path):
@@ -168,17 +168,17 @@ def test_ranks_share_the_reading_and_together_read_all(tmp_path):
     for rank in range(3):
         file = checkpoints.step_dir(5) / "actor" / str(rank)
         file.write_bytes(flipped(file.read_bytes(), rank))
-    found = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
-    assert all(found)
-    assert sorted(words[:7] for part in found for words in part) == ["actor/0", "actor/1", "actor/2"]
+    damage = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    assert all(damage)
+    assert sorted(words[:7] for part in damage for words in part) == ["actor/0", "actor/1", "actor/2"]
 
 
 def test_no_file_is_looked_at_by_two_ranks(tmp_path):
     checkpoints = written(tmp_path, 5)
     for rank in range(3):
         (checkpoints.step_dir(5) / "actor" / str(rank)).unlink()
-    found = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
-    assert sorted(words for part in found for words in part) == [f"actor/{rank} is missing" for rank in range(3)]
+    damage = [find_corruption(checkpoints.step_dir(5), rank=rank, ranks=2) for rank in range(2)]
+    assert sorted(words for part in damage for words in part) == [f"actor/{rank} is missing" for rank in range(3)]
 
 
 def test_every_flipped_bit_of_a_manifest_is_noticed_or_harmless(tmp_path):

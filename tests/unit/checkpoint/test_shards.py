@@ -36,10 +36,10 @@ def rewritten(directory, change):
 
 
 def test_one_process_reads_whole_tensors_without_a_model(saved):
-    found = dict(read_tensors(saved, prefix="model."))
-    assert list(found) == ["a.weight", "b"]
-    assert found["a.weight"].equal(torch.arange(12.0).reshape(4, 3))
-    assert found["b"].equal(torch.tensor(7))
+    stored = dict(read_tensors(saved, prefix="model."))
+    assert list(stored) == ["a.weight", "b"]
+    assert stored["a.weight"].equal(torch.arange(12.0).reshape(4, 3))
+    assert stored["b"].equal(torch.tensor(7))
 
 
 def test_plain_values_are_json(saved):
@@ -128,21 +128,21 @@ def test_a_checkpoint_of_an_older_format_is_refused_with_the_way_out(saved):
 )
 def test_metadata_is_not_believed(saved, part, complaint):
     changed = dict(zip(("offsets", "sizes", "file"), part, strict=True))
-    rewritten(saved, lambda found: found["model.a.weight"].update(parts=[changed]))
+    rewritten(saved, lambda stored: stored["model.a.weight"].update(parts=[changed]))
     with pytest.raises(CheckpointError, match=complaint):
         read_index(saved)
 
 
 @pytest.mark.parametrize("parts", ["nonsense", [5], [{}], None])
 def test_metadata_without_sense_is_damaged(saved, parts):
-    rewritten(saved, lambda found: found["model.a.weight"].update(parts=parts))
+    rewritten(saved, lambda stored: stored["model.a.weight"].update(parts=parts))
     with pytest.raises(CheckpointError, match="is damaged"):
         read_index(saved)
 
 
 def test_a_shard_that_is_missing_is_named(saved):
     missing = "shard-00009-of-00009.safetensors"
-    rewritten(saved, lambda found: found["model.a.weight"]["parts"][0].update(file=missing))
+    rewritten(saved, lambda stored: stored["model.a.weight"]["parts"][0].update(file=missing))
     with pytest.raises(CheckpointError, match=rf"{missing}: model\.a\.weight cannot be read"):
         dict(read_tensors(saved))
 
@@ -155,7 +155,7 @@ def test_a_shard_that_is_cut_is_named(saved, cut):
 
 
 def test_a_tensor_that_is_not_what_the_metadata_says_is_refused(saved):
-    rewritten(saved, lambda found: found["model.a.weight"].update(dtype="float16"))
+    rewritten(saved, lambda stored: stored["model.a.weight"].update(dtype="float16"))
     with pytest.raises(CheckpointError, match=r"a\.weight is torch\.float32 .*metadata\.json has torch\.float16"):
         dict(read_tensors(saved))
 
@@ -168,22 +168,22 @@ def test_any_type_and_shape_comes_back(tmp_path, dtype, shape):
         {"first": torch.ones(3, dtype=torch.uint8), "x": whole, "turned": whole.t() if len(shape) == 2 else whole},
         tmp_path,
     )
-    found = dict(read_tensors(tmp_path))
-    assert found["x"].dtype == dtype
-    assert found["x"].equal(whole)
-    assert found["turned"].equal(whole.t() if len(shape) == 2 else whole)
+    stored = dict(read_tensors(tmp_path))
+    assert stored["x"].dtype == dtype
+    assert stored["x"].equal(whole)
+    assert stored["turned"].equal(whole.t() if len(shape) == 2 else whole)
 
 
 def test_parts_that_overlap_are_refused(saved):
     halves = [{"offsets": [row, 0], "sizes": [2, 3], "file": SHARD} for row in (0, 1)]
-    rewritten(saved, lambda found: found["model.a.weight"].update(parts=halves))
+    rewritten(saved, lambda stored: stored["model.a.weight"].update(parts=halves))
     with pytest.raises(CheckpointError, match="do not fill"):
         read_index(saved)
 
 
 @pytest.mark.parametrize("shape", [[10**30, 0], [2**62, 2**62, 0]])
 def test_a_shape_that_no_tensor_can_have_is_damage(saved, shape):
-    rewritten(saved, lambda found: found["model.a.weight"].update(shape=shape, parts=[]))
+    rewritten(saved, lambda stored: stored["model.a.weight"].update(shape=shape, parts=[]))
     with pytest.raises(CheckpointError, match="is damaged"):
         read_index(saved)
 

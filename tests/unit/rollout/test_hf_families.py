@@ -29,9 +29,9 @@ async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, f
     if load_format == "dummy":
         weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
         await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
-    found = torch.tensor(await engine.compute_logprobs(TOKENS))
+    logprobs_of_engine = torch.tensor(await engine.compute_logprobs(TOKENS))
     expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
-    assert torch.allclose(found, expected, atol=1e-4)
+    assert torch.allclose(logprobs_of_engine, expected, atol=1e-4)
 
 
 async def test_a_reward_model_scores_by_its_own_attention(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ SHORT = SamplingParams(max_tokens=4, seed=7)
 
 
 class Engine(FakeRolloutEngine):
-    """One second a token; counts, dies and hangs as it is told."""
+    """One second a token; counts, dies and hangs on demand."""
 
     def __init__(self, seconds_per_token: float = 1.0) -> None:
         super().__init__(seconds_per_token=seconds_per_token)

@@ -26,17 +26,17 @@ def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def left_by(memory: Path, process: int) -> Path:
     folder = memory / f"{PREFIX}{process}-abc"
     folder.mkdir()
-    (folder / "parcel").write_bytes(b"weights")
+    (folder / "bucket").write_bytes(b"weights")
     return folder
 
 
 def test_a_folder_is_there_for_a_while_and_for_nobody_else(memory: Path) -> None:
     with shared_folder() as folder:
-        (folder / "parcel").write_bytes(b"weights")
+        (folder / "bucket").write_bytes(b"weights")
         assert folder.parent == memory
         assert folder.stat().st_mode & 0o077 == 0
         remove_stale()
-        assert (folder / "parcel").exists()
+        assert (folder / "bucket").exists()
     assert list(memory.iterdir()) == []
 
 

@@ -50,7 +50,7 @@ async def _by_who_is_ready(self: EnginePool, requests: Sequence[pool.Request]) -
     count = max(1, self.states.count(EngineState.READY))
     shares = [requests[place::count] for place in range(min(count, len(requests)))]
     answers = await asyncio.gather(*(self._generate_batch(share, place) for place, share in enumerate(shares)))
-    return [answers[number % count][number // count] for number in range(len(requests))]
+    return [answers[index % count][index // count] for index in range(len(requests))]
 
 
 async def _the_last_one(self: Any, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -66,11 +66,11 @@ async def _never(*_: Any) -> None:
     await asyncio.Event().wait()
 
 
-def _of_all(self: WeightSync, numbers: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
-    for number, outcome in zip(numbers, outcomes, strict=True):
+def _of_all(self: WeightSync, indices: Sequence[int], outcomes: Sequence[Any]) -> dict[int, Any]:
+    for index, outcome in zip(indices, outcomes, strict=True):
         if isinstance(outcome, ProcessLostError):
-            self._membership.mark_lost(number, outcome)
-    return {n: found for n, found in zip(numbers, outcomes, strict=True) if not isinstance(found, BaseException)}
+            self._membership.mark_lost(index, outcome)
+    return {n: outcome for n, outcome in zip(indices, outcomes, strict=True) if not isinstance(outcome, BaseException)}
 
 
 @asynccontextmanager

@@ -47,22 +47,22 @@ class Engine:
         self._begin()
 
     def _begin(self) -> None:
-        self.is_up, self.is_started, self.hangs, self.is_open = True, True, False, False
+        self.is_up, self.is_started, self.hangs, self.is_enabled = True, True, False, False
         self.weight, self.held = -1.0, -1
 
     async def is_ready(self) -> bool:
         await self._reach()
-        return self.is_open
+        return self.is_enabled
 
     async def enable(self, version: int) -> None:
         await self._reach()
         if self.held != version:
             raise ProcessLostError("another process")
-        self.is_open = True
+        self.is_enabled = True
 
     async def end(self) -> None:
         await asyncio.sleep(self.end_s)
-        self.is_up = self.is_open = self.hangs = False
+        self.is_up = self.is_enabled = self.hangs = False
 
     async def start(self) -> None:
         self.starts += 1
@@ -144,7 +144,7 @@ def scene(count: int, **settings: Any) -> Callable[[Callable[[Scene], Coroutine[
 @scene(2)
 async def test_the_first_sync_enables_the_engines(run: Scene) -> None:
     assert run.states() == ["ready", "ready"]
-    assert all(engine.is_open for engine in run.engines)
+    assert all(engine.is_enabled for engine in run.engines)
 
 
 @scene(2)
@@ -154,7 +154,7 @@ async def test_a_heartbeat_finds_the_dead_and_brings_it_back_with_the_current_we
     await asyncio.sleep(60)
     assert run.moves_of(0) == NAMES
     assert run.moves_of(1) == []
-    assert (run.engines[0].weight, run.engines[0].held, run.engines[0].is_open) == (1.0, 1, True)
+    assert (run.engines[0].weight, run.engines[0].held, run.engines[0].is_enabled) == (1.0, 1, True)
     assert run.events[0].reason == "the process has died"
     assert run.events[-1].seconds == pytest.approx(13)  # end, start, load
     await run.step(2)
@@ -248,7 +248,7 @@ async def test_wrong_weights_are_never_enabled_and_given_up(run: Scene) -> None:
     run.engines[0].is_up, run.engines[0].loads_nothing = False, True
     await asyncio.sleep(300)
     assert run.states() == ["given up", "ready"]
-    assert not run.engines[0].is_open
+    assert not run.engines[0].is_enabled
     assert "2 restarts in a row failed, the last one: rollout engine 0 does not hold version 1" in run.events[-1].reason
     await run.step(2)
     assert run.engines[1].held == 2

@@ -1,4 +1,4 @@
-"""Weights survive the way through bytes, whatever their shapes, dtypes and number of parcels."""
+"""Weights are unchanged by packing, whatever their shapes, dtypes and number of buckets."""
 
 import pytest
 import torch

@@ -18,8 +18,8 @@ def test_what_a_checkpoint_holds_is_written_to_the_model_whole(tmp_path: Path, f
     torch.manual_seed(1)
     target = AutoModelForCausalLM.from_config(source.config, dtype=torch.float32)
     load_hf(target, to_hf(source, source.named_parameters()))
-    for (name, expected), found in zip(source.named_parameters(), target.parameters(), strict=True):
-        assert torch.equal(found, expected), name
+    for (name, expected), actual in zip(source.named_parameters(), target.parameters(), strict=True):
+        assert torch.equal(actual, expected), name
 
 
 def test_each_weight_is_written_by_itself(tmp_path: Path) -> None:

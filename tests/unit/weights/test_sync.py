@@ -1,4 +1,4 @@
-"""A publish ends only when every engine has proved that it holds the new weights."""
+"""A weight sync ends only when the probe has verified every engine."""
 
 from collections.abc import Sequence
 
@@ -49,10 +49,10 @@ class Engine(Model):
 
 async def test_every_engine_gets_the_weights_and_the_version() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    publisher = WeightSync(model, engines, HostTransport(), PROBE)
+    weight_sync = WeightSync(model, engines, HostTransport(), PROBE)
     for version in range(3):
         model.weight = 1.5 * version
-        metrics = await publisher.sync(version)
+        metrics = await weight_sync.sync(version)
         assert [engine.weight for engine in engines] == [model.weight] * 2
         assert metrics["weights/version"] == version
         assert metrics["weights/probe_gap"] == 0
@@ -60,17 +60,17 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
 
 async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
     model = Model()
-    publisher = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
-    await publisher.sync(0)
+    weight_sync = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
+    await weight_sync.sync(0)
     model.weight = 0.5
     with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still has version 0"):
-        await publisher.sync(1)
+        await weight_sync.sync(1)
 
 
 async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
-    publisher = WeightSync(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
+    weight_sync = WeightSync(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
     with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
-        await publisher.sync(0)
+        await weight_sync.sync(0)
 
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
@@ -98,7 +98,7 @@ async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None
     assert "weights/probe_gap" not in metrics
 
 
-async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
+async def test_without_a_supervisor_a_lost_engine_ends_the_sync() -> None:
     class Dying(Engine):
         async def load_weights(self, buckets: Sequence[float], version: int) -> None:
             raise ProcessLostError("it has died")
@@ -107,7 +107,7 @@ async def test_without_a_keeper_a_lost_engine_ends_the_publish() -> None:
         await WeightSync(Model(), [Engine(), Dying()], HostTransport(), PROBE).sync(0)
 
 
-async def test_weights_that_do_not_fit_end_the_publish_whoever_keeps_the_engines() -> None:
+async def test_weights_that_do_not_fit_end_the_sync_with_any_membership() -> None:
     class Refusing(Engine):
         async def load_weights(self, buckets: Sequence[float], version: int) -> None:
             raise WeightSyncError("weights do not fit")
@@ -140,29 +140,29 @@ class Present(StaticMembership):
 
 async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines() -> None:
     model, membership = Sending(), Present(0, 1)
-    publisher = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, membership)
-    await publisher.sync(0)
-    await publisher.sync(1)
+    weight_sync = WeightSync(model, [Engine(), Engine()], DeviceTransport("nccl"), PROBE, membership)
+    await weight_sync.sync(0)
+    await weight_sync.sync(1)
     membership.numbers = [0]
     with pytest.raises(TrainerLostError, match=r"1 of 2 rollout engines .* version 2 .*weight_transport=nccl .*=host"):
-        await publisher.sync(2)
+        await weight_sync.sync(2)
     assert model.sent == [(2, 0), (2, 1)]
 
 
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
     model = Sending()
-    publisher = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
-    await publisher.sync(0)
+    weight_sync = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
+    await weight_sync.sync(0)
     with pytest.raises(TrainerLostError, match=r"rollout engine 0 was restarted.*weight_transport=host"):
-        await publisher.sync_one(0)
+        await weight_sync.sync_one(0)
     assert model.sent == [(count, 0)]
 
 
 async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    publisher = WeightSync(model, engines, HostTransport(), PROBE)
-    await publisher.sync(0)
+    weight_sync = WeightSync(model, engines, HostTransport(), PROBE)
+    await weight_sync.sync(0)
     model.weight, engines[1].weight = 0.0, 7.0
-    await publisher.sync_one(1)
+    await weight_sync.sync_one(1)
     assert engines[1].weight == 0.0
