@@ -313,7 +313,7 @@ def test_validation_rows_of_another_form_are_found(tmp_path: Path) -> None:
 
 async def test_a_ground_truth_that_the_scorer_cannot_read_is_a_failure_and_no_0() -> None:
     reward = load_reward(None)
-    with pytest.raises(RewardError, match="GSM8K rows need a number"):
+    with pytest.raises(RewardError, match="the ground truth 'None' has no number"):
         await reward.score("gsm8k", "#### 4", None)
 
 
