@@ -1,4 +1,4 @@
-"""A reward function and an estimator that never end: once each, when a file asks for it; the estimator on rank 1."""
+"""A reward function and an estimator that hang once each, when a file requests it; the estimator on rank 1."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ FOLDER = "VERL_SHOW_STALL"
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
-    """The share of digits in the answer."""
-    if is_asked_for("reward"):
+    """Return the share of digits in the response."""
+    if is_requested("reward"):
         never_ends()
     return sum(character.isdigit() for character in solution_str) / max(1, len(solution_str))
 
 
 def estimator(x: AdvantageInputs) -> Tensor:
-    """GRPO's; its averages over groups are collective."""
+    """Return the advantages of GRPO, whose group averages are collective."""
     import torch.distributed
 
     from verl.algorithms.advantages import grpo
 
-    if torch.distributed.get_rank() == 1 and is_asked_for("rank"):
+    if torch.distributed.get_rank() == 1 and is_requested("rank"):
         never_ends()
     return grpo(x)
 
 
-def is_asked_for(what: str) -> bool:
-    """Once: the file is taken away."""
+def is_requested(name: str) -> bool:
+    """Return whether the file exists, and remove it."""
     try:
-        Path(os.environ[FOLDER], what).unlink()
+        Path(os.environ[FOLDER], name).unlink()
     except FileNotFoundError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""The controller sees numbers, never tensors: the samples of a cluster's step through the data plane.
+"""The controller handles numbers, never tensors: the samples of a cluster's step pass through the data plane.
 
 16,384 synthetic samples of 4,096 tokens go from fake engines through episode workers, object store, buffer and planner
 to two train workers that pull them. Measured in the controller: growth of resident memory (<= 300 MB), time to plan
@@ -61,7 +61,7 @@ class SyntheticEpisodes:
 
 
 class Puller:
-    """A train worker's first act: pull its samples and lay them end to end."""
+    """A train worker that gets its samples and packs them."""
 
     def prepare(self, plan: RankPlan) -> int:
         from verl.data.flat_batch import FlatBatch
@@ -96,7 +96,7 @@ def growth_of_planning(few: list[SampleHandle], many: list[SampleHandle], *budge
 
 
 async def measure(samples: int, tokens: int) -> tuple[Figures, list[SampleHandle]]:
-    """The figures, and what the controller knew of the samples (without their places in the store)."""
+    """The figures, and what the controller knew of the samples (without references)."""
     start = time.perf_counter()
     episodes = [ray.remote(SyntheticEpisodes).options(num_cpus=0, max_concurrency=1000).remote() for _ in range(2)]
     workers = [ray.remote(Puller).options(num_cpus=0).remote() for _ in range(2)]
@@ -134,13 +134,13 @@ def main() -> None:
     parser.add_argument("--short", action="store_true")
     options = parser.parse_args()
     samples = 2_048 if options.short else 16_384
-    found, known = {}, {}
-    for tokens in (4_096, 16_384):  # a cluster of its own each: no memory of the first run in the second
+    figures, known = {}, {}
+    for tokens in (4_096, 16_384):  # a separate cluster each: no memory of the first run in the second
         connect({"num_cpus": 2})
-        found[tokens], known[tokens] = asyncio.run(measure(samples, tokens))
+        figures[tokens], known[tokens] = asyncio.run(measure(samples, tokens))
         disconnect()
-        print(f"{samples} samples of {tokens} tokens: {found[tokens]}", flush=True)
-    small, large = found[4_096], found[16_384]
+        print(f"{samples} samples of {tokens} tokens: {figures[tokens]}", flush=True)
+    small, large = figures[4_096], figures[16_384]
     changes = {
         # below 50 MB (the short form) a few MB of the allocator's own would pass for a change
         "memory": (large.memory_mb - small.memory_mb) / max(small.memory_mb, 50.0),
@@ -149,21 +149,21 @@ def main() -> None:
     }
     held = changes if not options.short else {name: changes[name] for name in ("memory", "bytes")}
     passed = (
-        all(f.memory_mb <= 300 and f.bytes_per_sample <= 1024 for f in found.values())
-        and all(f.plan_s <= 1 or options.short for f in found.values())
+        all(f.memory_mb <= 300 and f.bytes_per_sample <= 1024 for f in figures.values())
+        and all(f.plan_s <= 1 or options.short for f in figures.values())
         and all(change < 0.2 for change in held.values())
-        and all(f.tokens_pulled == samples * tokens for tokens, f in found.items())
+        and all(f.tokens_pulled == samples * tokens for tokens, f in figures.items())
     )
     finish(
         "dataplane",
         passed,
         samples=samples,
-        **{f"memory_mb_{t}": round(f.memory_mb, 1) for t, f in found.items()},
-        **{f"plan_s_{t}": round(f.plan_s, 3) for t, f in found.items()},
-        **{f"bytes_per_sample_{t}": round(f.bytes_per_sample) for t, f in found.items()},
+        **{f"memory_mb_{t}": round(f.memory_mb, 1) for t, f in figures.items()},
+        **{f"plan_s_{t}": round(f.plan_s, 3) for t, f in figures.items()},
+        **{f"bytes_per_sample_{t}": round(f.bytes_per_sample) for t, f in figures.items()},
         **{f"change_{name}": round(change, 3) for name, change in changes.items()},
         change_plan_same_budget=round(growth_of_planning(known[4_096], known[16_384], BUDGET, BUDGET), 3),
-        seconds=round(sum(f.seconds for f in found.values()), 1),
+        seconds=round(sum(f.seconds for f in figures.values()), 1),
     )
 
 

@@ -1,9 +1,9 @@
-"""Who hangs is named within 30 s of its deadline: who, what, since when, and where it stands, with real engines.
+"""Hangs are reported within 30 s of their deadline, with process, action, time and stack, with real engines.
 
-Runs of `verl train`, in which, once a step is done, something is made to hang: vLLM's engine process and the actor that
-hosts it are frozen with SIGSTOP, a reward function never returns, a rank does not come to a collective (its estimator
-sleeps), another is frozen. Each time the console must name it, and a report in the run's folder must hold the table of
-waits and its state or stack. Whether the run then goes on is shown elsewhere (`show-kills`).
+Runs of `verl train`, in which, after a step, something is made to hang: vLLM's engine process and the actor that hosts
+it are stopped with SIGSTOP, a reward function never returns, a rank does not join a collective (its estimator sleeps),
+another is stopped. Each time the console must name it, and a report in the run's folder must have the table of pending
+calls and its state or stack. Whether the run then continues is tested by `show-kills`.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ REPORT = re.compile(r"Full report: (\S+\.txt)")
 
 @dataclass(frozen=True)
 class Case:
-    """`hang` makes something hang in the processes of a run, and gives the pid that must be named (0: any)."""
+    """`hang` makes something in a run hang and returns the pid that must be named (0: any)."""
 
     name: str
     hang: Callable[[Run], int]
-    owner: str  # who is waited for, in the line on the console
-    deadline: str  # its setting: what hangs is waited for by whoever needs it next
+    target: str  # in the line on the console
+    deadline: str  # a pattern for its setting: it depends on which caller needs the process next
     seconds: float
-    said: str  # what the line must say of him
-    stack: str  # what the report must hold
+    finding: str  # in the line on the console
+    stack: str  # in the report
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="one run with transformers' engine: a reward, and a rank")
-    parser.add_argument("--only", type=int, help="the run of this number, from 0")
+    parser.add_argument("--only", type=int, help="index of the only run")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaving a run ends its processes
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # leaving a run kills its processes
     reward = Case(
         "a reward that never ends",
-        lambda run: run.ask_for("reward"),
+        lambda run: run.request("reward"),
         "reward function",
         "reward.deadline_s",
         REWARD_S,
         "gave no score within its deadline",
         "in never_ends",
     )
-    core = frozen("vLLM's engine process, frozen", "VLLM::EngineCore", "rollout engine 0", "generation|weights")
-    actor = frozen("an engine's actor, frozen", "ray::RolloutActor", "rollout engine 0", "generation|weights")
-    rank = frozen("a train worker, frozen", "ray::TrainWorker", "train worker", "train|weights")
+    core = stopped("vLLM's engine process, stopped", "VLLM::EngineCore", "rollout engine 0", "generation|weights")
+    actor = stopped("an engine's actor, stopped", "ray::RolloutActor", "rollout engine 0", "generation|weights")
+    rank = stopped("a train worker, stopped", "ray::TrainWorker", "train worker", "train|weights")
     absent = Case(
         "a rank that misses a collective",
-        lambda run: run.ask_for("rank"),
+        lambda run: run.request("rank"),
         "train workers 0-1",
         "trainer.deadlines.train",
         DEADLINE_S,
@@ -89,13 +89,13 @@ def main() -> None:
     results: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory(prefix="verl-stall-") as directory:
         make_assets(Path(directory))
-        for number, (engine, cases) in enumerate(runs):
-            if options.only not in (None, number):
+        for index, (engine, cases) in enumerate(runs):
+            if options.only not in (None, index):
                 continue
-            with Run(Path(directory), f"run{number}", engine) as run:
+            with Run(Path(directory), f"run{index}", engine) as run:
                 for case in cases:
                     results[case.name] = run.case(case)
-    print("\n".join(f"{'named' if late is not None else 'NOT NAMED'}: {name}" for name, late in results.items()))
+    print("\n".join(f"{'reported' if late is not None else 'NOT REPORTED'}: {name}" for name, late in results.items()))
     finish(
         "stall",
         all(late is not None and late <= NAMED_S for late in results.values()),
@@ -105,13 +105,13 @@ def main() -> None:
     )
 
 
-def frozen(name: str, process: str, owner: str, deadline: str) -> Case:
+def stopped(name: str, process: str, target: str, deadline: str) -> Case:
     setting = rf"trainer\.deadlines\.({deadline})"
-    return Case(name, lambda run: run.freeze(process), owner, setting, DEADLINE_S, "is stopped", "is stopped")
+    return Case(name, lambda run: run.stop(process), target, setting, DEADLINE_S, "is stopped", "is stopped")
 
 
 class Run:
-    """One `verl train`, whose lines are read as they come. Leaving it ends all its processes."""
+    """One `verl train`, whose output is read line by line. Leaving it kills all its processes."""
 
     def __init__(self, folder: Path, name: str, engine: str) -> None:
         self.folder, self._engine = folder / name, engine
@@ -119,8 +119,8 @@ class Run:
         self._frozen: list[int] = []
 
     def __enter__(self) -> Run:
-        self._asked = self.folder.parent / f"{self.folder.name}-asked"
-        self._asked.mkdir()
+        self._requests = self.folder.parent / f"{self.folder.name}-requests"
+        self._requests.mkdir()
         path = os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verl", "train", *self._overrides()],
@@ -128,7 +128,7 @@ class Run:
             stderr=subprocess.STDOUT,
             text=True,
             bufsize=1,
-            env={**os.environ, FOLDER: str(self._asked), "PYTHONPATH": path},
+            env={**os.environ, FOLDER: str(self._requests), "PYTHONPATH": path},
         )
         self._watch = Stopwatch()
         threading.Thread(target=self._read, daemon=True).start()
@@ -174,7 +174,7 @@ class Run:
         self._lines.put(None)
 
     def _await(self, pattern: str, seconds: float) -> str | None:
-        """The first line from now on that is like `pattern`; None when none came in time."""
+        """Return the next line that matches `pattern`; None if there is none in time."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             try:
@@ -185,40 +185,42 @@ class Run:
                 return line
         return None
 
-    def ask_for(self, what: str) -> int:
-        (self._asked / what).touch()
+    def request(self, name: str) -> int:
+        (self._requests / name).touch()
         return 0
 
-    def freeze(self, name: str) -> int:
-        found = [p for p in psutil.Process(self._process.pid).children(recursive=True) if name in " ".join(p.cmdline())]
-        victim = max(found, key=lambda process: process.pid)
+    def stop(self, name: str) -> int:
+        matches = [
+            p for p in psutil.Process(self._process.pid).children(recursive=True) if name in " ".join(p.cmdline())
+        ]
+        victim = max(matches, key=lambda process: process.pid)
         victim.send_signal(signal.SIGSTOP)
         return victim.pid
 
     def case(self, case: Case) -> float | None:
-        """Seconds from the deadline until it was named; None if it was not, or not with all that belongs to it."""
+        """Return the seconds from the deadline to the report; None if it is missing or incomplete."""
         print(f"--- {case.name}", flush=True)
         pid = case.hang(self)
         line = self._await("deadline exceeded", NAMING_S)
-        now, found = datetime.now(), LATE.search(line or "")
-        if line is None or found is None:
+        now, match = datetime.now(), LATE.search(line or "")
+        if line is None or match is None:
             return None
-        since = datetime.combine(now.date(), datetime.strptime(found[1], "%H:%M:%S").time())
-        said = found[5]
+        since = datetime.combine(now.date(), datetime.strptime(match[1], "%H:%M:%S").time())
+        finding = match[5]
         report = REPORT.search(line)
-        # Found in the run's own folder: the path on the console may be redacted.
+        # Read from the run's folder: the path on the console may be redacted.
         reports = sorted((self.folder / "stalls").glob("*.txt"), key=lambda path: path.stat().st_mtime)
         text = reports[-1].read_text() if report and reports else ""
         right = {
-            "the owner": case.owner in found[2],
-            "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", found[4]) is not None,
-            "what became of him": case.said in said,
-            "the process": not pid or str(pid) in said,
+            "the target": case.target in match[2],
+            "the deadline": re.fullmatch(rf"{case.deadline}={case.seconds:g}", match[4]) is not None,
+            "the finding": case.finding in finding,
+            "the process": not pid or str(pid) in finding,
             "the report": case.stack in text and "Pending calls:" in text,
         }
-        for what, is_there in right.items():
-            if not is_there:
-                print(f"NOT SAID: {what}")
+        for name, is_right in right.items():
+            if not is_right:
+                print(f"WRONG: {name}")
         print(text)
         return (now - since).total_seconds() % 86400 - case.seconds if all(right.values()) else None
 
