@@ -1,9 +1,9 @@
-"""Python as the documents have it: every snippet of docs/python_api.md and of the usage patterns is run.
+"""Run every snippet of docs/python_api.md and of the usage patterns.
 
-Each page or pattern is a script of its own, in a process of its own, with real Ray, FSDP2 and vLLM. Only the names of
-models that would be downloaded are replaced, by that of a tiny one made here. The first example must learn: the mean
-reward of its last step is asked to be `RISE` above that of its first. And a debugger, given a script, must stop
-inside a user's reward in a run with `local=True` and print what it is asked for.
+Each page or pattern is a script in a separate process, with real Ray, FSDP2 and vLLM. Only the names of models that
+would be downloaded are replaced by a tiny local one. The first example must learn: the mean reward of its last step
+must be at least `RISE` above that of its first. A debugger must stop inside a user's reward function in a run with
+`local=True` and print a local variable.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ DEBUGGER = "break {script}:6\ncontinue\np secret\nclear 1\ncontinue\nquit\n"
 
 
 def make_model(folder: Path) -> Path:
-    """A tiny model in the place of a large one; a token in eight ends an answer, so that answers are short."""
+    """Create a tiny model in place of a large one; one token in eight ends a response, so that responses are short."""
     from transformers import GenerationConfig
 
     from verl.demo.assets import make_assets
@@ -62,7 +62,7 @@ def make_model(folder: Path) -> Path:
 
 
 def run(name: str, text: str, folder: Path, model: Path, *, debugger: str = "") -> tuple[bool, str]:
-    """A script in a process of its own: (whether it ended well, what it printed)."""
+    """Run a script in a separate process; return whether it succeeded, and its output."""
     home = folder / name
     home.mkdir()
     for download in DOWNLOADS:
@@ -101,8 +101,8 @@ def main() -> None:
         folder = Path(directory)
         model = make_model(folder / "assets")
         passed["docs/python_api.md"], printed = run("page", "\n".join(page), folder, model)
-        found = re.search(r"reward ([\d.]+) -> ([\d.]+); the model is in", printed)
-        first, last = map(float, found.groups()) if found else (0.0, 0.0)
+        match = re.search(r"reward ([\d.]+) -> ([\d.]+); the model is in", printed)
+        first, last = map(float, match.groups()) if match else (0.0, 0.0)
         passed["the ten lines learn"] = last - first >= RISE
         passed["PPOTrainer and GRPOTrainer"], _ = run("trainers", ROWS + PPO + GRPO, folder, model)
         passed["RolloutWorker and TrainerWorker"], _ = run("workers", ROWS + LOOP + WORKERS, folder, model)

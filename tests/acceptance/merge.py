@@ -3,7 +3,7 @@
 A Qwen2, a Llama and a tied Qwen2 are trained for two updates by the real train worker on 2 ranks over FSDP2, and saved.
 `python -m verl.model_merger merge` merges; a process that has never imported verl loads the result with
 `AutoModelForCausalLM.from_pretrained` and computes logits: those of the weights that the ranks held, bit by bit.
-`trainer.save_hf` writes the same beside the shards. Damaged sources are refused by the name of the file.
+`trainer.save_hf` writes the same model next to the shards. A corrupt checkpoint is refused with the name of the file.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ STRANGER = """
 import sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 tokens, out, *folders = sys.argv[1:]
-found = []
+loaded = []
 for folder in folders:
-    model, told = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
-    assert not any(told.values()), told
+    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(info.values()), info
     AutoTokenizer.from_pretrained(folder)
     with torch.no_grad():
         logits = model.eval()(torch.load(tokens, weights_only=True)).logits
     head, embedding = model.get_output_embeddings().weight, model.get_input_embeddings().weight
-    found.append({"logits": logits, "tied": torch.tensor(head is embedding)})
-torch.save(found, out)
+    loaded.append({"logits": logits, "tied": torch.tensor(head is embedding)})
+torch.save(loaded, out)
 assert not any(name.split(".")[0] == "verl" for name in sys.modules)
 """
 
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="the tied model only")
     short = parser.parse_args().short
     kinds = {name: make for name, make in models().items() if name == "tied" or not short}
-    found: dict[str, bool] = {}
+    checks: dict[str, bool] = {}
     with tempfile.TemporaryDirectory(prefix="verl-merge-") as directory:
         root = Path(directory)
         torch.save(TOKENS, root / "tokens.pt")
@@ -78,20 +78,22 @@ def main() -> None:
             chat_tokenizer().save_pretrained(root / name / "model")
         run_ranks(train_and_save, RANKS, free_port(), root, list(kinds), deadline_s=300)
         for name in kinds:
-            found |= {f"{name}: {what}": right for what, right in round_trip(root / name, root / "tokens.pt").items()}
-        found |= refusals(root / "tied", short)
-    for what, right in found.items():
-        print(f"{'as promised' if right else 'NOT AS PROMISED'}: {what}")
-    finish("merge", all(found.values()), models=list(kinds), ranks=RANKS, checks=len(found), right=sum(found.values()))
+            checks |= {f"{name}: {what}": right for what, right in round_trip(root / name, root / "tokens.pt").items()}
+        checks |= refusals(root / "tied", short)
+    for what, right in checks.items():
+        print(f"{'pass' if right else 'FAIL'}: {what}")
+    finish(
+        "merge", all(checks.values()), models=list(kinds), ranks=RANKS, checks=len(checks), right=sum(checks.values())
+    )
 
 
 def train_and_save(rank: int, port: int, root: Path, names: list[str]) -> None:
     torch.set_num_threads(1)
     joined = ("127.0.0.1", port)
-    for number, name in enumerate(names):
-        if number:
+    for index, name in enumerate(names):
+        if index:
             torch.distributed.destroy_process_group()
-            joined = ("127.0.0.1", port + number)
+            joined = ("127.0.0.1", port + index)
         worker = TrainWorker(rank, RANKS)
         actor = FsdpSettings(str(root / name / "model"), lr=1e-2, compute_dtype="float32")
         worker.start(joined, TrainSettings(actor=actor, algorithm=AlgorithmSettings(), save_hf=True))
@@ -121,9 +123,9 @@ def batch(rank: int) -> FlatBatch:
 def round_trip(folder: Path, tokens: Path) -> dict[str, bool]:
     actor, merged = folder / "run" / f"global_step_{STEP}" / "actor", folder / "merged"
     where = ["--local_dir", str(actor), "--target_dir", str(merged)]
-    told = command("-m", "verl.model_merger", "merge", "--backend", "fsdp", *where)
-    print(told.stdout + told.stderr, end="")
-    if told.returncode:
+    result = command("-m", "verl.model_merger", "merge", "--backend", "fsdp", *where)
+    print(result.stdout + result.stderr, end="")
+    if result.returncode:
         return {"merged": False}
     original = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="auto")
     right, moved = logits_of(original, torch.load(folder / "held.pt", weights_only=True))
@@ -140,13 +142,13 @@ def round_trip(folder: Path, tokens: Path) -> dict[str, bool]:
 
 
 def logits_of(model: PreTrainedModel, held: dict[str, torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """With the weights that the ranks held, in the model's own type; and whether they are others than it has."""
-    own = dict(model.named_parameters())
-    assert own.keys() == held.keys()
+    """Return the logits with the weights of the ranks, in the model's dtype; and whether the weights have changed."""
+    parameters = dict(model.named_parameters())
+    assert parameters.keys() == held.keys()
     with torch.no_grad():
-        moved = any(not torch.equal(own[name], tensor.to(model.dtype)) for name, tensor in held.items())
+        moved = any(not torch.equal(parameters[name], tensor.to(model.dtype)) for name, tensor in held.items())
         for name, tensor in held.items():
-            own[name].copy_(tensor)
+            parameters[name].copy_(tensor)
         return model.eval()(TOKENS).logits, moved
 
 
@@ -164,19 +166,19 @@ def refusals(folder: Path, short: bool) -> dict[str, bool]:
     shard = actor / SHARD
     whole = shard.read_bytes()
     shard.write_bytes(whole[:1000] + bytes([whole[1000] ^ 1]) + whole[1001:])
-    found = {"a flipped bit is refused, by the name of the file": refused(actor, target, f"actor/{SHARD}")}
+    checks = {"a flipped bit is refused, with the name of the file": refused(actor, target, f"actor/{SHARD}")}
     shard.write_bytes(whole)
     if short:
-        return found
+        return checks
     shard.write_bytes(whole[:-1])
-    found["a short file is refused, by its name"] = refused(actor, target, f"actor/{SHARD}")
+    checks["a short file is refused with its name"] = refused(actor, target, f"actor/{SHARD}")
     shard.write_bytes(whole)
     config = actor / "huggingface" / "config.json"
     text = config.read_text()
     config.write_text(text.replace('"hidden_size": 64', '"hidden_size": 65'))
-    found["a changed config is refused, by its name"] = refused(actor, target, "actor/huggingface/config.json")
+    checks["a changed config is refused with its name"] = refused(actor, target, "actor/huggingface/config.json")
     config.write_text(text)
-    found["megatron is refused by name"] = refused(
+    checks["megatron is refused by name"] = refused(
         actor, target, "--backend megatron", "--backend", "megatron", "--tie-word-embedding"
     )
     compared = ["--backend", "fsdp", "--local_dir", str(actor), "--test_hf_dir"]
@@ -184,19 +186,22 @@ def refusals(folder: Path, short: bool) -> dict[str, bool]:
     other = command("-m", "verl.model_merger", "test", *compared, str(folder / "model"))
     respelt = [each.replace("global_step_", "global_steps_") for each in compared]
     taken = command("-m", "verl.model_merger", "test", *respelt, str(folder / "merged"))
-    found["global_steps_N is taken for global_step_N"] = taken.returncode == 0
-    found["test tells the merged model from the one before training"] = (same.returncode, other.returncode) == (0, 2)
+    checks["global_steps_N is taken for global_step_N"] = taken.returncode == 0
+    checks["test distinguishes the merged model from the one before training"] = (
+        same.returncode,
+        other.returncode,
+    ) == (0, 2)
     again = command("-m", "verl", "merge", "--local_dir", str(actor), "--target_dir", str(folder / "again"))
     weights = [(folder / each / "model.safetensors").read_bytes() for each in ("merged", "again")]
-    found["verl merge writes the same bytes"] = again.returncode == 0 and weights[0] == weights[1]
-    return found
+    checks["verl merge writes the same bytes"] = again.returncode == 0 and weights[0] == weights[1]
+    return checks
 
 
-def refused(actor: Path, target: Path, said: str, *more: str) -> bool:
-    told = command("-m", "verl.model_merger", "merge", "--local_dir", str(actor), "--target_dir", str(target), *more)
-    print(told.stdout + told.stderr, end="")
+def refused(actor: Path, target: Path, message: str, *more: str) -> bool:
+    result = command("-m", "verl.model_merger", "merge", "--local_dir", str(actor), "--target_dir", str(target), *more)
+    print(result.stdout + result.stderr, end="")
     left = [path.name for path in target.parent.iterdir() if "never" in path.name]
-    return told.returncode == 2 and said in told.stderr and not left
+    return result.returncode == 2 and message in result.stderr and not left
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:

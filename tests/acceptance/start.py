@@ -1,7 +1,7 @@
-"""From the command to the first optimiser step of the demo's RL part: <= 60 s on 2 cores.
+"""From the command to the first optimizer step of the demo's RL part: <= 60 s on 2 cores.
 
-Runs `verl demo --steps 1` as a user would and reads the moments from the metrics that the run writes. The parts of the
-breakdown overlap: they are started side by side. `--short` (CI) runs the same and holds no time.
+Runs `verl demo --steps 1` as a user would and reads the times from its metrics. The parts of the breakdown overlap,
+since they start concurrently. `--short` (CI) runs the same without a time limit.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ def main() -> None:
         stolen = watch.stolen()
         lines = metrics_of(folder / "run")
     first = next(line for line in lines if "timing_s/update" in line)
-    stepped = first["time"] - first["timing_s/sync"] - first["timing_s/probe"] - start
+    first_step_s = first["time"] - first["timing_s/sync"] - first["timing_s/probe"] - start
     parts = {key.removeprefix("timing_s/start_"): v for line in lines for key, v in line.items() if "/start_" in key}
     finish(
         "start",
-        options.short or stepped * (1 - stolen) <= ALLOWED_S,
-        seconds_to_first_optimiser_step=round(stepped * (1 - stolen), 1),
+        options.short or first_step_s * (1 - stolen) <= ALLOWED_S,
+        seconds_to_first_optimizer_step=round(first_step_s * (1 - stolen), 1),
         allowed=ALLOWED_S,
         stolen_by_the_host=round(stolen, 3),
         first_step={name: round(first[f"timing_s/{name}"], 1) for name in ("gen", "prep", "update")},
