@@ -46,7 +46,7 @@ from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Settin
 from verl.errors import ConfigError
 from verl.redaction import remember
 
-if TYPE_CHECKING:  # Hydra and OmegaConf take a third of a second to import: only where there is something to parse
+if TYPE_CHECKING:  # importing Hydra takes a third of a second
     from hydra.core.override_parser.types import Override
 
 __all__ = ["LoadedConfig", "load", "load_dict", "load_for_generation", "load_sft", "load_yaml", "split_arguments"]

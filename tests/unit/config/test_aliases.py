@@ -168,7 +168,7 @@ def test_the_lora_snippet_loads() -> None:
         ("critic: {strategy: megatron}", {"critic.strategy"}),
     ],
 )
-def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str]) -> None:
+def test_what_is_not_supported_is_known_and_refused_by_name(text: str, keys: set[str]) -> None:
     assert find_unsupported(text) == keys
 
 
@@ -195,7 +195,7 @@ def test_what_is_not_built_is_known_and_refused_by_name(text: str, keys: set[str
         ("trainer.resume_mode=auto trainer.resume_from_path=x/global_steps_500", "trainer.resume_from_path", None),
     ],
 )
-def test_second_spellings_are_read_and_answered(override: str, key: str, value: object) -> None:
+def test_aliases_are_accepted_with_a_hint(override: str, key: str, value: object) -> None:
     [loaded] = load(override.split(" ") if "{" not in override else [override], complete=False)
     expected = "x/global_step_500" if value is None else value
     assert get_path(loaded.config, tuple(key.split("."))) == expected
@@ -206,7 +206,7 @@ def test_second_spellings_are_read_and_answered(override: str, key: str, value: 
     "override",
     ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron.tensor_model_parallel_size=2"],
 )
-def test_a_second_spelling_of_what_is_not_built_is_refused_under_its_own_name(override: str) -> None:
+def test_an_alias_of_what_is_not_supported_is_refused_under_its_canonical_name(override: str) -> None:
     assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron"}
 
 
@@ -261,5 +261,5 @@ def test_one_setting_under_two_spellings_must_not_have_two_values() -> None:
         "trainer.save_freq=10",
     ],
 )
-def test_remedies_that_users_are_told_are_accepted(override: str) -> None:
+def test_documented_remedies_are_accepted(override: str) -> None:
     load([override], complete=False)

@@ -169,16 +169,16 @@ def test_every_setting_of_an_algorithm_is_in_the_table_and_the_table_has_no_othe
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_a_setting_has_an_effect_or_is_mute_with_each_algorithm_as_the_table_says(key: str) -> None:
+def test_a_setting_has_an_effect_with_each_algorithm_as_the_table_says(key: str) -> None:
     effect = EFFECTS[key]
     for estimator, loss in product(ESTIMATORS, LOSSES):
-        mute = find_unmet_condition(algorithm(estimator, loss, *effect.switches), key)
+        ignored = find_unmet_condition(algorithm(estimator, loss, *effect.switches), key)
         used = estimator in effect.estimators and loss in effect.losses
-        assert (mute is None) == used, (estimator, loss, mute)
+        assert (ignored is None) == used, (estimator, loss, ignored)
 
 
 @pytest.mark.parametrize("key", [key for key, effect in EFFECTS.items() if effect.switches])
-def test_a_setting_is_mute_while_one_of_its_switches_is_off(key: str) -> None:
+def test_a_setting_is_ignored_while_one_of_its_switches_is_off(key: str) -> None:
     effect = EFFECTS[key]
     estimator, loss = next(iter(effect.estimators)), next(iter(effect.losses))
     assert find_unmet_condition(algorithm(estimator, loss, *effect.switches), key) is None
@@ -188,7 +188,7 @@ def test_a_setting_is_mute_while_one_of_its_switches_is_off(key: str) -> None:
 
 
 @pytest.mark.parametrize("key", EFFECTS)
-def test_a_function_of_ones_own_may_use_every_setting_but_those_of_models_that_are_not_there(key: str) -> None:
+def test_a_custom_function_may_use_every_setting_except_those_of_absent_models(key: str) -> None:
     of_own_estimator = find_unmet_condition(algorithm(OWN, "vanilla", *EFFECTS[key].switches), key)
     of_own_loss = find_unmet_condition(algorithm("gae", OWN, *EFFECTS[key].switches), key)
     critics = EFFECTS[key].estimators == ["gae"]  # a critic is trained only where critic.enable says so
@@ -266,12 +266,12 @@ def test_a_critic_that_the_estimator_cannot_use_or_do_without_is_refused(estimat
         ),
     ],
 )
-def test_a_mute_setting_is_named_once_with_its_value_and_the_reason(overrides: list[str], says: str) -> None:
+def test_an_ignored_setting_is_named_once_with_its_value_and_the_reason(overrides: list[str], says: str) -> None:
     [loaded] = load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)
     assert list(loaded.hints) == [says]
 
 
-def test_a_setting_that_is_mute_for_two_reasons_is_named_once() -> None:
+def test_a_setting_that_is_ignored_for_two_reasons_is_named_once() -> None:
     overrides = [f"{A}.clip_ratio=0.1", f"{A}.clip_ratio_low=0.1", f"{A}.clip_ratio_high=0.2", f"{LOSS}.loss_mode=gpg"]
     [loaded] = load(["actor_rollout_ref.rollout.n=8", *overrides], complete=False)
     assert [hint.partition("=")[0] for hint in loaded.hints] == [

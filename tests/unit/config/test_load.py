@@ -117,7 +117,7 @@ def test_a_sweep_without_multirun_says_what_may_be_meant() -> None:
 # --- interpolations
 
 
-def test_interpolations_see_other_settings_defaults_second_spellings_and_the_environment(monkeypatch) -> None:
+def test_interpolations_see_other_settings_defaults_aliases_and_the_environment(monkeypatch) -> None:
     monkeypatch.setenv("VERL_TEST_ROOT", "/somewhere")
     monkeypatch.setenv("VERL_TEST_COUNT", "7")
     config = one(
@@ -200,7 +200,7 @@ def test_what_is_printed_can_be_loaded_again() -> None:
 # --- problems
 
 
-def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
+def test_all_problems_come_at_once_each_with_key_value_rule_and_fix() -> None:
     found = problems(
         "data.train_batch_size=0",
         "data.truncation=lift",
@@ -233,13 +233,13 @@ def test_all_problems_come_at_once_each_with_key_value_rule_and_mend() -> None:
     assert not expected
 
 
-def test_every_suggested_override_mends_its_problem() -> None:
+def test_every_suggested_override_fixes_its_problem() -> None:
     found = problems(
         "data.train_batch_size=-1", "data.truncation=lift", "actor_rollout_ref.actor.clip_ratio=7", "trainer.seed=x"
     )
-    mends = [problem.rpartition("set ")[2] for problem in found]
-    assert len(mends) == 4
-    one(*mends)
+    fixes = [problem.rpartition("set ")[2] for problem in found]
+    assert len(fixes) == 4
+    one(*fixes)
 
 
 def test_a_wrong_value_does_not_cause_further_problems() -> None:

@@ -82,7 +82,7 @@ def test_planned_values_are_choices_and_never_the_default(setting) -> None:
 
 
 @pytest.mark.parametrize("kind", RUN_TYPES, ids=lambda kind: kind.command)
-def test_every_second_spelling_leads_to_a_declared_key_and_hides_none(kind) -> None:
+def test_every_alias_leads_to_a_declared_key_and_hides_none(kind) -> None:
     for second, key in kind.aliases.keys.items():
         assert find_setting(resolve_alias(tuple(key.split(".")), kind.aliases), kind.root) is not None, key
         assert second not in collect_settings(kind.root), second
@@ -117,7 +117,7 @@ def test_the_settings_page_is_up_to_date(pytestconfig: pytest.Config) -> None:
 
 
 @pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
-def test_an_algorithm_is_one_of_the_names_or_a_function_of_ones_own(key: str) -> None:
+def test_an_algorithm_is_one_of_the_names_or_a_custom_function(key: str) -> None:
     for name in collect_settings(Config)[key].choices:
         assert get_path(load([f"{key}={name}", MANY], complete=False)[0].config, tuple(key.split("."))) == name
     [loaded] = load([f"{key}=my_package.module_2:my_function", MANY], complete=False)
@@ -125,7 +125,7 @@ def test_an_algorithm_is_one_of_the_names_or_a_function_of_ones_own(key: str) ->
 
 
 @pytest.mark.parametrize("value", ["rlo", "module:", ":function", "a.b:c:d", "a..b:c", "2a:b", "a/b.py:c", "7"])
-def test_what_is_neither_a_name_nor_a_function_is_answered_with_both(value: str) -> None:
+def test_the_error_for_an_invalid_algorithm_names_both_forms(value: str) -> None:
     with pytest.raises(ConfigError) as raised:
         load([f"algorithm.adv_estimator={value}"], complete=False)
     [text] = raised.value.problems

@@ -88,7 +88,7 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("mute", "wakes"),
+    ("ignored", "switches_on"),
     [
         ("data.max_token_len_per_gpu=4096", ["data.packing=True"]),
         ("data.seed=3", None),
@@ -99,16 +99,16 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         ("trainer.save_hf=True", None),
     ],
 )
-def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wakes: list[str] | None) -> None:
+def test_an_ignored_setting_is_reported_until_its_switch_is_set(ignored: str, switches_on: list[str] | None) -> None:
     switches = {
         "data.seed=3": ["data.shuffle=False"],
         "data.response_key=answer": ["data.messages_key=messages"],
         "trainer.save_hf=True": ["trainer.save_freq=-1"],
     }
-    asleep = hints(mute, *switches.get(mute, []))
-    key = mute.partition("=")[0].replace("model.lora", "model.peft.lora")
-    assert any(text.startswith(key) and "has no effect" in text for text in asleep)
-    assert not any("has no effect" in text for text in hints(mute, *(wakes or [])))
+    reported = hints(ignored, *switches.get(ignored, []))
+    key = ignored.partition("=")[0].replace("model.lora", "model.peft.lora")
+    assert any(text.startswith(key) and "has no effect" in text for text in reported)
+    assert not any("has no effect" in text for text in hints(ignored, *(switches_on or [])))
 
 
 def test_an_adapter_is_asked_for_in_either_spelling_and_needs_a_rank() -> None:

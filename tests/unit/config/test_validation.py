@@ -115,7 +115,7 @@ def problem(*overrides: str) -> str:
         ),
     ],
 )
-def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[str], says: str) -> None:
+def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str], says: str) -> None:
     text = problem(*overrides)
     assert says in text
     hints(*overrides, says.removeprefix("set "))
@@ -151,13 +151,13 @@ def test_contradictions_are_refused_and_the_advice_mends_them(overrides: list[st
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "computed but not used"),
     ],
 )
-def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> None:
+def test_probable_mistakes_are_hinted_at(overrides: list[str], says: str) -> None:
     assert any(says in hint for hint in hints(*overrides))
     assert not any(says in hint for hint in hints())
 
 
 @pytest.mark.parametrize(
-    ("mute", "wakes"),
+    ("ignored", "switches_on"),
     [
         (f"{A}.kl_loss_coef=0.1", [f"{A}.use_kl_loss=true"]),
         (f"{A}.kl_loss_type=k1", [f"{A}.use_kl_loss=true"]),
@@ -177,16 +177,16 @@ def test_what_is_probably_not_meant_is_said(overrides: list[str], says: str) -> 
         ("trainer.resume_from_path=x/global_step_5", ["trainer.resume_mode=path"]),
     ],
 )
-def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wakes: list[str]) -> None:
-    def muted(*overrides: str) -> bool:
-        return any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, *overrides))
+def test_an_ignored_setting_is_reported_until_its_switch_is_set(ignored: str, switches_on: list[str]) -> None:
+    def is_reported(*overrides: str) -> bool:
+        return any(hint.startswith(f"{ignored} has no effect") for hint in hints(ignored, *overrides))
 
-    assert muted()
-    assert not muted(*wakes)
+    assert is_reported()
+    assert not is_reported(*switches_on)
 
 
 @pytest.mark.parametrize(
-    ("mute", "by"),
+    ("ignored", "by"),
     [
         (f"{A}.ppo_micro_batch_size_per_gpu=2", [f"{A}.use_dynamic_bsz=true"]),
         (f"{A}.clip_ratio=0.1", [f"{A}.clip_ratio_low=0.2", f"{A}.clip_ratio_high=0.3"]),
@@ -209,18 +209,18 @@ def test_a_setting_without_effect_is_said_until_its_switch_is_set(mute: str, wak
         ("trainer.total_epochs=3", ["trainer.total_training_steps=10"]),
     ],
 )
-def test_a_setting_that_another_takes_the_effect_from_is_said(mute: str, by: list[str]) -> None:
-    def muted(*overrides: str) -> bool:
-        return any(hint.startswith(f"{mute} has no effect") for hint in hints(mute, *overrides))
+def test_a_setting_that_another_one_overrides_is_reported(ignored: str, by: list[str]) -> None:
+    def is_reported(*overrides: str) -> bool:
+        return any(hint.startswith(f"{ignored} has no effect") for hint in hints(ignored, *overrides))
 
-    assert not muted()
-    assert muted(*by)
+    assert not is_reported()
+    assert is_reported(*by)
 
 
-@pytest.mark.parametrize("mute", [f"{R}.val_kwargs.top_p=0.9", f"{R}.val_kwargs.top_k=5"])
-def test_what_narrows_the_sampling_of_validation_needs_a_temperature(mute: str) -> None:
-    assert any(hint.startswith(f"{mute} has no effect") for hint in hints(mute))
-    assert not any("has no effect" in hint for hint in hints(mute, f"{R}.val_kwargs.temperature=0.7"))
+@pytest.mark.parametrize("ignored", [f"{R}.val_kwargs.top_p=0.9", f"{R}.val_kwargs.top_k=5"])
+def test_what_narrows_the_sampling_of_validation_needs_a_temperature(ignored: str) -> None:
+    assert any(hint.startswith(f"{ignored} has no effect") for hint in hints(ignored))
+    assert not any("has no effect" in hint for hint in hints(ignored, f"{R}.val_kwargs.temperature=0.7"))
 
 
 def test_log_probs_cannot_be_turned_off_and_that_is_reported() -> None:

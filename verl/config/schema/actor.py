@@ -8,8 +8,8 @@ from pydantic import Field
 
 from verl.config.schema.base import CustomFunction, Dtype, Section, section, setting
 from verl.config.schema.rules import (
-    BATCHES_BY_SAMPLES,
-    BATCHES_BY_TOKENS,
+    BY_SAMPLES,
+    BY_TOKENS,
     HAS_DEVICE_MEMORY,
     OnlyIf,
     needs,
@@ -53,6 +53,10 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 Content = Literal["model", "optimizer", "extra", "hf_model"]
 
 _CLIP_COV = needs(".loss_mode", "clip_cov")
+_KL_COV = needs(".loss_mode", "kl_cov")
+_SAPO = needs(".loss_mode", "sapo")
+_DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla", "clip_cov")
+_DECAYS = unless(".lr_scheduler_type", "constant")
 _OFFLOAD = (
     HAS_DEVICE_MEMORY,
     unless(".offload_policy", True, reason="{section}.offload_policy=true already keeps everything in host memory"),
@@ -96,23 +100,13 @@ class OptimConfig(Section):
         None, "Optimizer steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
     )
     lr_warmup_steps_ratio: float = setting(
-        0.0,
-        "Warm-up as a fraction of all optimizer steps.",
-        unit="fraction",
-        ge=0,
-        le=1,
-        only_if=unless_given(".lr_warmup_steps"),
+        0.0, "Warm-up as a fraction of all optimizer steps.", ge=0, le=1, only_if=unless_given(".lr_warmup_steps")
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Learning rate schedule after the warm-up."
     )
     min_lr_ratio: float = setting(
-        0.0,
-        "Final learning rate of linear and cosine, as a fraction of lr.",
-        unit="fraction",
-        ge=0,
-        le=1,
-        only_if=unless(".lr_scheduler_type", "constant"),
+        0.0, "Final learning rate as a fraction of lr (linear, cosine).", ge=0, le=1, only_if=_DECAYS
     )
 
 
@@ -120,16 +114,11 @@ class PolicyLossConfig(Section):
     loss_mode: PolicyLoss | CustomFunction = setting(
         "vanilla", "Policy loss; dpo and sppo compare the scored responses of a group, against the reference."
     )
-    tau_pos: float = setting(
-        1.0, "Temperature of the sapo gate for positive advantages.", gt=0, only_if=needs(".loss_mode", "sapo")
-    )
-    tau_neg: float = setting(
-        1.05, "Temperature of the sapo gate for negative advantages.", gt=0, only_if=needs(".loss_mode", "sapo")
-    )
+    tau_pos: float = setting(1.0, "Temperature of the sapo gate for positive advantages.", gt=0, only_if=_SAPO)
+    tau_neg: float = setting(1.05, "Temperature of the sapo gate for negative advantages.", gt=0, only_if=_SAPO)
     clip_cov_ratio: float = setting(
         2e-4,
-        "Fraction of tokens whose gradient is dropped (clip_cov), drawn from those within the bounds.",
-        unit="fraction",
+        "Fraction of tokens, within the bounds, that lose their gradient (clip_cov).",
         ge=0,
         le=1,
         only_if=_CLIP_COV,
@@ -141,27 +130,16 @@ class PolicyLossConfig(Section):
         5.0, "Upper bound of the covariance of log-prob and advantage (clip_cov).", only_if=_CLIP_COV
     )
     kl_cov_ratio: float = setting(
-        2e-4,
-        "Fraction of tokens with a KL penalty (kl_cov): those of the largest covariance.",
-        unit="fraction",
-        ge=0,
-        le=1,
-        only_if=needs(".loss_mode", "kl_cov"),
+        2e-4, "Fraction of tokens, of largest covariance, with a KL penalty (kl_cov).", ge=0, le=1, only_if=_KL_COV
     )
     ppo_kl_coef: float = setting(
-        0.1,
-        "Coefficient of the KL to the old policy on these tokens (kl_cov).",
-        ge=0,
-        only_if=needs(".loss_mode", "kl_cov"),
+        0.1, "Coefficient of the KL to the old policy on these tokens (kl_cov).", ge=0, only_if=_KL_COV
     )
     dpo_beta: float = setting(
         0.1, "Strength of the pull toward the reference (dpo).", gt=0, only_if=needs(".loss_mode", "dpo")
     )
     sppo_eta: float = setting(
-        1.0,
-        "Step size away from the reference for a response that wins (sppo).",
-        gt=0,
-        only_if=needs(".loss_mode", "sppo"),
+        1.0, "Step size away from the reference for winning responses.", gt=0, only_if=needs(".loss_mode", "sppo")
     )
 
 
@@ -174,9 +152,7 @@ class FsdpConfig(Section):
         True, "Free a layer's gathered weights between forward and backward: less memory, more communication."
     )
     param_offload: bool = setting(
-        False,
-        "Move the weights to host memory while the model is not in use, such as during generation.",
-        only_if=_OFFLOAD,
+        False, "Move the weights to host memory while the model is idle, as during generation.", only_if=_OFFLOAD
     )
     optimizer_offload: bool = setting(
         False, "Keep the optimizer state in host memory except during its step.", only_if=_OFFLOAD
@@ -200,9 +176,7 @@ class PeftConfig(Section):
         16, "The adapter's output is scaled by lora_alpha / lora_rank.", ge=1, only_if=_HAS_ADAPTER
     )
     target_modules: str | list[str] = setting(
-        "all-linear",
-        "Linear modules that get an adapter: suffixes of their names, or a pattern for full names.",
-        only_if=_HAS_ADAPTER,
+        "all-linear", "Linear modules with an adapter: suffixes of names, or a pattern.", only_if=_HAS_ADAPTER
     )
 
 
@@ -233,21 +207,13 @@ class ActorConfig(Section):
         256, "Prompts per optimizer step over all ranks; each has rollout.n samples.", unit="prompts", ge=1
     )
     ppo_micro_batch_size_per_gpu: int = setting(
-        8,
-        "Samples per rank and pass; affects speed and memory, not the gradient.",
-        unit="samples",
-        ge=1,
-        only_if=unless(".use_dynamic_bsz", True),
+        8, "Samples per rank and pass; does not change the gradient.", unit="samples", ge=1, only_if=BY_SAMPLES
     )
     use_dynamic_bsz: bool = setting(
         False, "Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of samples."
     )
     ppo_max_token_len_per_gpu: int = setting(
-        16384,
-        "Maximum tokens per micro-batch; a longer sample gets its own.",
-        unit="tokens",
-        ge=1,
-        only_if=needs(".use_dynamic_bsz"),
+        16384, "Maximum tokens per micro-batch; longer samples run alone.", unit="tokens", ge=1, only_if=BY_TOKENS
     )
     ppo_epochs: int = setting(1, "Passes over the responses of a step.", unit="passes", ge=1)
     shuffle: bool = setting(False, "Shuffle the samples of a step before they are split into mini-batches.")
@@ -257,10 +223,7 @@ class ActorConfig(Section):
     clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", gt=0, lt=1, only_if=_CLIPPED)
     clip_ratio_high: float | None = setting(None, "Upper clip range; null: clip_ratio.", gt=0, only_if=_CLIPPED)
     clip_ratio_c: float = setting(
-        3.0,
-        "Upper bound of the ratio for negative advantages (dual clip).",
-        gt=1,
-        only_if=needs(".policy_loss.loss_mode", "vanilla", "clip_cov"),
+        3.0, "Upper bound of the ratio for negative advantages (dual clip).", gt=1, only_if=_DUAL_CLIP
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "The policy loss.")
     loss_agg_mode: Aggregation = setting("token-mean", "How per-token losses are reduced.", only_if=_AGGREGATES)
@@ -308,17 +271,9 @@ class RefFsdpConfig(Section):
 
 class RefConfig(Section):
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None,
-        "Samples per rank and pass for the reference log-probs; null: as rollout.",
-        unit="samples",
-        ge=1,
-        only_if=BATCHES_BY_SAMPLES,
+        None, "Samples per rank and pass; null: same as rollout.", unit="samples", ge=1, only_if=BY_SAMPLES
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
-        None,
-        "Tokens per rank and pass with use_dynamic_bsz; null: as rollout.",
-        unit="tokens",
-        ge=1,
-        only_if=BATCHES_BY_TOKENS,
+        None, "Tokens per rank and pass; null: same as rollout.", unit="tokens", ge=1, only_if=BY_TOKENS
     )
     fsdp_config: RefFsdpConfig = section(RefFsdpConfig, "Sharding of the reference.")

@@ -9,6 +9,9 @@ from verl.config.schema.rules import OnlyIf, needs_given, unless, unless_given
 
 __all__ = ["DataConfig"]
 
+_TRUNCATES = unless(
+    ".filter_overlong_prompts", True, reason="data.filter_overlong_prompts=true leaves nothing to truncate"
+)
 _VALIDATES = needs_given(".val_files")
 _IS_RANDOM = OnlyIf(
     (".shuffle", ".sampler", ".train_weights"),
@@ -40,20 +43,14 @@ class DataConfig(Section):
         None, "Prompts per validation batch; null: all at once.", unit="prompts", ge=1, only_if=_VALIDATES
     )
     shuffle: bool = setting(
-        True,
-        "Shuffle the training prompts every epoch.",
-        only_if=unless_given(".sampler", ", and it decides the order"),
+        True, "Shuffle the training prompts every epoch.", only_if=unless_given(".sampler", ", which decides the order")
     )
     seed: int | None = setting(None, "Seed of the shuffling; null: trainer.seed.", only_if=_IS_RANDOM)
     filter_overlong_prompts: bool = setting(
         False, "Leave out prompts longer than max_prompt_length, and report how many."
     )
     truncation: Literal["error", "left", "right", "middle"] = setting(
-        "error",
-        "How a longer prompt is handled: an error, or the side that is cut off.",
-        only_if=unless(
-            ".filter_overlong_prompts", True, reason="data.filter_overlong_prompts=true leaves nothing to truncate"
-        ),
+        "error", "How a longer prompt is handled: an error, or the side that is cut off.", only_if=_TRUNCATES
     )
     train_weights: list[float] | None = setting(
         None, "Sampling weights, one per entry of train_files; null: all rows equally often."
@@ -66,11 +63,7 @@ class DataConfig(Section):
         None, "Read training rows only when they are needed; null: from 1,000,000 rows or 1 GiB on."
     )
     shuffle_buffer_size: int = setting(
-        16384,
-        "Rows in the shuffle buffer of a streamed data set, held in memory.",
-        unit="rows",
-        ge=1,
-        only_if=_USES_BUFFER,
+        16384, "Rows in the shuffle buffer of a streamed data set.", unit="rows", ge=1, only_if=_USES_BUFFER
     )
     num_workers: int | None = setting(
         None,

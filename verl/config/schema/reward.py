@@ -24,8 +24,7 @@ class CustomRewardFunction(Section):
 
 class RewardManagerConfig(Section):
     name: Literal["naive", "prime", "dapo", "batch"] = setting(
-        "naive",
-        "How the function is called: in one process, in num_workers (prime), or with lists (batch); dapo: naive.",
+        "naive", "How functions are called: in one process, in num_workers (prime), with lists (batch); dapo: naive."
     )
 
 
@@ -37,7 +36,6 @@ class RewardRolloutConfig(Section):
     gpu_memory_utilization: float = setting(
         0.5,
         "Fraction of an accelerator's memory.",
-        unit="fraction",
         gt=0,
         le=1,
         only_if=(unless(".name", "hf"), unless("trainer.device", "cpu")),
@@ -99,27 +97,15 @@ class RewardConfig(Section):
         [], "Several functions to add up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
     )
     num_workers: int = setting(
-        1,
-        "Processes that score responses in parallel (prime).",
-        unit="processes",
-        ge=1,
-        only_if=needs(".reward_manager.name", "prime"),
+        1, "Scoring processes (prime).", unit="processes", ge=1, only_if=needs(".reward_manager.name", "prime")
     )
     batch_size: int = setting(
-        64,
-        "Maximum responses per call of a batched function.",
-        unit="responses",
-        ge=1,
-        only_if=needs(".reward_manager.name", "batch"),
+        64, "Maximum responses per call.", unit="responses", ge=1, only_if=needs(".reward_manager.name", "batch")
     )
     deadline_s: float = setting(60.0, "Time limit for scoring one response.", unit="seconds", gt=0)
     memory_mb: int | None = setting(None, "Memory limit of a scoring process; null: none.", unit="MB", ge=64)
     max_failure_rate: float = setting(
-        0.1,
-        "The run stops if more responses of a step than this fail to be scored; failed ones are left out.",
-        unit="fraction",
-        ge=0,
-        lt=1,
+        0.1, "Maximum fraction of a step's responses that may fail to be scored; failed ones are left out.", ge=0, lt=1
     )
     reward_manager: RewardManagerConfig = section(RewardManagerConfig, "How the reward function is called.")
     reward_model: RewardModelConfig = section(

@@ -5,10 +5,15 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.config.schema.base import Section, section, setting
-from verl.config.schema.rules import BATCHES_BY_SAMPLES, BATCHES_BY_TOKENS, OnlyIf, unless
+from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, unless
 
 __all__ = ["RolloutConfig", "ValidationSampling"]
 
+_HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
+_HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization")
+_ADAPTER = "actor_rollout_ref.actor.peft.lora_rank"
+_HAS_ADAPTER = unless(_ADAPTER, 0, reason=f"{_ADAPTER}=0 means no adapter")
+_ALWAYS_COMPARES = needs(".calculate_log_probs", reason="the engine's log-probs cost nothing and are always compared")
 _IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
@@ -51,22 +56,10 @@ class RolloutConfig(Section):
     )
     tensor_model_parallel_size: int = setting(1, "Devices per engine.", unit="devices", ge=1, planned=True)
     gpu_memory_utilization: float = setting(
-        0.5,
-        "Fraction of an accelerator's memory that an engine uses.",
-        unit="fraction",
-        gt=0,
-        le=1,
-        only_if=(_IS_VLLM, unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")),
+        0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_IS_VLLM, _HAS_GPU)
     )
     cpu_cache_gib: int = setting(
-        1,
-        "Memory of an engine's key-value cache on CPU.",
-        unit="GiB",
-        ge=1,
-        only_if=(
-            _IS_VLLM,
-            unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization"),
-        ),
+        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", ge=1, only_if=(_IS_VLLM, _HAS_NO_GPU)
     )
     max_num_seqs: int = setting(
         256, "Maximum sequences that an engine generates at once.", unit="sequences", ge=1, only_if=_IS_VLLM
@@ -75,58 +68,32 @@ class RolloutConfig(Section):
         None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", ge=1, only_if=_IS_VLLM
     )
     max_model_len: int | None = setting(
-        None,
-        "Maximum sequence length; null: data.max_prompt_length + data.max_response_length.",
-        unit="tokens",
-        ge=2,
-        only_if=_IS_VLLM,
+        None, "Maximum sequence length; null: prompt and response.", unit="tokens", ge=2, only_if=_IS_VLLM
     )
     enforce_eager: bool = setting(True, "Disable CUDA graphs: faster startup, slower generation.", only_if=_IS_VLLM)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
         "auto", "Type of the computation; auto: same as the actor.", planned=("fp8",)
     )
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
-        "dummy",
-        "What an engine loads at startup; dummy: nothing, if the first weight sync sends all weights.",
-        only_if=_IS_VLLM,
+        "dummy", "What an engine loads at startup; dummy: nothing, weights come by weight sync.", only_if=_IS_VLLM
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
         "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."
     )
     lora_transport: Literal["auto", "adapter", "merged"] = setting(
-        "auto",
-        "With an adapter, send the engines only the adapter, or merged weights; auto: only it if possible.",
-        only_if=unless(
-            "actor_rollout_ref.actor.peft.lora_rank",
-            0,
-            reason="actor_rollout_ref.actor.peft.lora_rank=0 means no adapter",
-        ),
+        "auto", "Send engines the adapter only, or merged weights; auto: only it if possible.", only_if=_HAS_ADAPTER
     )
     probe_tolerance: float | None = setting(
         None, "Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype.", unit="nats", gt=0
     )
     calculate_log_probs: bool = setting(
-        True,
-        "Report the difference of log-probs between engine and trainer; always on.",
-        only_if=OnlyIf(
-            (".calculate_log_probs",),
-            lambda reports: reports,
-            "the engine's log-probs cost nothing and are always compared",
-        ),
+        True, "Compare log-probs of engine and trainer; always on.", only_if=_ALWAYS_COMPARES
     )
     log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None,
-        "Samples per rank and pass for the old log-probs; null: same as the actor.",
-        unit="samples",
-        ge=1,
-        only_if=BATCHES_BY_SAMPLES,
+        None, "Samples per rank and pass; null: same as the actor.", unit="samples", ge=1, only_if=BY_SAMPLES
     )
     log_prob_max_token_len_per_gpu: int | None = setting(
-        None,
-        "Tokens per rank and pass with use_dynamic_bsz; null: same as the actor.",
-        unit="tokens",
-        ge=1,
-        only_if=BATCHES_BY_TOKENS,
+        None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", ge=1, only_if=BY_TOKENS
     )
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", planned=True)

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 __all__ = [
-    "BATCHES_BY_SAMPLES",
-    "BATCHES_BY_TOKENS",
+    "BY_SAMPLES",
+    "BY_TOKENS",
     "HAS_ADVANTAGES",
     "HAS_CRITIC",
     "HAS_DEVICE_MEMORY",
@@ -81,5 +81,5 @@ HAS_CRITIC = OnlyIf(
     f"only {ESTIMATOR}=gae trains a critic, or your own estimator with critic.enable=true",
 )
 HAS_DEVICE_MEMORY = unless("trainer.device", "cpu", reason="on CPU (trainer.device) everything is in host memory")
-BATCHES_BY_TOKENS = needs("actor_rollout_ref.actor.use_dynamic_bsz")
-BATCHES_BY_SAMPLES = unless("actor_rollout_ref.actor.use_dynamic_bsz", True)
+BY_TOKENS = needs("actor_rollout_ref.actor.use_dynamic_bsz")
+BY_SAMPLES = unless("actor_rollout_ref.actor.use_dynamic_bsz", True)

@@ -34,18 +34,14 @@ class SftDataConfig(Section):
     train_batch_size: int = setting(256, "Examples per optimizer step over all ranks.", unit="examples", ge=1)
     micro_batch_size_per_gpu: int = setting(
         4,
-        "Examples per rank and pass; affects speed and memory, not the gradient.",
+        "Examples per rank and pass; does not change the gradient.",
         unit="examples",
         ge=1,
         only_if=unless(".packing", True),
     )
     packing: bool = setting(False, "Limit micro-batches by tokens (max_token_len_per_gpu) instead of examples.")
     max_token_len_per_gpu: int = setting(
-        16384,
-        "Maximum tokens per micro-batch; a longer example gets its own.",
-        unit="tokens",
-        ge=1,
-        only_if=needs(".packing"),
+        16384, "Maximum tokens per micro-batch.", unit="tokens", ge=1, only_if=needs(".packing")
     )
     max_length: int = setting(2048, "Maximum length of an example, prompt and response together.", unit="tokens", ge=2)
     truncation: Literal["error", "left", "right"] = setting(

@@ -30,10 +30,7 @@ class DeadlinesConfig(Section):
         1800.0, "Maximum time between finished responses of a busy engine.", unit="seconds", gt=0
     )
     train: float = setting(
-        3600.0,
-        "Time limit for a train worker's part of a step: log-probs and advantages, or the update.",
-        unit="seconds",
-        gt=0,
+        3600.0, "Time limit for a train worker's log-probs and advantages, or its update.", unit="seconds", gt=0
     )
     weights: float = setting(
         900.0, "Time limit for gathering weights, loading them into an engine, or probing it.", unit="seconds", gt=0
@@ -47,10 +44,7 @@ class DeadlinesConfig(Section):
 
 class FaultsConfig(Section):
     max_restarts: int = setting(
-        3,
-        "Maximum consecutive restarts from the last checkpoint after losing a train worker or machine.",
-        unit="restarts",
-        ge=0,
+        3, "Maximum consecutive restarts from a checkpoint after a lost worker or machine.", unit="restarts", ge=0
     )
     max_engine_restarts: int = setting(
         5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts", ge=1
@@ -139,11 +133,7 @@ class TrainerConfig(RunConfig):
         -1, "Steps between updates of the reference to the current policy (SPIN); -1: none.", unit="steps"
     )
     max_staleness: int = setting(
-        0,
-        "Maximum weight versions that a response may lag behind; 0: synchronous.",
-        unit="versions",
-        ge=0,
-        planned=True,
+        0, "Maximum weight versions that a response may lag behind.", unit="versions", ge=0, planned=True
     )
     deterministic: bool = setting(
         False, "Bitwise reproducible: seeded responses, and engines get all requests of a step at once."
