@@ -17,7 +17,6 @@ __all__ = [
     "Membership",
     "Receiver",
     "Source",
-    "StaticMembership",
     "Transport",
     "WeightSync",
 ]
@@ -124,23 +123,6 @@ class Membership(Protocol):
         ...
 
 
-class StaticMembership:
-    """A fixed set of receivers; losing one is an error."""
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-
-    def active(self) -> Sequence[int]:
-        return range(self._count)
-
-    def mark_lost(self, index: int, error: ProcessLostError) -> None:
-        raise error
-
-    def mark_synced(self, index: int) -> None: ...
-    async def mark_ready(self, index: int, version: int) -> None: ...
-    async def wait_for_stale_exit(self) -> None: ...
-
-
 class WeightSync:
     """Moves engines to new weights. The controller calls `sync` after every update; restarted engines call `sync_one`
     at any time, and wait while the trained weights are not those of the last sync."""
@@ -151,10 +133,10 @@ class WeightSync:
         receivers: Sequence[Receiver],
         transport: Transport,
         probe: Probe,
-        membership: Membership | None = None,
+        membership: Membership,
     ) -> None:
         self._source, self._receivers, self._transport, self._probe = source, receivers, transport, probe
-        self._membership = StaticMembership(len(receivers)) if membership is None else membership
+        self._membership = membership
         self._lock = asyncio.Lock()
         self._is_current = asyncio.Event()  # the trained weights are those of the last sync
         self._version = -1

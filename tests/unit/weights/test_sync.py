@@ -6,7 +6,7 @@ import pytest
 
 from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
-from verl.weights.sync import DeviceTransport, HostTransport, StaticMembership, WeightSync
+from verl.weights.sync import DeviceTransport, HostTransport, Transport, WeightSync
 
 pytestmark = pytest.mark.unit
 
@@ -47,9 +47,30 @@ class Engine(Model):
         return self._version
 
 
+class StaticMembership:
+    """A fixed set of receivers; losing one is an error."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+
+    def active(self) -> Sequence[int]:
+        return range(self._count)
+
+    def mark_lost(self, index: int, error: ProcessLostError) -> None:
+        raise error
+
+    def mark_synced(self, index: int) -> None: ...
+    async def mark_ready(self, index: int, version: int) -> None: ...
+    async def wait_for_stale_exit(self) -> None: ...
+
+
+def make_sync(model: Model, engines: Sequence[Engine], transport: Transport) -> WeightSync:
+    return WeightSync(model, engines, transport, PROBE, StaticMembership(len(engines)))
+
+
 async def test_every_engine_gets_the_weights_and_the_version() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    weight_sync = WeightSync(model, engines, HostTransport(), PROBE)
+    weight_sync = make_sync(model, engines, HostTransport())
     for version in range(3):
         model.weight = 1.5 * version
         metrics = await weight_sync.sync(version)
@@ -60,7 +81,7 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
 
 async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
     model = Model()
-    weight_sync = WeightSync(model, [Engine(), Engine(loses_weights=True)], HostTransport(), PROBE)
+    weight_sync = make_sync(model, [Engine(), Engine(loses_weights=True)], HostTransport())
     await weight_sync.sync(0)
     model.weight = 0.5
     with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still has version 0"):
@@ -68,7 +89,7 @@ async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause
 
 
 async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
-    weight_sync = WeightSync(Model(), [Engine(keeps_version=True)], HostTransport(), PROBE)
+    weight_sync = make_sync(Model(), [Engine(keeps_version=True)], HostTransport())
     with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
         await weight_sync.sync(0)
 
@@ -104,7 +125,7 @@ async def test_without_a_supervisor_a_lost_engine_ends_the_sync() -> None:
             raise ProcessLostError("it has died")
 
     with pytest.raises(ProcessLostError, match="it has died"):
-        await WeightSync(Model(), [Engine(), Dying()], HostTransport(), PROBE).sync(0)
+        await make_sync(Model(), [Engine(), Dying()], HostTransport()).sync(0)
 
 
 async def test_weights_that_do_not_fit_end_the_sync_with_any_membership() -> None:
@@ -113,7 +134,7 @@ async def test_weights_that_do_not_fit_end_the_sync_with_any_membership() -> Non
             raise WeightSyncError("weights do not fit")
 
     with pytest.raises(WeightSyncError, match="do not fit"):
-        await WeightSync(Model(), [Refusing()], HostTransport(), PROBE).sync(0)
+        await make_sync(Model(), [Refusing()], HostTransport()).sync(0)
 
 
 class Sending(Model):
@@ -152,7 +173,7 @@ async def test_a_device_transfer_is_not_begun_without_one_of_its_first_engines()
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(count: int) -> None:
     model = Sending()
-    weight_sync = WeightSync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"), PROBE)
+    weight_sync = make_sync(model, [Engine() for _ in range(count)], DeviceTransport("ipc"))
     await weight_sync.sync(0)
     with pytest.raises(TrainerLostError, match=r"rollout engine 0 was restarted.*weight_transport=host"):
         await weight_sync.sync_one(0)
@@ -161,7 +182,7 @@ async def test_an_engine_that_comes_back_does_not_join_by_a_device_transfer(coun
 
 async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     model, engines = Model(), [Engine(), Engine()]
-    weight_sync = WeightSync(model, engines, HostTransport(), PROBE)
+    weight_sync = make_sync(model, engines, HostTransport())
     await weight_sync.sync(0)
     model.weight, engines[1].weight = 0.0, 7.0
     await weight_sync.sync_one(1)
