@@ -2,8 +2,8 @@
 
 Each algorithm trains two-digit addition from the same model; held-out greedy accuracy must rise by 0.2 within 5
 minutes, from the command to the last validation. The table: algorithm, start, end, steps, seconds. `--short` (CI) takes
-one of them, chosen by the commit, draws the same answers every time, asks for half the rise and holds no time.
-`--only grpo,ppo` takes these, `--all` also those that are not promised.
+one of them, chosen by the commit, samples deterministically, requires half the rise and has no time limit. `--only
+grpo,ppo` runs these, `--all` also those without a guarantee.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from verl.demo.warmup import warm_up
 
 METRIC = "val/addition/mean@1"
 SECONDS = 300
-ONE_ANSWER = ("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # 512 answers in all
+ONE_ANSWER = ("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # 512 responses in total
 ONE_UPDATE = ("actor_rollout_ref.actor.ppo_mini_batch_size=64",)
-"""For losses that hold nothing back: their second update of a step would use answers that the first has outdated."""
+"""For losses without a clip: the second update of a step would use responses that are stale after the first."""
 PROMISED: dict[str, tuple[str, ...]] = {
     "ppo": (*ONE_ANSWER, "critic.optim.lr=1e-3", "critic.ppo_micro_batch_size_per_gpu=256"),
     "grpo": (),
@@ -53,13 +53,13 @@ OTHERS: dict[str, tuple[str, ...]] = {
 
 
 def run(name: str, sizes: tuple[str, ...], assets: Path, folder: Path, steps: int, overrides: list[str]) -> dict:
-    """One algorithm, from the command to the last validation."""
+    """Run one algorithm, from the command to the last validation."""
     code, watch = train(
         *sized_for_addition(assets),
         "data.train_batch_size=64",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.optim.lr=3e-4",
-        "actor_rollout_ref.actor.optim.lr_warmup_steps=6",  # Adam's first steps are long; not every loss clips them
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=6",  # Adam's first steps are large; not every loss clips them
         "trainer.n_gpus_per_node=1",
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={max(1, steps // 4)}",
@@ -83,7 +83,7 @@ def run(name: str, sizes: tuple[str, ...], assets: Path, folder: Path, steps: in
 
 
 def by_commit(names: list[str], count: int) -> list[str]:
-    """Some of the names, other ones at every commit."""
+    """Return some of the names, different ones for every commit."""
     commits = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=ROOT, capture_output=True, text=True)
     first = int(commits.stdout or 0) * count
     return [names[(first + k) % len(names)] for k in range(count)]

@@ -1,12 +1,12 @@
-"""Every family of models: trained, published to a real vLLM, saved, resumed and merged. One table.
+"""Train every model family, sync it to a real vLLM, save, resume and merge it. Prints one table.
 
 python tests/acceptance/families.py [--short] [family ...]
 
 A tiny random model of each family is trained by the real train worker. Before the first and after the second update its
-weights are published to vLLM, and the log-probs of sequences longer than its window are compared: <= 1e-4 on average in
-float32. It is saved, trained on, and resumed in a new worker: the same losses to the bit. The checkpoint is merged,
-which proves names, numbers and logits, and loaded again with `AutoModelForCausalLM`: every weight is the trainer's, its
-log-probs too. `--short`: vLLM for the two that differ most, Gemma 3 and a mixture of experts.
+weights are synced to vLLM, and the log-probs of sequences longer than its window are compared: <= 1e-4 on average in
+float32. It is saved, trained further, and resumed in a new worker: the losses are bit-identical. The checkpoint is
+merged, which checks names, values and logits, and loaded with `AutoModelForCausalLM`: weights and log-probs equal the
+trainer's. `--short`: vLLM only for the two that differ most, Gemma 3 and a mixture of experts.
 """
 
 import argparse
@@ -69,13 +69,13 @@ def distance(one, other):
 
 
 async def published(engine, worker, version, probe):
-    """How far trainer and engine are apart after a publish."""
+    """Return the difference between trainer and engine after a weight sync."""
     await engine.load_weights([*pack(worker._policy.actor.weights(), max_bytes=1 << 20)], version)
     return distance(worker.compute_logprobs(probe), [await engine.compute_logprobs(sequence) for sequence in probe])
 
 
 async def look_at(name, folder, with_vllm):
-    """A row of the table."""
+    """Return one row of the table."""
     save_family(name, folder / "model", vocab_size=VOCABULARY)
     chat_tokenizer().save_pretrained(folder / "model")
     probe = Probe.random(VOCABULARY, tolerance=BOUND, count=3, length=2 * WINDOW + 8).sequences
@@ -109,7 +109,7 @@ async def look_at(name, folder, with_vllm):
     worker.leave()
     with contextlib.redirect_stdout(io.StringIO()):
         merge(["--local_dir", str(steps.step_dir(STEP) / "actor"), "--target_dir", str(folder / "merged")])
-    # "eager" is the model's own word: transformers' sdpa leaves out the soft cap of Gemma 2 without saying so.
+    # "eager", because sdpa of transformers silently ignores the soft cap of Gemma 2.
     loaded = AutoModelForCausalLM.from_pretrained(folder / "merged", dtype="auto", attn_implementation="eager")
     reference = dict(loaded.named_parameters())
     equal = held.keys() == reference.keys() and all(torch.equal(held[each], reference[each]) for each in held)

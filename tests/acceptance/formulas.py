@@ -1,10 +1,10 @@
-"""Every formula against a slow reference of its own: random cases, values and gradients, on one to three ranks.
+"""Compare every formula with a slow reference: random cases, values and gradients, on one to three ranks.
 
 python tests/acceptance/formulas.py [--short]
 
 The reference (tests/references.py) is plain Python on lists, with gradients by hand. A case is a random batch: several
-turns, groups of one to six in any order, empty masks, equal scores, advantages of zero, log-ratios up to +-50. What
-needs the whole batch runs on one rank and then on two or three simulated ones, the sequences dealt at random, so that
+turns, groups of one to six in any order, empty masks, equal scores, advantages of zero, log-ratios up to +-50. Formulas
+of the whole batch run on one rank and then on two or three simulated ones, with sequences assigned at random, so that
 some ranks have none. A difference is |ours - reference| / max(1, |reference|), the largest over all numbers of a case,
 gradients included. All in float64.
 """
@@ -63,14 +63,14 @@ def random_batch(draw: random.Random, smallest_group: int = 1) -> list[ref.Respo
             lambda: 0.1,
         ]
     )
-    return [random_answer(draw, group, score(), greedy[group]) for group in groups]
+    return [random_response(draw, group, score(), greedy[group]) for group in groups]
 
 
-def random_answer(draw: random.Random, group: int, score: float, greedy: float) -> ref.Response:
+def random_response(draw: random.Random, group: int, score: float, greedy: float) -> ref.Response:
     mask = random_mask(draw)
     indices = [t for t, m in enumerate(mask) if m]
     rewards = [0.0] * len(mask)
-    if indices and draw.random() < 0.5:  # as after a KL penalty: something on every token
+    if indices and draw.random() < 0.5:  # as after a KL penalty: nonzero on every token
         rewards = [draw.gauss(0, 0.3) if m else 0.0 for m in mask]
         score = math.fsum([*rewards, score])
     if indices:
@@ -82,7 +82,7 @@ def random_answer(draw: random.Random, group: int, score: float, greedy: float) 
 
 
 def random_mask(draw: random.Random) -> list[int]:
-    """A prompt, then turns of the model with what tools wrote in between; or nothing of the model at all."""
+    """Return a prompt, then turns of the model with tool output in between; or no generated tokens at all."""
     mask = [0] * draw.randint(0, 3)
     for _ in range(draw.randint(1, 3)):
         mask += [1] * draw.randint(1, 4) + [0] * draw.choice([0, 0, 1, 3])
@@ -94,7 +94,7 @@ def gauss(draw: random.Random, mask: list[int]) -> list[float]:
 
 
 def with_policies(draw: random.Random, batch: list[ref.Response], *, per_sequence: bool = False) -> list[ref.Response]:
-    """Log-probs under four policies, near or very far; advantages in eighths, so that their sums are exact."""
+    """Add log-probs of four policies, near or very far; advantages in eighths, so that their sums are exact."""
     reach = draw.choice([0.0, 0.1, 0.5, 3.0, 50.0])
     scale = draw.choice([0, 1, 1, 1])
     constant = per_sequence or draw.random() < 0.5
@@ -178,7 +178,7 @@ def tokens_of(batch: list[ref.Response]) -> LossInputs:
     return LossInputs(*columns, *layout(batch), ref_logprobs=flat(batch, "ref"))
 
 
-def dealt(draw: random.Random, batch: list[ref.Response], ranks: int) -> list[list[ref.Response]]:
+def assign_ranks(draw: random.Random, batch: list[ref.Response], ranks: int) -> list[list[ref.Response]]:
     order = draw.sample(batch, len(batch))
     owners = [draw.randrange(ranks) for _ in order]
     return [[x for x, owner in zip(order, owners, strict=True) if owner == rank] for rank in range(ranks)]
@@ -188,7 +188,7 @@ def dealt(draw: random.Random, batch: list[ref.Response], ranks: int) -> list[li
 
 
 def difference(ours: object, expected: object) -> float:
-    """The largest |ours - reference| / max(1, |reference|) over numbers in lists of any depth."""
+    """Return the largest |ours - reference| / max(1, |reference|) over nested lists."""
     if isinstance(expected, (list, tuple)):
         assert len(ours) == len(expected), f"{len(ours)} numbers where the reference has {len(expected)}"
         return max((difference(a, b) for a, b in zip(ours, expected, strict=True)), default=0.0)
@@ -197,14 +197,14 @@ def difference(ours: object, expected: object) -> float:
 
 
 def spread(draw, batch, run):
-    """(parts, results) of `run(part, rank, gather)` on one rank, and then on two or three."""
+    """Yield (parts, results) of `run(part, rank, gather)` on one rank, and then on two or three."""
     yield [batch], [run(batch, 0, lambda rows: rows)]
-    parts = dealt(draw, batch, draw.choice([2, 3]))
+    parts = assign_ranks(draw, batch, draw.choice([2, 3]))
     yield parts, run_on_ranks(parts, run)
 
 
 def iter_rows(parts: list[list[ref.Response]], tensors: list[torch.Tensor]) -> dict[int, list[float]]:
-    """Per-token results of all ranks, by the answer that they belong to."""
+    """Return the per-token results of all ranks, by response."""
     rows = {}
     for part, tensor in zip(parts, tensors, strict=True):
         for x, row in zip(part, tensor.split([len(x.mask) for x in part]), strict=True):
@@ -213,7 +213,7 @@ def iter_rows(parts: list[list[ref.Response]], tensors: list[torch.Tensor]) -> d
 
 
 def on_all_ranks(draw, batch, run, expected) -> float:
-    """The largest difference of `run(part, rank, gather)` -> per-token tensors from those of the reference."""
+    """Return the largest difference of `run(part, rank, gather)` -> per-token tensors from the reference."""
     worst = 0.0
     for parts, results in spread(draw, batch, run):
         for k, reference in enumerate(expected):
@@ -294,8 +294,10 @@ def times(a, b):
 
 
 def policy(draw, batch, objective, weights, value, gradient) -> float:
-    """Value and gradient of an objective, the mini-batch being cut into micro-batches; one that needs a survey runs it
-    on one rank and on several, with a micro-batch on each."""
+    """Compare value and gradient of an objective on a mini-batch split into micro-batches.
+
+    A prepass runs on one rank and on several, with a micro-batch on each.
+    """
     look = prepass.PREPASSES.get(objective.loss_mode)
     weight_of = {id(x): row for x, row in zip(batch, weights, strict=True)}
 
@@ -306,7 +308,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
     def cuts():
         if look is not None:
             return spread(draw, batch, run)
-        parts = dealt(draw, batch, draw.randint(1, 3))
+        parts = assign_ranks(draw, batch, draw.randint(1, 3))
         return [(parts, [prepass.PrepassResult({}, {})] * len(parts))]
 
     worst = 0.0
@@ -342,7 +344,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
 
 
 def objective(draw: random.Random) -> float:
-    """Policy loss - coefficient * entropy + coefficient * KL, each in the objective's mode; and what is reported."""
+    """Policy loss - coefficient * entropy + coefficient * KL, each in the objective's mode; and the metrics."""
     batch, n = with_policies(draw, random_batch(draw)), random_numbers(draw)
     mode, scale, form = draw.choice(MODES), draw.uniform(1, 50), draw.choice(KL_FORMS)
     coefficients = draw.uniform(0.1, 2), draw.uniform(0, 2)
@@ -403,7 +405,7 @@ def kl_form(form):
 
 
 def exact_kl(draw: random.Random) -> float:
-    """The KL over the vocabulary, whose logits are hidden states times a weight: here the unit matrix."""
+    """The KL over the vocabulary, whose logits are hidden states times a weight, here the identity."""
     size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0, 100.0])
     rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
     outcomes = [ref.exact_kl(*pair) for pair in zip(rows, others, strict=True)]
@@ -514,7 +516,7 @@ def mismatch(draw: random.Random) -> float:
                 "training/rollout_ess": expected.ess,
                 "training/rollout_probs_corr": expected.pearson,
             }
-            names = [name for name in pairs if name in ours]  # no correlation where there is no spread
+            names = [name for name in pairs if name in ours]  # a constant has no correlation
             worst = max(worst, difference([ours[name] for name in names], [pairs[name] for name in names]))
     return worst
 

@@ -1,13 +1,12 @@
-"""The gradient does not depend on how the work is cut: many random cuts of one mini-batch, every term, every mode.
+"""Check that gradients do not depend on how a mini-batch is split: many random splits, every term, every mode.
 
 python tests/acceptance/gradient.py [--short]
 
-A cut is an order, micro-batches of a size or under a token budget, and one or two FSDP2 ranks. Its gradient is compared
-with that of the whole mini-batch in one piece on one rank: ||g - g0|| / ||g0||, over all parameters. Terms are every
+A split is an order, micro-batches of a size or under a token budget, and one or two FSDP2 ranks. Its gradient is
+compared with that of the unsplit mini-batch on one rank: ||g - g0|| / ||g0||, over all parameters. Terms are every
 policy loss, the entropy, every form of the KL, the value loss of a critic and the loss of PRIME's process reward model;
-terms and modes take turns with the cuts. A loss that must see the whole mini-batch first has it surveyed over the ranks
-of the cut, by the code that trains. Then the packed gradient is compared with that of transformers' own padded batches.
-All in float32.
+terms and modes alternate over the splits. Losses that need a prepass run it over the ranks of the split, by the code
+that trains. Then the packed gradient is compared with that of padded batches in transformers. All in float32.
 """
 
 import argparse
@@ -65,7 +64,7 @@ TERMS = {
 
 
 class Recorder(FsdpEngine):
-    """The real engine, but where it would step it keeps the gradient."""
+    """An engine that keeps the gradient instead of stepping."""
 
     def _step(self, lr, *, has_tokens):
         pieces = [parameter.grad.full_tensor().flatten() for parameter in self.model.parameters()]
@@ -75,7 +74,7 @@ class Recorder(FsdpEngine):
 
 
 class Engines:
-    """An actor, a critic and a frozen reference that is not where the actor is."""
+    """An actor, a critic and a frozen reference that differs from the actor."""
 
     def __init__(self, directory):
         self.actor = Recorder(FsdpSettings(str(directory / "model")))
@@ -92,7 +91,7 @@ class Engines:
 
 
 def objectives():
-    """term/mode -> (term, loss). The formula of some terms is a mean over sequences, and has no other mode."""
+    """Return term/mode -> (term, loss). Terms whose formula is a mean over sequences have no other mode."""
     results = {}
     for term, objective in TERMS.items():
         if term in (*PER_SEQUENCE, "process"):
@@ -104,7 +103,7 @@ def objectives():
 
 
 def prepared(mini_batch, term):
-    """What the term trains on. Entropy and KL alone: with advantages of zero the policy term has no gradient."""
+    """Return the batch for a term. For entropy and KL the advantages are 0, so that the policy term has no gradient."""
     batch = mini_batch.batch
     if term == "process":
         return batch.with_(returns=mini_batch.scores.float()[batch.segment_ids])
@@ -113,7 +112,7 @@ def prepared(mini_batch, term):
 
 
 def micro_batches(engine, mini_batch, pieces, term):
-    """The pieces of this rank; where the loss asks for it, after a look at all pieces of all ranks."""
+    """Return the micro-batches of this rank, after a prepass over all ranks if the loss needs one."""
     batch, prepass = prepared(mini_batch, term), PREPASSES.get(term)
     if prepass is None:
         return batch.split(pieces)
@@ -133,7 +132,7 @@ def micro_batches(engine, mini_batch, pieces, term):
 
 
 def random_mini_batch(actor, critic):
-    """Long-tailed sequences, one of them without a generated token; other policies and values a little away."""
+    """Return long-tailed sequences, one without generated tokens; other policies and values differ a little."""
     generator = torch.Generator().manual_seed(3)
     lengths = (4 + 60 * torch.rand(SEQUENCES, generator=generator).pow(3)).long()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -157,7 +156,7 @@ def random_mini_batch(actor, critic):
 
 
 def random_cut(lengths, world, seed):
-    """For each rank, its micro-batches as lists of sequences; equally many on every rank, some empty."""
+    """Return the micro-batches of each rank as lists of sequences; equally many on every rank, some empty."""
     draw = random.Random(seed)
     order = draw.sample(range(len(lengths)), len(lengths))
     if world == 1:
@@ -188,7 +187,7 @@ def distance(gradient, reference):
 
 
 def distances(engines, mini_batch, references, cuts, stride, first_seed):
-    """All distances of each term in each mode; every cut is tried with one in `stride` of them."""
+    """Return all distances of each term in each mode; every split is tried with one in `stride` of them."""
     results = {}
     for seed in range(first_seed, first_seed + cuts):
         pieces = random_cut(mini_batch.batch.lengths.tolist(), dist.get_world_size(), seed)[dist.get_rank()]
@@ -200,7 +199,7 @@ def distances(engines, mini_batch, references, cuts, stride, first_seed):
 
 
 def padded_gradients(directory, batches, size):
-    """The same losses on transformers' own batches of `size`, padded at the right, with plain log-softmax."""
+    """Return the gradients of the same losses on right-padded batches of `size`, with plain log-softmax."""
     kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM
     actor, critic, reference = (
         kind.from_pretrained(directory / name, dtype=torch.float32, attn_implementation="sdpa")
@@ -223,7 +222,7 @@ def padded_output(model, reference, part, term):
     real = torch.arange(rows.shape[1]) < part.lengths[:, None]
 
     def flat(values):
-        """Of the state that each token was drawn from, 0 for the first of a sequence."""
+        """Return values of the state before each token, 0 for the first of a sequence."""
         return torch.nn.functional.pad(values, (1, 0))[real]
 
     logits = model(input_ids=rows, attention_mask=real.long()).logits[:, :-1]

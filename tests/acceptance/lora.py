@@ -1,12 +1,12 @@
-"""The addition task, learned by reinforcement learning through an adapter of at most 3 % of the parameters.
+"""Learn the addition task by reinforcement learning with an adapter of at most 3 % of the parameters.
 
-Real Ray, FSDP2 on 2 ranks and vLLM, GRPO with a KL to the reference, which is the model with its adapter off. Shown:
-held-out greedy accuracy rises by at least 0.10; the weights below the adapter are those of the file, bit by bit; the
-reference's log-probs are those of the model without an adapter, bit by bit; what a publish carries, and its share of
-the model; the engines' log-probs of sampled tokens are within 1e-4 of the trainer's, in every step; `verl merge` writes
-a merged model and an adapter which, in a process that has never imported verl, give the trainer's log-probs (1e-4).
-`--short` (CI): one rank and 10 steps, in which the reward of sampled answers must rise by 0.03 from the first three to
-the last three; nothing is validated.
+Real Ray, FSDP2 on 2 ranks and vLLM, GRPO with a KL to the reference, which is the model with its adapter disabled.
+Checked: held-out greedy accuracy rises by at least 0.10; the weights below the adapter are those of the file, bit by
+bit; the reference's log-probs are those of the model without an adapter, bit by bit; what a weight sync sends, and its
+share of the model; the engines' log-probs of sampled tokens are within 1e-4 of the trainer's, in every step; `verl
+merge` writes a merged model and an adapter which, in a process that has never imported verl, give the trainer's log-
+probs (1e-4). `--short` (CI): one rank and 10 steps, in which the reward of sampled responses must rise by 0.03 from the
+first three to the last three; nothing is validated.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def settings(folder: Path, steps: int, short: bool) -> list[str]:
         "actor_rollout_ref.actor.peft.lora_alpha=4",
         "actor_rollout_ref.rollout.n=8",
         f"trainer.n_gpus_per_node={1 if short else 2}",
-        f"trainer.deterministic={short}",  # ten steps are too few to average what is drawn
+        f"trainer.deterministic={short}",  # ten steps are too few to average over sampling
         f"trainer.total_training_steps={steps}",
         f"trainer.test_freq={-1 if short else 20}",
         f"trainer.val_before_train={not short}",
@@ -112,7 +112,7 @@ def settings(folder: Path, steps: int, short: bool) -> list[str]:
 
 
 async def run(config: Any, folder: Path) -> dict[str, Any]:
-    """Train, and look into the train workers and at what was published."""
+    """Train, and inspect the train workers and what was synced."""
     published: list[int] = []
     pack = PolicyGroup.pack_weights
 
@@ -138,7 +138,7 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
 
 
 def examined(worker: Any, path: str) -> dict[str, Any]:
-    """On every rank at once: the weights below the adapter and the reference, against the files and a fresh model."""
+    """Compare base weights and reference on every rank with the files and a fresh model."""
     from verl.training.fsdp import FsdpEngine, FsdpSettings
 
     actor, files = worker._policy.actor, load_file(Path(path, "model.safetensors"))
@@ -163,7 +163,7 @@ def examined(worker: Any, path: str) -> dict[str, Any]:
 
 
 def exported(folder: Path, logprobs: list[list[float]]) -> dict[str, Any]:
-    """The checkpoint as others load it: merged, and as an adapter of the model that it started from."""
+    """Load the checkpoint as others do: merged, and as an adapter of its base model."""
     [actor] = folder.glob("run/global_step_*/actor")
     held = sum(path.stat().st_size for path in actor.glob("*.safetensors"))
     for name, more in (("merged", []), ("adapter", ["--adapter"])):

@@ -1,12 +1,11 @@
-"""What each setting of memory saves, and that it changes no result: one model, two ranks, every setting in turn.
+"""Measure what each memory setting saves, and check that it changes no result: one model, two ranks.
 
 python tests/acceptance/offload.py [--short]
 
-Counted are the bytes of all tensors that are alive, whenever an operation of torch makes one: those that would be on
-the device, and apart from them those that a setting puts into host memory. There is no accelerator here: both are the
-same memory, the process does not shrink, and nothing is said of speed. What is counted does not depend on that, and is
-the same in every run. Losses, norms of gradients and weights after all updates must be those of the plain run to the
-bit; in bfloat16, and compiled, up to rounding.
+Counts the bytes of all live tensors after every torch operation: those that would be on the device, and separately
+those that a setting puts into host memory. Without an accelerator both are the same memory, so the process does not
+shrink and nothing is measured about speed; the counts do not depend on that and are the same in every run. Losses,
+gradient norms and final weights must equal those of the plain run bit for bit; in bfloat16 or compiled up to rounding.
 """
 
 import argparse
@@ -54,7 +53,7 @@ TOKENS = {False: (4, 128), True: (4, 64)}  # sequences, tokens of each
 
 
 class Ledger(TorchDispatchMode):
-    """Bytes of the tensors that are alive: on the device now, the most so far, and in host memory."""
+    """Bytes of live tensors: on the device now, at the peak, and in host memory."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +67,7 @@ class Ledger(TorchDispatchMode):
         return results
 
     def see(self, tensor):
-        """Whether there is memory behind it that there was not before."""
+        """Return whether the tensor has a new storage."""
         storage = local(tensor).untyped_storage()
         known, size = self._alive.get(storage._cdata), storage.nbytes()
         if known is not None and not known[0].expired() and known[1] == size:
@@ -84,7 +83,7 @@ class Ledger(TorchDispatchMode):
         return sum(size for key, size in sizes.items() if key not in host), sum(sizes[key] for key in host & set(sizes))
 
     def _in_host_memory(self):
-        """What the settings have put there: copies of what is parked; FSDP's own shards, gradients and moments."""
+        """Yield what the settings put there: offloaded copies; shards, gradients and moments of FSDP."""
         engine = self.engine
         if engine is None:
             return set()
@@ -111,7 +110,7 @@ def batch_of(rank, sequences, length, vocabulary):
 
 
 def measure(name, model, short, updates):
-    """Bytes between steps, the most in a pass without gradients and in an update, those in host memory; and results."""
+    """Return bytes between steps, at the peak of a forward pass and of an update, in host memory; and the results."""
     ledger = Ledger()
     engine = FsdpEngine(FsdpSettings(str(model), lr=1e-3, **SETTINGS[name]))
     vocabulary = engine.model.hf.config.vocab_size
@@ -144,7 +143,7 @@ def run(folder, names, short, updates):
 
 
 def gap(one, other):
-    """The largest difference of losses and norms, as a share."""
+    """Return the largest relative difference of losses and norms."""
     pairs = [(ours[key], reference[key]) for ours, reference in zip(one, other, strict=True) for key in reference]
     return max(abs(a - b) / max(abs(b), 1e-2) for a, b in pairs)
 
@@ -165,7 +164,7 @@ def main():
         print("trained with", ", ".join(results), flush=True)
         if not short:
             results |= run(folder, ["compiled"], short, updates=3)
-            # Triton's failures and inductor's look alike from here: a compiler that is not there.
+            # Failures of Triton and of inductor look alike here: a missing compiler.
             os.environ |= {"CXX": "/no/such/compiler", "TORCHINDUCTOR_CACHE_DIR": str(folder / "cache")}
             results |= run(folder, ["no_compiler"], short, updates=3)
     plain, problems = results["plain"], []
@@ -200,7 +199,7 @@ def main():
 
 
 def savings(used, shard):
-    """(what must be saved, whether it is), as in docs/out_of_memory.md: moments are two shards of weights."""
+    """Yield (expected saving, whether it holds), as in docs/out_of_memory.md: moments are two shards of weights."""
     plain = used["plain"]
     for name, update, idle in (
         ("param_offload", 0, shard),
