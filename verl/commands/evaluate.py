@@ -128,18 +128,18 @@ def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_
             fields = file.row(index)
             if column not in fields:
                 raise DataError(
-                    f"{file.place(index)}: no column {column!r}; columns: {', '.join(fields)}. Name another: "
+                    f"{file.location(index)}: no column {column!r}; columns: {', '.join(fields)}. Name another: "
                     "--responses NAME"
                 )
             value = fields.pop(column)
             responses = [value] if isinstance(value, str) else value
             if responses is not None and not isinstance(responses, list):
                 raise DataError(
-                    f"{file.place(index)}, column {column!r}: responses must be a text or a list of texts, not "
+                    f"{file.location(index)}, column {column!r}: responses must be a text or a list of texts, not "
                     f"{type(responses).__name__}. Name another column: --responses NAME"
                 )
             fields["raw_prompt"] = fields.pop(prompt_key, None)
-            location = f"{file.place(index)}, column {column!r}"
+            location = f"{file.location(index)}, column {column!r}"
             yield _Row(**extract_reward_fields(fields), responses=responses or [None], location=location)
 
 

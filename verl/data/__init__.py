@@ -1,4 +1,4 @@
-"""What goes into a run and how it is cut: prompts from files (`files`, `dataset`, `chat`, `measure`), their order
-(`order`, `stream`), samples as flat arrays (`batch`), and the cutting of a step's samples over ranks and into
-micro-batches (`packing`, `plan`). Everything above this layer may import it; it imports only `errors` and `types`, and
-knows nothing of settings, Ray or algorithms."""
+"""The data of a run: prompts from files (`files`, `dataset`, `chat`, `lengths`), the order in which they are drawn
+(`samplers`, `stream`), samples as flat arrays (`flat_batch`), and the split of a step over ranks and micro-batches
+(`packing`, `plan`). Any layer above may import it; it imports only `errors` and `types`, and knows nothing of settings,
+Ray or algorithms."""

@@ -1,8 +1,8 @@
-"""The one path from a prompt as people write it to token ids.
+"""From prompts as people write them to token ids.
 
-A list of chat messages is rendered by the tokenizer's chat template, with the header of the answer at its end; a
-string is taken as finished, as if a template had made it already. Both are then tokenised alike, without special
-tokens added: the template, or whoever wrote the string, has put in those that belong there.
+A list of chat messages is rendered by the tokenizer's chat template, ending with the header of the response. A string
+is used as it is, as if a template had produced it. Both are then tokenized without adding special tokens: the template,
+or the author of the string, has already added those that belong there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = [
     "chat_template_hint",
     "encode",
     "encode_prompts",
-    "knows_text",
+    "has_text_vocabulary",
     "load_tokenizer",
     "read_prompt",
     "render",
@@ -33,60 +33,63 @@ TRUNCATIONS = ("error", "left", "right", "middle")
 
 
 class PromptError(DataError):
-    """The prompt at `index` of a list cannot be rendered; whoever knows where the list comes from says so."""
+    """The prompt at `index` of a list cannot be rendered; callers that know the source of the list add its location."""
 
-    def __init__(self, index: int, why: str) -> None:
-        super().__init__(index, why)
-        self.index, self.why = index, why
+    def __init__(self, index: int, reason: str) -> None:
+        super().__init__(index, reason)
+        self.index, self.reason = index, reason
 
     def __str__(self) -> str:
-        return self.why
+        return self.reason
 
 
 def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer at `path`. OSError or ValueError where there is none: of a folder with a model alone, transformers
-    makes for some families one that knows special tokens and no text, and every prompt would be empty or unknown."""
+    """Load the tokenizer at `path`; raise OSError or ValueError if it has none.
+
+    For a folder with only a model, transformers makes a tokenizer without a vocabulary for some families, and every
+    prompt would be empty or unknown.
+    """
     from transformers import AutoTokenizer
 
     tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if not knows_text(tokenizer):
+    if not has_text_vocabulary(tokenizer):
         raise ValueError(f"{path} has no vocabulary; save the tokenizer there, such as tokenizer.json")
     return tokenizer
 
 
-def knows_text(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether there is more in its vocabulary than special and added tokens."""
+def has_text_vocabulary(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the vocabulary has more than special and added tokens."""
     return bool(set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab()))
 
 
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Any], template_kwargs: Mapping[str, Any]
 ) -> list[list[int]]:
-    """Token ids of prompts as the data has them: the one path for measuring and for use."""
+    """Tokenize prompts as they are in the data, for measuring and for training."""
     texts: list[str] = []
     for prompt in prompts:
         try:
             texts.append(render(tokenizer, prompt, template_kwargs))
         except DataError as error:
             raise PromptError(len(texts), str(error)) from None
-    found = encode(tokenizer, texts)
-    for index, token_ids in enumerate(found):
+    encoded = encode(tokenizer, texts)
+    for index, token_ids in enumerate(encoded):
         if not token_ids:
             raise PromptError(
-                index, f"the tokenizer makes no token of {texts[index][:60]!r}; remove the row or fill it"
+                index, f"the tokenizer returns no tokens for {texts[index][:60]!r}; remove the row or fill it"
             )
-    return found
+    return encoded
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of rendered prompts. Many at once are much faster than one by one."""
+    """Tokenize rendered prompts. A batch is much faster than one at a time."""
     if not texts:
         return []
     return list(tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids)
 
 
 def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Mapping[str, Any]) -> str:
-    """The text of one prompt: a finished string as it is, chat messages through the chat template.
+    """Return the text of one prompt: a string as it is, chat messages through the chat template.
 
     >>> render(tokenizer, [{"role": "user", "content": "12+34=?"}], {})
     '<|im_start|>user\\n12+34=?<|im_end|>\\n<|im_start|>assistant\\n'
@@ -97,7 +100,7 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
     if tokenizer.chat_template is None:
         raise DataError(
             f"the prompt is a list of messages, but the tokenizer {tokenizer.name_or_path or '(unnamed)'} has no chat "
-            "template; use a model that has one, or write the prompts as finished strings"
+            "template; use a model that has one, or write the prompts as strings"
         )
     from jinja2 import TemplateError
 
@@ -107,8 +110,8 @@ def render(tokenizer: PreTrainedTokenizerBase, prompt: Any, template_kwargs: Map
     except (TemplateError, TypeError, ValueError) as error:
         roles = ", ".join(str(message["role"]) for message in read[:8])
         raise DataError(
-            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not take these messages (roles: "
-            f"{roles}): {error}; mend the messages, or use a model whose template takes them"
+            f"the chat template of {tokenizer.name_or_path or 'the tokenizer'} does not accept these messages (roles: "
+            f"{roles}): {error}; fix the messages, or use a model whose template accepts them"
         ) from error
 
 
@@ -132,39 +135,41 @@ def chat_template_hint(
 
 
 def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:
-    """The prompt as people write it: a finished string, or chat messages; a `DataError` for what is neither.
+    """Return a prompt as a string or as chat messages; raise `DataError` if it is neither.
 
-    `what` it is, and the `setting` that names its column, are for that error.
+    `what` it is, and the `setting` that names its column, appear in the error.
     """
     if isinstance(prompt, str):
         if not prompt:
             raise DataError(f"the {what} is an empty string; remove the row or fill it")
         if prompt.startswith(("[{'role'", '[{"role"', "[{'content'", '[{"content"')):
             raise DataError(
-                f"the {what} is text that holds chat messages, {prompt[:40]!r}; it must be the list itself: write the "
+                f"the {what} is text that holds chat messages, {prompt[:40]!r}; it must be the list itself. Write the "
                 "file again without json.dumps or str around it"
             )
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
         raise DataError(
             f"the {what} is {_kind(prompt)}; it must be a string or a list of messages such as "
-            f'[{{"role": "user", "content": "..."}}]. Mend the data or name another column with data.{setting}'
+            f'[{{"role": "user", "content": "..."}}]. Fix the data or name another column with data.{setting}'
         )
     messages: list[dict[str, Any]] = without_gaps(prompt)
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         if missing := {"role", "content"} - message.keys() - ({"content"} if "tool_calls" in message else set()):
             raise DataError(
-                f"message {place} of the {what} has no {' and no '.join(sorted(missing))}, only "
+                f"message {index} of the {what} has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
         if not isinstance(message["role"], str):
-            raise DataError(f"message {place} of the {what} has the role {message['role']!r}; it must be text")
+            raise DataError(f"message {index} of the {what} has the role {message['role']!r}; it must be text")
     return messages
 
 
 def without_gaps(value: Any) -> Any:
-    """The same without entries that are None, at any depth: a struct of Parquet has the keys of all rows, and those
-    that a row lacks, such as the arguments of other tools, come as None. They would be told to the model.
+    """Remove entries that are None, at any depth.
+
+    A Parquet struct has the keys of all rows; those that a row lacks, such as the arguments of other tools, are None
+    and would reach the model.
 
     >>> without_gaps([{"role": "user", "content": "?", "name": None}])
     [{'role': 'user', 'content': '?'}]
@@ -175,7 +180,7 @@ def without_gaps(value: Any) -> Any:
 
 
 def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
-    """At most `limit` ids; `side` says where ids are cut off: left, right or middle.
+    """Return at most `limit` ids, removing ids on a `side`: left, right or middle.
 
     >>> truncate([1, 2, 3, 4, 5], 3, "middle")
     [1, 4, 5]

@@ -1,4 +1,4 @@
-"""What a reward function is told, from the columns of a row.
+"""The arguments of a reward function, from the columns of a row.
 
 `data_source`, `ground_truth` and `extra_info` may be columns, or fields of the column `reward_model`; the ground truth
 may also be called `answer`. All other columns are added to `extra_info`.
@@ -14,11 +14,11 @@ from verl.errors import DataError
 __all__ = ["TRUTHS", "extract_reward_fields", "resolve_data_source"]
 
 TRUTHS = ("ground_truth", "answer")
-"""Columns of the ground truth where `reward_model` holds none, the first that is there."""
+"""Columns of the ground truth if `reward_model` has none; the first that exists is used."""
 
 
 def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """`data_source`, `ground_truth` and `extra_info` from all columns of a row but the prompt.
+    """Return `data_source`, `ground_truth` and `extra_info` from all columns of a row except the prompt.
 
     >>> told_to_rewards({"data_source": "sums", "reward_model": {"ground_truth": "46"}, "level": 2})
     {'data_source': 'sums', 'ground_truth': '46', 'extra_info': {'level': 2}}
@@ -33,7 +33,7 @@ def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
     elif isinstance(model, str) and model.lstrip().startswith("{"):
         raise DataError(
             f"column 'reward_model' holds text, {model[:60]!r}; it must hold the fields themselves, such as "
-            '{"ground_truth": ...}: write the file again without json.dumps or str around them'
+            '{"ground_truth": ...}. Write the file again without json.dumps or str around them'
         )
     elif model is not None:
         fields["reward_model"] = model
@@ -48,7 +48,7 @@ def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolve_data_source(column: Any, reward_model: Any) -> str:
-    """The data source of a row: its column, or the field of `reward_model`; "" where there is neither."""
+    """Return the data source of a row: its column, or the field of `reward_model`, or ""."""
     if column is None and isinstance(reward_model, Mapping):
         column = reward_model.get("data_source")
     return "" if column is None else str(column)

@@ -182,7 +182,7 @@ class PromptDataset:
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 file, local = self._locate(int(row))
                 raise DataError(
-                    f"{file.place(local)}, column '{name}': {value!r} is no finite number, and data.curriculum_key "
+                    f"{file.location(local)}, column '{name}': {value!r} is no finite number, and data.curriculum_key "
                     "orders by it; mend the row, or name another column"
                 )
         return np.array(values, np.float64)
@@ -229,7 +229,7 @@ class PromptDataset:
         try:
             told = extract_reward_fields(fields)
         except DataError as error:
-            raise DataError(f"{file.place(local)}: {error}") from None
+            raise DataError(f"{file.location(local)}: {error}") from None
         return Prompt(row, token_ids, **told, raw=raw)
 
     def row(self, index: int) -> dict[str, Any]:
@@ -257,7 +257,7 @@ class PromptDataset:
         try:
             [token_ids] = encode_prompts(self._tokenizer, [prompt], self._template_kwargs)
         except PromptError as error:
-            raise DataError(f"{file.place(local)}, column '{self._prompt_key}': {error}") from None
+            raise DataError(f"{file.location(local)}, column '{self._prompt_key}': {error}") from None
         return token_ids
 
     def _locate(self, row: int) -> tuple[Rows, int]:
@@ -268,7 +268,7 @@ class PromptDataset:
     def _too_long(self, row: int, length: int, count: int) -> str:
         file, local = self._locate(row)
         return (
-            f"{file.place(local)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
+            f"{file.location(local)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
             + (f", and so have {count - 1} others" if count > 1 else "")
             + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
         )

@@ -1,7 +1,7 @@
-"""Data files as numbered rows, read when asked for: Parquet by block, JSONL by line.
+"""Data files as numbered rows, read on demand: Parquet by block, JSONL by line.
 
-Neither puts the file into Python objects: of Parquet files some decoded blocks are kept (Arrow memory, bounded over
-all files of a data set), of a JSONL file the places of its lines.
+Neither is loaded into Python objects: for Parquet some decoded blocks are cached (Arrow memory, bounded over all files
+of a data set), for JSONL the offsets of its lines.
 """
 
 from __future__ import annotations
@@ -37,76 +37,76 @@ __all__ = [
     "to_python",
 ]
 
-READ_AT_ONCE = 1024  # rows turned into Python objects at a time by a pass over a whole column
-CACHED_BYTES = 256 * 2**20  # decoded blocks that are kept, of all files of a data set together
-BLOCK_ROWS = 4096  # a streamed row group of twice as many rows or more is cut
-BLOCK_BYTES = 16 * 2**20  # ... as is one of twice as many bytes or more
-BUFFER_BYTES = 2**18  # read at a time of each column of a streamed file
+READ_AT_ONCE = 1024  # rows converted to Python objects at a time by a pass over a column
+CACHED_BYTES = 256 * 2**20  # decoded blocks, over all files of a data set
+BLOCK_ROWS = 4096  # a streamed row group of at least twice this many rows is split
+BLOCK_BYTES = 16 * 2**20  # ... as is one of at least twice this many bytes
+BUFFER_BYTES = 2**18  # read buffer of each column of a streamed file
 
 
 Columns: TypeAlias = "str | tuple[str, ...]"
-"""One column, or several: then a value is a dict of theirs."""
+"""One column, or several: then a value is a dict."""
 
 ColumnChunk: TypeAlias = "list[Any] | pa.Array"
-"""Some values of a column, not yet turned into Python objects where that can wait: another process may do it."""
+"""Some values of a column, not yet converted to Python objects if another process may do that."""
 
 
 def to_python(chunk: ColumnChunk) -> list[Any]:
-    """The values as Python objects."""
+    """Return the values as Python objects."""
     return chunk if isinstance(chunk, list) else chunk.to_pylist()
 
 
 class Rows(Protocol):
-    """The rows of one file, and the blocks that they are read in: rows of one block come cheaply after another."""
+    """The rows of one file, and the ends of the blocks in which they are read."""
 
     path: Path
     columns: list[str]
     bytes: int
-    """What all rows take in memory, about."""
+    """The approximate size of all rows in memory."""
     block_ends: npt.NDArray[np.int64]
 
     def __len__(self) -> int: ...
 
     def has(self, column: str) -> bool:
-        """Whether any row has it; `columns` are those that are known without reading all rows."""
+        """Return whether any row has the column; `columns` are those known without reading all rows."""
         ...
 
     def row(self, index: int) -> dict[str, Any]:
-        """One row, all columns."""
+        """Return all columns of one row."""
         ...
 
     def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
-        """One column, or several, from first row to last, in pieces of at most `READ_AT_ONCE` rows."""
+        """Yield one or several columns, from first row to last, in chunks of at most `READ_AT_ONCE` rows."""
         ...
 
     def values(self, column: Columns) -> Iterator[list[Any]]:
-        """The same as Python objects."""
+        """Yield the same as Python objects."""
         ...
 
-    def place(self, index: int) -> str:
-        """Where a user finds this row."""
+    def location(self, index: int) -> str:
+        """Return the location of a row, for messages."""
         ...
 
 
 def find_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
-    """Existing files for one or several paths; `~` and patterns such as `data/*.parquet` are expanded."""
-    found: list[Path] = []
+    """Return existing files for one or several paths; `~` and patterns such as `data/*.parquet` are expanded."""
+    paths: list[Path] = []
     for name in [files] if isinstance(files, (str, os.PathLike)) else files:
         path = Path(name).expanduser()
         matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path)))]
         matches = [match for match in matches if match.is_file()]
         if not matches:
-            raise DataError(_not_found(path))
-        found += matches
-    if not found:
+            raise DataError(_describe_missing_file(path))
+        paths += matches
+    if not paths:
         raise DataError("no data files are given; set data.train_files and data.val_files to Parquet or JSONL files")
-    return found
+    return paths
 
 
 def open_rows(path: Path, cache: BlockCache | None = None, *, streamed: bool = False) -> Rows:
-    """The rows of a file, by its suffix. Files with one cache share its bound on memory.
+    """Open a file by its suffix. Files with the same cache share its memory limit.
 
-    `streamed`: a block is never large, however the file was written; else it is a whole row group.
+    With `streamed`, blocks are small however the file was written; otherwise a block is a whole row group.
     """
     if path.suffix in (".parquet", ".pq"):
         return ParquetRows(path, cache or BlockCache(), streamed=streamed)
@@ -116,9 +116,9 @@ def open_rows(path: Path, cache: BlockCache | None = None, *, streamed: bool = F
 
 
 class BlockCache:
-    """Decoded blocks of some files; those not used for longest leave it when it grows over its bound.
+    """A least-recently-used cache of decoded blocks of some files.
 
-    It also holds the last scan of a row group that is read block by block: the next block goes on from there.
+    It also holds the last scan of a row group that is read block by block, from which the next block continues.
     """
 
     def __init__(self) -> None:
@@ -139,46 +139,48 @@ class BlockCache:
 
 
 class _Scan:
-    """A pass over one row group, forwards only: its pages cannot be entered in the middle."""
+    """A forward pass over one row group: its pages cannot be entered in the middle."""
 
     def __init__(self, file: pq.ParquetFile, group: int) -> None:
-        self.file, self.group, self.place = file, group, 0
+        self.file, self.group, self.position = file, group, 0
         self._batches = file.iter_batches(READ_AT_ONCE, row_groups=[group], use_threads=False)
         self._batch: pa.RecordBatch | None = None
 
     def read(self, start: int, stop: int) -> pa.Table:
-        """Rows `start` to `stop` of the group; those before them are decoded and dropped."""
-        found: list[pa.RecordBatch] = []
-        while self.place < stop:
+        """Return rows `start` to `stop` of the group; earlier ones are decoded and dropped."""
+        batches: list[pa.RecordBatch] = []
+        while self.position < stop:
             batch = self._batch if self._batch is not None else next(self._batches)
-            count = min(len(batch), (start if self.place < start else stop) - self.place)
-            if self.place >= start:
-                found.append(batch.slice(0, count))
+            count = min(len(batch), (start if self.position < start else stop) - self.position)
+            if self.position >= start:
+                batches.append(batch.slice(0, count))
             self._batch = batch.slice(count) if count < len(batch) else None
-            self.place += count
-        return pa.Table.from_batches(found)
+            self.position += count
+        return pa.Table.from_batches(batches)
 
 
 class ParquetRows:
-    """A Parquet file, decoded block by block as rows are asked for.
+    """A Parquet file, decoded block by block on demand.
 
-    A block is a row group. Of a streamed file a large one is cut (some writers put a million rows into one): memory
-    stays small, and the price of a block is a scan of the row group up to it, half a second for a million short rows.
+    A block is a row group. In a streamed file a large row group is split (some writers put a million rows into one), to
+    keep memory small; reading a block then scans the row group up to it, half a second for a million short rows.
     """
 
     def __init__(self, path: Path, cache: BlockCache, *, streamed: bool = False) -> None:
         self.path, self._cache = path, cache
-        # What is mapped counts as this process's memory once it was looked at; of a large file that is too much.
-        how: dict[str, Any] = {"buffer_size": BUFFER_BYTES, "pre_buffer": False} if streamed else {"memory_map": True}
+        # Mapped pages count as memory of this process once they are read; for a large file that is too much.
+        options: dict[str, Any] = (
+            {"buffer_size": BUFFER_BYTES, "pre_buffer": False} if streamed else {"memory_map": True}
+        )
         try:
-            self._file = pq.ParquetFile(path, **how)
+            self._file = pq.ParquetFile(path, **options)
         except (pa.ArrowException, OSError) as error:
-            raise DataError(f"{path} cannot be read as Parquet: {error}. Write it again, or rename it") from error
+            raise DataError(f"{path} cannot be read as Parquet: {error}. Write it again, or fix its suffix") from error
         self.columns = list(self._file.schema_arrow.names)
         meta = self._file.metadata
         sizes, ends, start = [], [np.empty(0, np.int64)], 0
         self.bytes = 0
-        for group in (meta.row_group(number) for number in range(meta.num_row_groups)):
+        for group in map(meta.row_group, range(meta.num_row_groups)):
             parts = max(1, group.num_rows // BLOCK_ROWS, group.total_byte_size // BLOCK_BYTES) if streamed else 1
             parts = min(parts, max(1, group.num_rows))
             ends.append(start + np.arange(1, parts + 1) * group.num_rows // parts)
@@ -197,7 +199,7 @@ class ParquetRows:
     def row(self, index: int) -> dict[str, Any]:
         block = int(np.searchsorted(self.block_ends, index, side="right"))
         start = int(self.block_ends[block - 1]) if block else 0
-        return self._decoded(block, start).slice(index - start, 1).to_pylist()[0]
+        return self._decode(block, start).slice(index - start, 1).to_pylist()[0]
 
     def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
         names = [column] if isinstance(column, str) else list(column)
@@ -207,10 +209,10 @@ class ParquetRows:
     def values(self, column: Columns) -> Iterator[list[Any]]:
         return map(to_python, self.iter_chunks(column))
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.path}, row {index}"
 
-    def _decoded(self, block: int, start: int) -> pa.Table:
+    def _decode(self, block: int, start: int) -> pa.Table:
         table = self._cache.get((self.path, block))
         if table is None:
             table = self._read(start, int(self.block_ends[block]))
@@ -223,40 +225,40 @@ class ParquetRows:
         if (start, stop) == (first, int(self._group_ends[group])):
             return self._file.read_row_group(group, use_threads=False)
         scan = self._cache.scan
-        if scan is None or (scan.file, scan.group) != (self._file, group) or scan.place > start - first:
+        if scan is None or (scan.file, scan.group) != (self._file, group) or scan.position > start - first:
             scan = self._cache.scan = _Scan(self._file, group)
         return scan.read(start - first, stop - first)
 
 
 class JsonlRows:
-    """A file with one JSON object a line. Blank lines are no rows. Opening it reads it once, to find the lines."""
+    """A file with one JSON object per line, without blank lines. Opening it reads it once, to find the lines."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes = path, path.stat().st_size
-        starts, stops, numbers, place = array("q"), array("q"), array("q"), 0
+        starts, stops, line_numbers, offset = array("q"), array("q"), array("q"), 0
         with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
+            for line_number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    starts.append(place)
-                    stops.append(place + len(line))
-                    numbers.append(number)
-                place += len(line)
+                    starts.append(offset)
+                    stops.append(offset + len(line))
+                    line_numbers.append(line_number)
+                offset += len(line)
         self._spans = np.stack([np.array(starts, np.int64), np.array(stops, np.int64)], axis=1)
-        self._lines = np.array(numbers, np.int64)
+        self._lines = np.array(line_numbers, np.int64)
         self._file = path.open("rb")
         self.block_ends = np.append(np.arange(BLOCK_ROWS, len(self), BLOCK_ROWS), [len(self)] if len(self) else [])
-        self.columns = self._names()
+        self.columns = self._read_column_names()
 
     def __len__(self) -> int:
         return len(self._spans)
 
-    def _names(self) -> list[str]:
-        """The columns of the first rows. A later one may have more: who misses one asks `has`."""
-        found = dict.fromkeys(self.row(0)) if len(self) else {}
+    def _read_column_names(self) -> list[str]:
+        """Return the columns of the first rows. Later rows may have more: see `has`."""
+        names = dict.fromkeys(self.row(0)) if len(self) else {}
         for index in range(1, min(len(self), READ_AT_ONCE)):
-            with suppress(DataError):  # whoever asks for that row is told
-                found |= dict.fromkeys(self.row(index))
-        return list(found)
+            with suppress(DataError):  # raised again when that row is read
+                names |= dict.fromkeys(self.row(index))
+        return list(names)
 
     def has(self, column: str) -> bool:
         return column in self.columns or any(column in self.row(index) for index in range(READ_AT_ONCE, len(self)))
@@ -266,9 +268,11 @@ class JsonlRows:
         try:
             row = json.loads(os.pread(self._file.fileno(), stop - start, start))
         except ValueError as error:
-            raise DataError(f"{self.place(index)}: not valid JSON: {error}. Each line is one JSON object") from None
+            raise DataError(
+                f"{self.location(index)}: not valid JSON: {error}. Each line must be one JSON object"
+            ) from None
         if not isinstance(row, dict):
-            raise DataError(f"{self.place(index)}: holds a {type(row).__name__}; each line is one JSON object")
+            raise DataError(f"{self.location(index)}: holds a {type(row).__name__}; each line must be one JSON object")
         return row
 
     def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
@@ -282,23 +286,23 @@ class JsonlRows:
             else:
                 yield [{name: row.get(name) for name in column} for row in rows]
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         return f"{self.path}, line {self._lines[index]}"
 
 
-def _not_found(path: Path) -> str:
-    why = "is a folder" if path.is_dir() else "matches no file" if glob.has_magic(path.name) else "does not exist"
-    there, near = suggest_path(path)
-    mend = f"Did you mean {near}?" if near else "Set data.train_files or data.val_files to existing files"
-    return f"data file not found: {path} {why}; {there}. {mend}"
+def _describe_missing_file(path: Path) -> str:
+    reason = "is a folder" if path.is_dir() else "matches no file" if glob.has_magic(path.name) else "does not exist"
+    listing, near = suggest_path(path)
+    fix = f"Did you mean {near}?" if near else "Set data.train_files or data.val_files to existing files"
+    return f"data file not found: {path} {reason}; {listing}. {fix}"
 
 
 def suggest_path(path: Path) -> tuple[str, Path | None]:
-    """What the nearest folder above a missing path has, in words, and which of it was probably meant."""
+    """Describe the nearest existing folder above a missing path, and return the entry probably meant."""
     folder = path
     while not folder.is_dir():
         folder = folder.parent
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     near = difflib.get_close_matches(path.name, names, n=1)
-    return f"{folder} has: {shown or 'nothing'}", folder / near[0] if near else None
+    return f"{folder} contains: {shown or 'nothing'}", folder / near[0] if near else None

@@ -1,4 +1,4 @@
-"""Samples as a train worker holds them: sequences laid end to end, without padding."""
+"""Samples on a train worker: sequences laid end to end, without padding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["FlatBatch"]
 
 @dataclass(slots=True)
 class FlatBatch:
-    """B sequences laid end to end, T tokens in all. A field is None until it is known.
+    """B sequences laid end to end, T tokens in all. A field is None until it is computed.
 
-    Every field but `offsets` is one value per token, so a new one costs one line here and is carried by `select`,
-    `split`, `concat` and `to`. An empty batch made by `select([])` keeps its fields, as tensors of no elements.
+    Every field except `offsets` has one value per token; `select`, `split`, `concat` and `to` carry all of them. An
+    empty batch made by `select([])` keeps its fields, as empty tensors.
 
     >>> batch = FlatBatch(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool())
     >>> batch.select([1, 0]).tokens
@@ -31,21 +31,21 @@ class FlatBatch:
     offsets: Tensor  # [B+1] int64: sequence b is tokens[offsets[b]:offsets[b+1]]
     mask: Tensor  # [T] bool: the model generated this token
     rollout_logprobs: Tensor | None = None  # [T] float32, as the rollout engine reported them
-    old_logprobs: Tensor | None = None  # [T] float32, under the policy that the update starts from
+    old_logprobs: Tensor | None = None  # [T] float32, under the policy before the update
     ref_logprobs: Tensor | None = None  # [T] float32, under the reference policy
     advantages: Tensor | None = None  # [T] float32
-    values: Tensor | None = None  # [T] float32, under the critic that the update starts from
-    returns: Tensor | None = None  # [T] float32, what the critic is to predict
+    values: Tensor | None = None  # [T] float32, under the critic before the update
+    returns: Tensor | None = None  # [T] float32, targets of the critic
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
-    chosen: Tensor | None = None  # [T] bool: tokens that a loss singled out beforehand
+    chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
 
     def __len__(self) -> int:
-        """The number of sequences, B."""
+        """Return the number of sequences, B."""
         return self.offsets.numel() - 1
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of all sequences, T."""
+        """The total number of tokens, T."""
         return self.tokens.numel()
 
     @property
@@ -55,18 +55,18 @@ class FlatBatch:
 
     @property
     def segment_ids(self) -> Tensor:
-        """[T] int64: which sequence each token belongs to."""
+        """[T] int64: the sequence of each token."""
         return torch.repeat_interleave(self.lengths, output_size=self.num_tokens)
 
     @property
     def positions(self) -> Tensor:
-        """[T] int64: the place of each token in its own sequence."""
+        """[T] int64: the position of each token in its sequence."""
         starts = torch.repeat_interleave(self.offsets[:-1], self.lengths, output_size=self.num_tokens)
         return torch.arange(self.num_tokens, device=starts.device) - starts
 
     @classmethod
     def from_samples(cls, samples: Sequence[Sample]) -> FlatBatch:
-        """Lay the arrays of finished episodes end to end, in the order given."""
+        """Concatenate the arrays of finished episodes, in the given order."""
         lengths = np.fromiter((len(sample.tokens) for sample in samples), np.int64, len(samples))
 
         def lay(arrays: Iterable[Any], dtype: type) -> Tensor:
@@ -81,24 +81,26 @@ class FlatBatch:
 
     @classmethod
     def empty(cls) -> FlatBatch:
-        """No sequences at all: what a rank holds that got no samples."""
+        """Return a batch without sequences, for a rank without samples."""
         return cls.from_samples([])
 
     @classmethod
     def concat(cls, batches: Sequence[FlatBatch]) -> FlatBatch:
-        """All sequences of all batches, in order. Batches without sequences have no say in which fields are known."""
+        """Return all sequences of all batches, in order. The fields of batches without sequences are ignored."""
         parts = [batch for batch in batches if len(batch)] or list(batches[:1])
         if not parts:
             return cls.empty()
         known = [set(part._per_token()) for part in parts]
-        if odd := known[0].union(*known) - known[0].intersection(*known):
-            raise ValueError(f"cannot join batches: {', '.join(sorted(odd))} known in some of them and None in others")
+        if mixed := known[0].union(*known) - known[0].intersection(*known):
+            raise ValueError(
+                f"cannot join batches: {', '.join(sorted(mixed))} known in some of them and None in others"
+            )
         ends = torch.cat([part.lengths for part in parts]).cumsum(0)
         joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._per_token()}
         return cls(offsets=torch.cat([ends.new_zeros(1), ends]), **joined)
 
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> FlatBatch:
-        """The sequences at `indices`, in that order."""
+        """Return the sequences at `indices`, in that order."""
         chosen = torch.as_tensor(indices, dtype=torch.int64, device=self.offsets.device)
         lengths = self.lengths[chosen]
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
@@ -107,18 +109,18 @@ class FlatBatch:
         return type(self)(offsets=offsets, **{name: value[take] for name, value in self._per_token().items()})
 
     def split(self, parts: Iterable[Sequence[int] | np.ndarray]) -> list[FlatBatch]:
-        """One batch per list of indices: how micro-batches are cut."""
+        """Return one batch per list of indices."""
         return [self.select(part) for part in parts]
 
     def with_(self, **changes: Tensor | None) -> FlatBatch:
-        """The same batch with some fields replaced. A per-token field must have T elements."""
+        """Return a copy with some fields replaced. A per-token field must have T elements."""
         for name, value in changes.items():
             if name != "offsets" and value is not None and value.shape[0] != self.num_tokens:
                 raise ValueError(f"{name} has {value.shape[0]} elements, the batch has {self.num_tokens} tokens")
         return replace(self, **changes)  # type: ignore[arg-type]
 
     def to(self, device: torch.device | str) -> FlatBatch:
-        """The same batch on another device."""
+        """Return the batch on another device."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self._per_token().items()}
         return type(self)(offsets=self.offsets.to(device, non_blocking=True), **moved)
 

@@ -1,7 +1,7 @@
-"""Data files as a run will see them: single rows, and what a pass over all of them finds.
+"""Inspection of data files as a run will see them: single rows, and a report on all of them.
 
-With a tokenizer prompts are rendered and counted as in training; without one, what can be known without is told: the
-messages as they are written, and lengths in characters.
+With a tokenizer prompts are rendered and counted as in training; without one, messages are shown as written, and
+lengths are in characters.
 """
 
 from __future__ import annotations
@@ -30,32 +30,32 @@ __all__ = ["DataFiles", "DataProblem", "InspectionReport", "RowPreview"]
 
 @dataclass(frozen=True, slots=True)
 class DataProblem:
-    """What is wrong, in how many rows and where first; the mend. A `fatal` one stops a run, or fails its rewards."""
+    """A problem, its row count and first location, and a fix. A `fatal` one stops a run or fails its rewards."""
 
-    what: str
-    fix: str = ""  # where `what` does not say it
+    text: str
+    fix: str = ""  # unless the text has it
     fatal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
 class RowPreview:
-    """One row: the prompt as text and as tokens, and what a reward function is told.
+    """One row: the prompt as text and as tokens, and the arguments of a reward function.
 
-    Where the prompt cannot be used, `text` is empty and `trouble` says why; without a tokenizer `token_ids` is None.
+    If the prompt cannot be used, `text` is empty and `error` gives the reason; without a tokenizer `token_ids` is None.
     """
 
-    place: str
+    location: str
     text: str
     token_ids: list[int] | None
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
-    trouble: str = ""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class InspectionReport:
-    """What a pass over all rows found. `lengths` are those of the prompts that can be used, in tokens or characters."""
+    """The result of a pass over all rows. `lengths` are those of usable prompts, in tokens or characters."""
 
     rows: int
     lengths: npt.NDArray[np.int64]
@@ -64,38 +64,38 @@ class InspectionReport:
 
 
 @dataclass(slots=True)
-class _Tally:
-    """Rows with one kind of trouble: how many, the first of them, and what was said there."""
+class _RowCounter:
+    """Rows with one kind of problem: their count, the first of them, and its message."""
 
     count: int = 0
     first: int = 0
-    said: str = ""
+    message: str = ""
 
-    def add(self, row: int, said: str = "") -> None:
+    def add(self, row: int, message: str = "") -> None:
         if not self.count:
-            self.first, self.said = row, said
+            self.first, self.message = row, message
         self.count += 1
 
 
 @dataclass(slots=True)
-class _Found:
-    """What a pass has found so far."""
+class _Findings:
+    """The findings of a pass so far."""
 
-    unread: _Tally = field(default_factory=_Tally)
-    unusable: _Tally = field(default_factory=_Tally)
-    blank: _Tally = field(default_factory=_Tally)
-    untold: _Tally = field(default_factory=_Tally)  # without a ground truth
-    bare: _Tally = field(default_factory=_Tally)  # strings that no chat template was applied to
-    again: _Tally = field(default_factory=_Tally)
+    unreadable: _RowCounter = field(default_factory=_RowCounter)
+    unusable: _RowCounter = field(default_factory=_RowCounter)
+    blank: _RowCounter = field(default_factory=_RowCounter)
+    no_ground_truth: _RowCounter = field(default_factory=_RowCounter)
+    untemplated: _RowCounter = field(default_factory=_RowCounter)  # strings without the chat template
+    duplicate: _RowCounter = field(default_factory=_RowCounter)
     sources: Counter[str] = field(default_factory=Counter)
     lengths: array[int] = field(default_factory=lambda: array("q"))
     prompts: dict[int, int] = field(default_factory=dict)  # hash of a prompt -> the first row that has it
 
 
 class DataFiles:
-    """Some Parquet or JSONL files, and how a run would read them. Reads; changes nothing.
+    """Some Parquet or JSONL files, and how a run would read them. Read-only.
 
-    `describe_scorer` names what scores the rows of a data source, or None; `explain_no_scorer` then says how to fix it.
+    `describe_scorer` names the scorer of a data source, or None; `explain_no_scorer` then describes the fix.
     """
 
     def __init__(
@@ -109,16 +109,16 @@ class DataFiles:
         explain_no_scorer: Callable[[str], str],
     ) -> None:
         self.prompt_key, self.tokenizer = prompt_key, tokenizer
-        self.describe_scorer, self._no_scorer = describe_scorer, explain_no_scorer
+        self.describe_scorer, self._explain_no_scorer = describe_scorer, explain_no_scorer
         self._template_kwargs = dict(template_kwargs or {})
         self.files: list[Rows] = [open_rows(path) for path in find_files(files)]
-        lacks = {file.path: describe_missing_column(file, prompt_key, "prompt_key") for file in self.files}
-        self._lacking = {path: lack for path, lack in lacks.items() if lack is not None}
+        missing = {file.path: describe_missing_column(file, prompt_key, "prompt_key") for file in self.files}
+        self._missing = {path: problem for path, problem in missing.items() if problem is not None}
 
         self.marks = [] if tokenizer is None else [mark for mark in tokenizer.get_added_vocab() if mark.strip()]
-        # A template that adds nothing to a message makes no difference between it and a string.
+        # With a template that adds nothing, a message equals a string.
         probe = [{"role": "user", "content": "x"}]
-        self._template_adds = tokenizer is not None and tokenizer.chat_template and self._text(probe) != "x"
+        self._template_adds = tokenizer is not None and tokenizer.chat_template and self._render(probe) != "x"
 
     @property
     def unit(self) -> str:
@@ -127,49 +127,51 @@ class DataFiles:
     def __len__(self) -> int:
         return sum(map(len, self.files))
 
-    def uses(self) -> dict[str, str]:
-        """Every column, and what becomes of it."""
+    def describe_columns(self) -> dict[str, str]:
+        """Return how each column is used."""
         columns = list(dict.fromkeys(column for file in self.files for column in file.columns))
         known = {
-            "data_source": "chooses the scorer, and is told to it",
-            "reward_model": "its ground_truth is told to the scorer, and what else it holds as extra_info",
-            "extra_info": "told to the scorer",
+            "data_source": "selects the scorer, and is passed to it",
+            "reward_model": "its ground_truth is passed to the scorer, its other fields as extra_info",
+            "extra_info": "passed to the scorer",
         }
         truths = [] if "reward_model" in columns else [column for column in TRUTHS if column in columns][:1]
         known |= dict.fromkeys(truths, "the ground truth")
         known[self.prompt_key] = "the prompt"
-        return {column: known.get(column, f"told to the scorer as extra_info[{column!r}]") for column in columns}
+        return {column: known.get(column, f"passed to the scorer as extra_info[{column!r}]") for column in columns}
 
-    def row(self, number: int) -> RowPreview:
-        """One row as training would see it, counted over all files."""
-        if not 0 <= number < len(self):
-            raise DataError(f"--row {number}: there are {len(self):,} rows, 0 to {len(self) - 1:,}")
-        file, index = self._locate(number)
-        place = file.place(index)
+    def row(self, row: int) -> RowPreview:
+        """Return one row as training would see it, counted over all files."""
+        if not 0 <= row < len(self):
+            raise DataError(f"--row {row}: rows go from 0 to {len(self) - 1:,}")
+        file, index = self._locate(row)
+        location = file.location(index)
         try:
             fields = file.row(index)
             prompt = fields.pop(self.prompt_key, None)
-            told = extract_reward_fields(fields)
+            rewards = extract_reward_fields(fields)
         except DataError as error:
-            return RowPreview(place, "", None, trouble=str(error))
+            return RowPreview(location, "", None, error=str(error))
         try:
-            text = self._text(prompt)
+            text = self._render(prompt)
         except DataError as error:
-            return RowPreview(place, "", None, **told, trouble=str(error))
-        return RowPreview(place, text, None if self.tokenizer is None else encode(self.tokenizer, [text])[0], **told)
+            return RowPreview(location, "", None, **rewards, error=str(error))
+        return RowPreview(
+            location, text, None if self.tokenizer is None else encode(self.tokenizer, [text])[0], **rewards
+        )
 
     def inspect(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> InspectionReport:
-        """A pass over all rows, or the first `limit`; `long_ones_stop` says whether a prompt too long stops a run."""
-        found, rows = _Found(), 0
+        """Inspect all rows, or the first `limit`; `long_ones_stop`: whether a prompt that is too long stops a run."""
+        found, rows = _Findings(), 0
         for file, chunk in self._chunks(limit):
-            noted = [self._note(found, file, row, fields) for row, fields in enumerate(chunk, rows)]
-            texts = [text for text in noted if text is not None]
+            texts_or_none = [self._inspect_row(found, file, row, fields) for row, fields in enumerate(chunk, rows)]
+            texts = [text for text in texts_or_none if text is not None]
             found.lengths.extend(map(len, texts if self.tokenizer is None else encode(self.tokenizer, texts)))
             rows += len(chunk)
         lengths = np.array(found.lengths, np.int64)
-        problems = [DataProblem(lack) for lack in self._lacking.values()]
-        problems += [DataProblem(odd, fatal=not len(self)) for odd in find_data_warnings(self.files)]
-        problems += self._problems(found)
+        problems = [DataProblem(problem) for problem in self._missing.values()]
+        problems += [DataProblem(warning, fatal=not len(self)) for warning in find_data_warnings(self.files)]
+        problems += self._list_problems(found)
         if self.tokenizer is not None and long_ones_stop and (count := int((lengths > max_prompt_length).sum())):
             problems.append(
                 DataProblem(
@@ -180,84 +182,86 @@ class DataFiles:
             )
         return InspectionReport(rows, lengths, found.sources, problems)
 
-    def _note(self, found: _Found, file: Rows, row: int, fields: dict[str, Any] | DataError) -> str | None:
-        """Take in one row; the text of its prompt, if it has one that can be used."""
+    def _inspect_row(self, found: _Findings, file: Rows, row: int, fields: dict[str, Any] | DataError) -> str | None:
+        """Record the findings of one row; return the text of its prompt, if it is usable."""
         try:
             if isinstance(fields, DataError):
                 raise fields
             prompt = fields.pop(self.prompt_key, None)
-            told = extract_reward_fields(fields)
+            rewards = extract_reward_fields(fields)
         except DataError as error:
-            found.unread.add(row, str(error).removeprefix(f"{self._place(row)}: "))
+            found.unreadable.add(row, str(error).removeprefix(f"{self._describe_row(row)}: "))
             return None
-        found.sources[told["data_source"]] += 1
-        if told["ground_truth"] is None:
-            found.untold.add(row)
-        if file.path in self._lacking:
+        found.sources[rewards["data_source"]] += 1
+        if rewards["ground_truth"] is None:
+            found.no_ground_truth.add(row)
+        if file.path in self._missing:
             return None
         try:
-            text = self._text(prompt)
+            text = self._render(prompt)
         except DataError as error:
             found.unusable.add(row, str(error))
             return None
         if isinstance(prompt, str) and self._template_adds and not any(mark in text for mark in self.marks):
-            found.bare.add(row)
+            found.untemplated.add(row)
         if _is_blank(prompt):
             found.blank.add(row)
         elif (first := found.prompts.setdefault(hash(text), row)) != row:
-            found.again.add(row, self._place(first))
+            found.duplicate.add(row, self._describe_row(first))
         return text
 
-    def _problems(self, found: _Found) -> Iterator[DataProblem]:
-        if found.unread.count:
-            yield DataProblem(f"{self._rows(found.unread)}: {found.unread.said}")
+    def _list_problems(self, found: _Findings) -> Iterator[DataProblem]:
+        if found.unreadable.count:
+            yield DataProblem(f"{self._describe_rows(found.unreadable)}: {found.unreadable.message}")
         if found.unusable.count:
-            yield DataProblem(f"{self._rows(found.unusable)}: {found.unusable.said}")
+            yield DataProblem(f"{self._describe_rows(found.unusable)}: {found.unusable.message}")
         if found.blank.count:
             yield DataProblem(
-                f"{self._rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False
+                f"{self._describe_rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False
             )
         for source in found.sources:
             if self.describe_scorer(source) is None:
-                yield DataProblem(self._no_scorer(source))
-        if found.untold.count:
-            own = not any(str(self.describe_scorer(source)).startswith("verl.rewards.") for source in found.sources)
+                yield DataProblem(self._explain_no_scorer(source))
+        if found.no_ground_truth.count:
+            is_custom = not any(
+                str(self.describe_scorer(source)).startswith("verl.rewards.") for source in found.sources
+            )
             yield DataProblem(
-                f"{self._rows(found.untold)}: there is no ground truth",
+                f"{self._describe_rows(found.no_ground_truth)}: no ground truth",
                 'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'
-                + ("; as it is, the scorer is told None" if own else ""),
-                fatal=not own,
+                + ("; the scorer gets None" if is_custom else ""),
+                fatal=not is_custom,
             )
-        if found.bare.count:
+        if found.untemplated.count:
             yield DataProblem(
-                f"{self._rows(found.bare)}: the prompt is a string without special tokens; the chat template is for "
-                "messages, and is not applied to strings",
-                'if the model is to be asked as in a chat, write [{"role": "user", "content": ...}] instead',
+                f"{self._describe_rows(found.untemplated)}: the prompt is a string without special tokens, to which "
+                "the chat template is not applied",
+                'to apply it, write the prompt as [{"role": "user", "content": ...}]',
                 fatal=False,
             )
-        if found.again.count:
+        if found.duplicate.count:
             yield DataProblem(
-                f"{self._rows(found.again)}: the prompt is there already, {found.again.said}",
-                "remove one of the two, unless it is meant: a test on training prompts tests what was learned by heart",
+                f"{self._describe_rows(found.duplicate)}: the prompt is a duplicate of {found.duplicate.message}",
+                "remove one of them, unless it is intended",
                 fatal=False,
             )
 
-    def _rows(self, tally: _Tally) -> str:
-        place = self._place(tally.first)
-        return f"{tally.count:,} rows, the first {place}" if tally.count > 1 else place
+    def _describe_rows(self, rows: _RowCounter) -> str:
+        first = self._describe_row(rows.first)
+        return f"{rows.count:,} rows, the first {first}" if rows.count > 1 else first
 
-    def _place(self, number: int) -> str:
-        file, index = self._locate(number)
-        return file.place(index)
+    def _describe_row(self, row: int) -> str:
+        file, index = self._locate(row)
+        return file.location(index)
 
-    def _locate(self, number: int) -> tuple[Rows, int]:
+    def _locate(self, row: int) -> tuple[Rows, int]:
         for file in self.files:
-            if number < len(file):
+            if row < len(file):
                 break
-            number -= len(file)
-        return file, number
+            row -= len(file)
+        return file, row
 
-    def _text(self, prompt: Any) -> str:
+    def _render(self, prompt: Any) -> str:
         if self.tokenizer is not None:
             return render(self.tokenizer, prompt, self._template_kwargs)
         read = read_prompt(prompt)
@@ -275,7 +279,7 @@ class DataFiles:
                 left -= len(chunk)
 
     def _read(self, file: Rows) -> Iterator[list[dict[str, Any] | DataError]]:
-        """Of a Parquet file only the columns that matter here; a line of JSON comes whole or not at all."""
+        """Read only the relevant columns of a Parquet file; a JSON line is read whole."""
         if isinstance(file, JsonlRows):
             for start in range(0, len(file), READ_AT_ONCE):
                 yield [_row_or_error(file, index) for index in range(start, min(start + READ_AT_ONCE, len(file)))]
@@ -294,7 +298,7 @@ def _row_or_error(file: Rows, index: int) -> dict[str, Any] | DataError:
 
 
 def _is_blank(prompt: Any) -> bool:
-    """Whether nobody says anything in it."""
+    """Return whether the prompt has no content."""
     if isinstance(prompt, str):
         return not prompt.strip()
     return not any(str(message.get("content") or "").strip() or message.get("tool_calls") for message in prompt)

@@ -1,4 +1,4 @@
-"""Data for the eye: rows with their tokens, lengths as bars, sources with their scorers, and problems with the mend."""
+"""Terminal output of `verl data`: rows with their tokens, length histograms, scorers, and problems with fixes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉█"
 _MOST_BINS = 14
 _MOST_VALUE = 400
 _HEAD, _TAIL = 40, 12
-"""Tokens shown of a long prompt that was not asked for by its number."""
+"""Tokens shown of a long prompt, unless its row was requested with --row."""
 
 
 class Example(Protocol):
@@ -54,17 +54,17 @@ class Examples(Protocol):
 
 
 def show_rows(data: DataFiles, out: Console, rows: Sequence[int], *, whole: bool) -> None:
-    """The files, their columns and some rows, shortened unless `whole`."""
+    """Print the files, their columns and some rows, shortened unless `whole`."""
     _files(data.files, out)
     _rule(out, "columns")
-    _table(out, [(name, use) for name, use in data.uses().items()])
-    for number in rows:
-        _rule(out, f"row {number}")
-        _row(data, data.row(number), out, whole)
+    _table(out, [(name, use) for name, use in data.describe_columns().items()])
+    for row in rows:
+        _rule(out, f"row {row}")
+        _row(data, data.row(row), out, whole)
 
 
 def show_report(data: DataFiles, report: InspectionReport, out: Console, *, max_prompt_length: int, fate: str) -> None:
-    """What is said of all rows; `fate` is what becomes of prompts that are too long."""
+    """Print the report on all rows; `fate` describes what happens to prompts that are too long."""
     _rule(out, f"lengths of the prompts, in {data.unit}")
     _lengths(data, report, out, max_prompt_length, fate)
     _rule(out, "data sources")
@@ -84,24 +84,30 @@ def show_report(data: DataFiles, report: InspectionReport, out: Console, *, max_
 
 
 def show_examples(data: Examples, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
-    """Examples of supervised training: the files, some rows with what is trained of them, and the lengths of all."""
-    for number in rows:
-        if not 0 <= number < len(data):
-            raise DataError(f"--row {number}: there are {len(data):,} rows, 0 to {len(data) - 1:,}")
+    """Print SFT examples: the files, some rows with their trained tokens, and the lengths of all."""
+    for row in rows:
+        if not 0 <= row < len(data):
+            raise DataError(f"--row {row}: rows go from 0 to {len(data) - 1:,}")
     _files(data.files, out)
-    for number in rows:
-        _rule(out, f"row {number}")
-        _example(data[number], data.tokenizer, out, whole)
+    for row in rows:
+        _rule(out, f"row {row}")
+        _example(data[row], data.tokenizer, out, whole)
     _rule(out, "lengths of the examples, in tokens")
     for line in bars(data.lengths, max_length, "max_length"):
         out.print(line, soft_wrap=True)
     out.print(Text(_spread(data.lengths)))
-    cut = data.report.truncated
-    out.print(Text(f"{cut:,} were longer, and are cut" if cut else f"all are within data.max_length={max_length}"))
+    truncated = data.report.truncated
+    out.print(
+        Text(
+            f"{truncated:,} are longer and get truncated"
+            if truncated
+            else f"all are within data.max_length={max_length}"
+        )
+    )
 
 
 def _example(example: Example, tokenizer: Any, out: Console, whole: bool) -> None:
-    """Its text, with what is trained in green; that part once more, since not every screen has colours; its tokens."""
+    """Print the text with trained parts in green, those parts again (not every screen has color), and the tokens."""
     edges = [0, *(np.flatnonzero(np.diff(example.mask)) + 1).tolist(), len(example.tokens)]
     spans = [(start, tokenizer.decode(example.tokens[start:stop].tolist())) for start, stop in pairwise(edges)]
     text = Text()
@@ -123,9 +129,9 @@ def _files(files: Sequence[Rows], out: Console) -> None:
 
 
 def _row(data: DataFiles, row: RowPreview, out: Console, whole: bool) -> None:
-    out.print(Text(row.place, style="dim"), soft_wrap=True)
-    if row.trouble:
-        out.print(Text.assemble(("✗ ", "bold red"), row.trouble), soft_wrap=True)
+    out.print(Text(row.location, style="dim"), soft_wrap=True)
+    if row.error:
+        out.print(Text.assemble(("✗ ", "bold red"), row.error), soft_wrap=True)
     else:
         text = Text(row.text)
         text.highlight_words(data.marks, style="bold magenta")
@@ -134,8 +140,8 @@ def _row(data: DataFiles, row: RowPreview, out: Console, whole: bool) -> None:
         out.print(Text(f"{len(row.token_ids)} tokens", style="dim"))
         for line in _tokens(data.tokenizer, row.token_ids, out.width, whole):
             out.print(line, soft_wrap=True)
-    told = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
-    _table(out, [(name, _value(value, whole)) for name, value in told.items()])
+    fields = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
+    _table(out, [(name, _value(value, whole)) for name, value in fields.items()])
 
 
 def _quote(text: Text, out: Console) -> None:
@@ -145,7 +151,7 @@ def _quote(text: Text, out: Console) -> None:
 
 
 def _tokens(tokenizer: Any, ids: Sequence[int], width: int, whole: bool) -> Iterator[Text]:
-    """Pieces above, ids below, as many beside each other as fit."""
+    """Yield lines of token texts above their ids, as many per line as fit."""
     if not whole and len(ids) > _HEAD + _TAIL + 8:
         yield from _token_lines(tokenizer, ids[:_HEAD], width)
         yield Text(f"  ... {len(ids) - _HEAD - _TAIL} more ...", style="dim")
@@ -158,26 +164,26 @@ def _token_lines(tokenizer: Any, ids: Sequence[int], width: int) -> Iterator[Tex
     special = set(tokenizer.get_added_vocab().values())
     above, below = Text("  "), Text("  ")
     for token in ids:
-        piece, number = _visible(tokenizer, token), str(token)
-        room = max(cell_len(piece), len(number)) + 2
+        text, token_id = _show_blanks(tokenizer, token), str(token)
+        room = max(cell_len(text), len(token_id)) + 2
         if len(above) > 2 and above.cell_len + room > width:
-            yield from _trimmed(above, below)
+            yield from _strip_lines(above, below)
             above, below = Text("  "), Text("  ")
-        above.append(piece, style="bold magenta" if token in special else "cyan")
-        above.append(" " * (room - cell_len(piece)))
-        below.append(number.ljust(room), style="dim")
+        above.append(text, style="bold magenta" if token in special else "cyan")
+        above.append(" " * (room - cell_len(text)))
+        below.append(token_id.ljust(room), style="dim")
     if len(above) > 2:
-        yield from _trimmed(above, below)
+        yield from _strip_lines(above, below)
 
 
-def _trimmed(*lines: Text) -> Iterator[Text]:
+def _strip_lines(*lines: Text) -> Iterator[Text]:
     for line in lines:
         line.rstrip()
         yield line
 
 
-def _visible(tokenizer: Any, token: int) -> str:
-    """One token as it is read, with its blanks made visible; a piece of a character as the vocabulary has it."""
+def _show_blanks(tokenizer: Any, token: int) -> str:
+    """Return the text of a token with visible blanks; a part of a character as in the vocabulary."""
     text = tokenizer.decode([token], skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if not text or "\N{REPLACEMENT CHARACTER}" in text:
         text = str(tokenizer.convert_ids_to_tokens(token))
@@ -197,18 +203,18 @@ def _lengths(data: DataFiles, report: InspectionReport, out: Console, limit: int
     if not len(lengths):
         out.print(Text("no prompt can be measured"))
         return
-    counted = data.tokenizer is not None
-    for line in bars(lengths, limit if counted else None):
+    has_tokens = data.tokenizer is not None
+    for line in bars(lengths, limit if has_tokens else None):
         out.print(line, soft_wrap=True)
     out.print(Text(_spread(lengths)))
-    if not counted:
-        out.print(Text("for tokens, name the model: actor_rollout_ref.model.path=...", style="dim"))
+    if not has_tokens:
+        out.print(Text("set actor_rollout_ref.model.path=... for lengths in tokens", style="dim"))
         return
     long = int((lengths > limit).sum())
     share = f"{long:,} of {len(lengths):,} ({long / len(lengths):.2%})"
     setting = f"data.max_prompt_length={limit}"
-    said = f"{share} are beyond {setting}: {fate}" if long else f"all are within {setting}"
-    out.print(Text(said, style="yellow" if long else "green"), soft_wrap=True)
+    summary = f"{share} exceed {setting}: {fate}" if long else f"all are within {setting}"
+    out.print(Text(summary, style="yellow" if long else "green"), soft_wrap=True)
 
 
 def _spread(lengths: npt.NDArray[np.int64]) -> str:
@@ -217,7 +223,7 @@ def _spread(lengths: npt.NDArray[np.int64]) -> str:
 
 
 def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
-    """(from, up to but without, how many), of even width; a thin tail of long ones is put into the last, without end.
+    """Return (start, end, count) bins of equal width; a thin tail of long ones goes into the last, open-ended one.
 
     >>> bins(np.array([3, 4, 4, 5]))
     [(3, 4, 1), (4, 5, 2), (5, 6, 1)]
@@ -235,27 +241,29 @@ def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
 
 
 def bars(lengths: npt.NDArray[np.int64], limit: int | None, name: str = "max_prompt_length") -> list[Text]:
-    """A line for each bin; what is wholly beyond the limit is yellow, and the limit's own bin is marked."""
-    found = bins(lengths)
-    most = max(count for *_, count in found)
-    last = found[-1][1] or found[-1][0]
-    labels = [f"{a:,} and more" if b is None else f"{a:,}" if b == a + 1 else f"{a:,} - {b - 1:,}" for a, b, _ in found]
+    """Return a line per bin; bins beyond the limit are yellow, and the limit's bin is marked."""
+    histogram = bins(lengths)
+    most = max(count for *_, count in histogram)
+    last = histogram[-1][1] or histogram[-1][0]
+    labels = [
+        f"{a:,} and more" if b is None else f"{a:,}" if b == a + 1 else f"{a:,} - {b - 1:,}" for a, b, _ in histogram
+    ]
     width = max(map(len, labels))
     lines = []
-    for label, (a, b, count) in zip(labels, found, strict=True):
-        beyond = limit is not None and a > limit
-        line = Text(f"{label:>{width}} ").append(_bar(count / most), style="yellow" if beyond else "cyan")
+    for label, (a, b, count) in zip(labels, histogram, strict=True):
+        is_beyond = limit is not None and a > limit
+        line = Text(f"{label:>{width}} ").append(_bar(count / most), style="yellow" if is_beyond else "cyan")
         line.append(f" {count:>{len(f'{most:,}')},}")
         if limit is not None and a <= limit and (b is None or limit < b):
             line.append(f"  ◂ {name}={limit}", style="bold yellow")
         lines.append(line)
-    if limit is not None and limit >= last and found[-1][1] is not None:
+    if limit is not None and limit >= last and histogram[-1][1] is not None:
         lines.append(Text(f"{'':>{width}} {'':{_BAR}} {'':>{len(f'{most:,}')}}  ◂ {name}={limit}", style="dim"))
     return lines
 
 
 def _bar(share: float) -> str:
-    """From nothing to `_BAR` blocks; what is there at all is seen."""
+    """Return a bar of up to `_BAR` blocks, at least a sliver for any share above 0."""
     eighths = max(1, round(share * _BAR * 8)) if share else 0
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(_BAR)
@@ -264,10 +272,10 @@ def _bar(share: float) -> str:
 def _problems(report: InspectionReport, out: Console) -> None:
     if not report.problems:
         out.print(Text("✓ none found", style="green"))
-    for problem in sorted(report.problems, key=lambda one: not one.fatal):
+    for problem in sorted(report.problems, key=lambda problem: not problem.fatal):
         style = "red" if problem.fatal else "yellow"
         mark = ("✗ " if problem.fatal else "! ", f"bold {style}")
-        out.print(Text.assemble(mark, problem.what), soft_wrap=True)
+        out.print(Text.assemble(mark, problem.text), soft_wrap=True)
         if problem.fix:
             out.print(Text(f"  {problem.fix}", style=style), soft_wrap=True)
 

@@ -1,8 +1,8 @@
-"""How many tokens each prompt has: one pass over the data at start, in several processes if there is much of it, and
-kept on disk for the next start.
+"""Token counts of all prompts: one pass over the data at start, in several processes if there is much of it, and cached
+on disk for the next start.
 
-The processes are plain Python programs fed through pipes, this module run as a command: unlike those of
-`multiprocessing` they do not run the user's script again.
+The processes run this module as a command and are fed through pipes: unlike those of `multiprocessing` they do not run
+the user's script again.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ if TYPE_CHECKING:
 __all__ = ["LengthCache", "LengthMeasurer", "TokenCounter", "measure_lengths"]
 
 Lengths = npt.NDArray[np.int32]
-ROWS_FOR_A_PROCESS = 50_000  # fewer are measured sooner than a process is up
-ROWS_TO_KEEP = 10_000  # fewer are measured in a blink
+ROWS_FOR_A_PROCESS = 50_000  # fewer are measured faster than a process starts
+ROWS_TO_KEEP = 10_000  # fewer are not worth caching
 MOST_PROCESSES = 8
-SETTLED_S = 2.0  # a file that was written more recently may be written again without a change of its time
+SETTLED_S = 2.0  # a file written more recently may change again within the resolution of its time
 
 
 class LengthMeasurer(Protocol):
-    """What measures a piece of a column; it may be sent to another process."""
+    """Measures a chunk of a column; it may be sent to another process."""
 
     def __call__(self, chunk: ColumnChunk) -> Lengths:
-        """Tokens of each; a `PromptError` names the one that cannot be measured."""
+        """Return the token count of each value; raise `PromptError` for one that cannot be tokenized."""
         ...
 
     def fingerprint(self) -> str | None:
-        """The same for two that measure alike; None if that cannot be told."""
+        """Return a hash that is equal for equal measurers; None if unknown."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class TokenCounter:
-    """Measures prompts."""
+    """Counts the tokens of prompts."""
 
     tokenizer: PreTrainedTokenizerBase
     template_kwargs: Mapping[str, Any]
@@ -67,7 +67,7 @@ class TokenCounter:
         return np.array([len(each) for each in ids], np.int32)
 
     def fingerprint(self) -> str | None:
-        """The same for two that measure alike; None if that cannot be told: a tokenizer written in Python."""
+        """Return a hash of tokenizer and template; None for a tokenizer written in Python."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None:
             return None
@@ -79,14 +79,14 @@ class TokenCounter:
 
 
 class LengthCache:
-    """Lengths on disk: one file for each data file as it was, measured as it was. Nothing here fails a run."""
+    """Lengths on disk: one file per version of a data file and measurer. Its errors never fail a run."""
 
     def __init__(self, folder: Path | None, column: Columns, counter: LengthMeasurer) -> None:
         self._folder, self._column = folder, column
         self._counter = None if folder is None else counter.fingerprint()
 
     def entry(self, path: Path, rows: int) -> Path | None:
-        """Where the lengths of the first `rows` rows are kept, of the file as it is now; None: nowhere."""
+        """Return the path for the lengths of the first `rows` rows of the current file; None if not cached."""
         if self._folder is None or self._counter is None or rows < ROWS_TO_KEEP:
             return None
         stat = path.stat()
@@ -97,13 +97,13 @@ class LengthCache:
         if entry is None:
             return None
         try:
-            found = np.load(entry, allow_pickle=False)
-        except (OSError, ValueError, EOFError):  # not there, or damaged
+            lengths = np.load(entry, allow_pickle=False)
+        except (OSError, ValueError, EOFError):  # missing or damaged
             return None
-        return found if found.shape == (rows,) and found.dtype == np.int32 else None
+        return lengths if lengths.shape == (rows,) and lengths.dtype == np.int32 else None
 
     def save(self, entry: Path | None, path: Path, lengths: Lengths) -> None:
-        """Keep what was measured of a file, unless it has changed meanwhile or only just before."""
+        """Cache the lengths of a file, unless it has changed meanwhile or very recently."""
         if entry is None or self.entry(path, len(lengths)) != entry or time.time() - path.stat().st_mtime < SETTLED_S:
             return
         part = entry.with_suffix(f".{os.getpid()}.part")
@@ -112,7 +112,7 @@ class LengthCache:
             with part.open("wb") as file:
                 np.save(file, lengths)
             part.replace(entry)
-        except OSError:  # the folder cannot be written: the next start measures again
+        except OSError:  # the folder is not writable: the next start measures again
             return
 
 
@@ -125,9 +125,9 @@ def measure_lengths(
     processes: int | None = None,
     folder: Path | None = None,
 ) -> tuple[Lengths, bool]:
-    """[rows] int32: tokens of the prompts of the first `rows` rows of all files; and whether all were on disk.
+    """Return [rows] int32, the token counts of the first `rows` prompts of all files, and whether all were cached.
 
-    `processes`: 0 or 1 measures in this one, None in as many as pay. `folder`: where lengths are kept; None: nowhere.
+    `processes`: 0 or 1 measures in this process, None chooses. `folder`: where lengths are cached; None: nowhere.
     """
     cache = LengthCache(folder, column, counter)
     known: list[Lengths | None] = []
@@ -138,46 +138,46 @@ def measure_lengths(
         entries.append(cache.entry(file.path, counts[-1]))
         known.append(cache.load(entries[-1], counts[-1]))
     missing = sum(count for count, lengths in zip(counts, known, strict=True) if lengths is None)
-    found = []
-    with _measuring(counter, _processes(processes, missing)) as lengths_of:
+    result = []
+    with _start_measuring(counter, _choose_processes(processes, missing)) as submit:
         for file, count, entry, lengths in zip(files, counts, entries, known, strict=True):
             if lengths is None:
-                lengths = np.concatenate([np.empty(0, np.int32), *_in_order(file, count, column, lengths_of)])
+                lengths = np.concatenate([np.empty(0, np.int32), *_measure_file(file, count, column, submit)])
                 cache.save(entry, file.path, lengths)
-            found.append(lengths)
-    return np.concatenate(found), missing == 0
+            result.append(lengths)
+    return np.concatenate(result), missing == 0
 
 
-def _processes(wanted: int | None, rows: int) -> int:
-    """How many to start: 0 is none. Not more than there is work for."""
+def _choose_processes(wanted: int | None, rows: int) -> int:
+    """Return how many processes to start, at most as many as there is work for."""
     if wanted is None:
         wanted = min(MOST_PROCESSES, len(os.sched_getaffinity(0)))
     worth = min(wanted, rows // ROWS_FOR_A_PROCESS)
     return worth if worth > 1 else 0
 
 
-def _in_order(file: Rows, rows: int, column: Columns, lengths_of: Submit) -> Iterator[Lengths]:
-    """The lengths of the first `rows` rows, piece by piece; a few pieces are on their way at any time."""
-    waiting: deque[tuple[int, Future[Lengths]]] = deque()
+def _measure_file(file: Rows, rows: int, column: Columns, submit: Submit) -> Iterator[Lengths]:
+    """Yield the lengths of the first `rows` rows, chunk by chunk, with a few chunks in flight."""
+    pending: deque[tuple[int, Future[Lengths]]] = deque()
 
     def oldest() -> Lengths:
-        start, future = waiting.popleft()
+        start, future = pending.popleft()
         try:
             return future.result()
         except PromptError as error:
             where = f", column '{column}'" if isinstance(column, str) else ""
-            raise DataError(f"{file.place(start + error.index)}{where}: {error}") from None
+            raise DataError(f"{file.location(start + error.index)}{where}: {error}") from None
 
     start = 0
     for chunk in file.iter_chunks(column):
         if start >= rows:
             break
         chunk = chunk[: rows - start]
-        waiting.append((start, lengths_of(chunk)))
+        pending.append((start, submit(chunk)))
         start += len(chunk)
-        if len(waiting) > 2 * MOST_PROCESSES:
+        if len(pending) > 2 * MOST_PROCESSES:
             yield oldest()
-    while waiting:
+    while pending:
         yield oldest()
 
 
@@ -185,11 +185,11 @@ Submit = Callable[[ColumnChunk], "Future[Lengths]"]
 
 
 @contextmanager
-def _measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
-    """Something that measures pieces, side by side in so many processes, or (0) at once in this one."""
+def _start_measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
+    """Yield a function that measures chunks in some processes, or (0) at once in this one."""
     if not processes:
 
-        def here(chunk: ColumnChunk) -> Future[Lengths]:
+        def measure_here(chunk: ColumnChunk) -> Future[Lengths]:
             done: Future[Lengths] = Future()
             try:
                 done.set_result(counter(chunk))
@@ -197,7 +197,7 @@ def _measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
                 done.set_exception(error)
             return done
 
-        yield here
+        yield measure_here
         return
     with ExitStack() as closing:
         idle: SimpleQueue[_Process] = SimpleQueue()
@@ -206,21 +206,21 @@ def _measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
         threads = ThreadPoolExecutor(processes)
         closing.callback(threads.shutdown, cancel_futures=True)
 
-        def there(chunk: ColumnChunk) -> Lengths:
+        def measure_remotely(chunk: ColumnChunk) -> Lengths:
             process = idle.get()
             try:
                 return process(chunk)
             finally:
                 idle.put(process)
 
-        yield lambda chunk: threads.submit(there, chunk)
+        yield lambda chunk: threads.submit(measure_remotely, chunk)
 
 
 class _Process:
-    """This module in a process of its own: a ruler goes in first, then pieces; lengths or an exception come back."""
+    """This module in another process: it receives a measurer, then chunks, and returns lengths or an exception."""
 
     def __init__(self, counter: LengthMeasurer) -> None:
-        # Each has one thread: several processes with a thread for every core would be in each other's way.
+        # One thread each: several processes with a thread per core would slow each other down.
         environment = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "TOKENIZERS_PARALLELISM": "false"}
         self._process = subprocess.Popen(
             [sys.executable, "-m", "verl.data.lengths"],
@@ -228,7 +228,7 @@ class _Process:
             stdout=subprocess.PIPE,
             env=os.environ | environment,
         )
-        self._first: list[Any] = [counter]  # sent with the first piece, so that all processes start side by side
+        self._first: list[Any] = [counter]  # sent with the first chunk, so that all processes start in parallel
 
     def __enter__(self) -> _Process:
         return self
@@ -245,30 +245,30 @@ class _Process:
                 pickle.dump(message, self._process.stdin)
             self._first.clear()
             self._process.stdin.flush()
-            answer = pickle.load(self._process.stdout)
+            reply = pickle.load(self._process.stdout)
         except (OSError, EOFError) as error:
             raise DataError(
-                f"a process that tokenises prompts ended with exit code {self._process.wait()}; its last words stand "
-                "above. Set data.num_workers=0 to tokenise in the main process"
+                f"a process that tokenizes prompts ended with exit code {self._process.wait()}; its output is above. "
+                "Set data.num_workers=0 to tokenize in the main process"
             ) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return answer
+        if isinstance(reply, BaseException):
+            raise reply
+        return reply
 
 
 def _serve() -> None:
-    """The life of such a process."""
+    """Measure chunks from standard input until it ends."""
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints is not for the pipe
+    os.dup2(2, 1)  # output of libraries must not enter the pipe
     try:
         counter = pickle.load(source)
         while True:
             chunk = pickle.load(source)
             try:
-                answer: Any = counter(chunk)
-            except Exception as error:  # noqa: BLE001 - raised again in the process that asked
-                answer = error
-            pickle.dump(answer, sink)
+                reply: Any = counter(chunk)
+            except Exception as error:  # noqa: BLE001 - raised again in the calling process
+                reply = error
+            pickle.dump(reply, sink)
             sink.flush()
     except EOFError:
         return

@@ -1,8 +1,8 @@
-"""How a batch is cut: micro-batches under a token budget or of a size, and shares for ranks.
+"""Bin packing of sequences: micro-batches under a token budget or of a size, and balanced shares for ranks.
 
-Pure functions of lengths; equal input gives equal output. Within every piece the sequences are ordered by length,
-shortest first, so that equal lengths lie side by side (an attention kernel can take a run of them at once).
-Lists rather than numpy: the pieces of one rank are few, and then Python's own sort and heap are the faster ones.
+Pure, deterministic functions of lengths. Within every piece sequences are ordered by length, shortest first, so that
+equal lengths are adjacent (an attention kernel can process a run of them at once). Lists rather than numpy: the pieces
+of one rank are few, and Python's own sort and heap are faster for them.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ __all__ = ["balance", "chunk", "longer_than", "pack", "pack_into"]
 
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """As few pieces as best-fit decreasing finds, none with more than `budget` tokens.
+    """Return as few pieces as best-fit decreasing finds, none with more than `budget` tokens.
 
-    A sample that is itself longer than the budget stands alone: `longer_than` names it.
+    A sample that is itself longer than the budget gets its own piece: `longer_than` lists these.
 
     >>> pack([4, 9, 3, 2, 1], budget=5)
     [[1], [4, 0], [3, 2]]
     """
     _require(budget=budget)
     pieces: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens that still fit, piece), ascending: the first that is enough fits best
+    room: list[tuple[int, int]] = []  # (free tokens, piece), ascending: the first with enough room fits best
     for index in reversed(_ascending(lengths)):
         length = lengths[index]
         best = bisect_left(room, (length, 0))
@@ -40,22 +40,22 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def pack_into(lengths: Sequence[int], budget: int, count: int) -> list[list[int]]:
-    """Exactly `count` pieces under `budget`, heaviest first, of sizes as equal as they can be; some may be empty.
+    """Return exactly `count` pieces under `budget`, heaviest first, of nearly equal sizes; some may be empty.
 
-    `count` must be at least what `pack` needs. Ranks that pack into different numbers of micro-batches are brought to
-    the largest number this way: no rank runs an empty one while it has samples to fill it, and peak memory falls.
+    `count` must be at least what `pack` needs. It brings ranks with different numbers of micro-batches to the largest
+    of them: no rank runs an empty micro-batch while it has samples to fill it, and peak memory is lower.
     """
     pieces, weights = _deal(lengths, count)
     if any(weight > budget and len(piece) > 1 for piece, weight in zip(pieces, weights, strict=True)):
-        pieces = pack(lengths, budget)  # too tight for equal sizes
-        assert len(pieces) <= count, f"{len(pieces)} pieces needed, {count} asked for"
+        pieces = pack(lengths, budget)  # the budget is too tight for equal sizes
+        assert len(pieces) <= count, f"{len(pieces)} pieces needed, {count} requested"
         pieces += [[] for _ in range(count - len(pieces))]
         weights = [sum(map(lengths.__getitem__, piece)) for piece in pieces]
     return [pieces[k] for k in sorted(range(count), key=weights.__getitem__, reverse=True)]
 
 
 def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Pieces of `size` samples, the last one smaller, cut along the order of lengths.
+    """Return pieces of `size` samples (fewer in the last), in order of length.
 
     >>> chunk([4, 9, 3, 2, 1], size=2)
     [[4, 3], [2, 0], [1]]
@@ -66,10 +66,10 @@ def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], parts: int, *, max_items: int | None = None) -> list[list[int]]:
-    """`parts` shares of nearly equal token counts: the longest sample left goes to the lightest share.
+    """Return `parts` shares of nearly equal token counts: the longest remaining sample goes to the lightest share.
 
-    The heaviest share is ahead of the lightest by no more than the longest sample. Counts may differ and shares may
-    be empty; `max_items` bounds the count of each, at the price of that guarantee.
+    The heaviest share exceeds the lightest by at most the longest sample. Counts may differ and shares may be empty;
+    `max_items` bounds the count of each, and gives up that guarantee.
 
     >>> balance([8, 7, 6, 5, 4], parts=2)
     [[4, 3, 0], [2, 1]]
@@ -78,14 +78,14 @@ def balance(lengths: Sequence[int], parts: int, *, max_items: int | None = None)
 
 
 def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> tuple[list[list[int]], list[int]]:
-    """The shares of `balance`, and the tokens of each."""
+    """Return the shares of `balance`, and the tokens of each."""
     _require(parts=parts)
     if max_items is not None and parts * max_items < len(lengths):
         raise ValueError(f"{len(lengths)} samples do not fit into {parts} shares of at most {max_items}")
     shares: list[list[int]] = [[] for _ in range(parts)]
     most = max_items or len(lengths)
-    # A heap of (tokens, samples, share), each written as one number: comparing those is what the time goes into.
-    # Samples count too, so that empty ones spread.
+    # A heap of (tokens, samples, share), each encoded as one integer: comparing them dominates the time.
+    # The sample count breaks ties, so that empty samples spread.
     token, sample = parts * (len(lengths) + 1), parts
     loads = list(range(parts))
     full = []
@@ -106,12 +106,12 @@ def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> t
 
 
 def longer_than(lengths: Sequence[int], budget: int) -> list[int]:
-    """The samples that no piece of `budget` tokens can hold, longest first."""
+    """Return the samples longer than `budget`, longest first."""
     return [index for index in reversed(_ascending(lengths)) if lengths[index] > budget]
 
 
 def _ascending(lengths: Sequence[int]) -> list[int]:
-    """Indices by length, stable."""
+    """Return indices by length, stable."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)
 
 

@@ -1,4 +1,4 @@
-"""Prompts that are given in Python become rows, whatever they come in: lists, datasets, tables, loaders of batches."""
+"""Prompts given in Python become rows: from lists, datasets, tables, or loaders of batches."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ __all__ = ["Prompts", "iter_rows", "write_rows"]
 
 Prompts = str | Path | Iterable[Any]
 """The path of a file; or an iterable of texts, conversations (lists of messages), rows with a "prompt", or batches of
-these, as a DataLoader gives them; or a table, or a dict, of columns."""
+these as a DataLoader yields them; or a table or dict of columns."""
 
 
 MANY = 1_000_000
-"""So many rows of what has no length, and it is probably endless."""
+"""An iterable without a length that yields more rows than this is probably endless."""
 
 
 def write_rows(prompts: Prompts, path: Path, most: int | None = None) -> str:
-    """The path of a file that holds the prompts: `path`, unless they are in a file already.
+    """Write prompts to `path` and return it; prompts that are a file already are left there.
 
-    `most` are enough of what does not know its length, and may have no end; what does is written whole.
+    An iterable without a length, which may be endless, is written up to `most` rows; others are written whole.
     """
     if isinstance(prompts, str | Path):
         return str(prompts)
-    sized, count, draft = _knows_its_length(prompts), 0, path.with_name(f".{path.name}.draft")
+    sized, count, draft = _has_length(prompts), 0, path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         for row in itertools.islice(iter_rows(prompts), None if sized else most):
             file.write(json.dumps(row, default=_plain) + "\n")
             count += 1
             if count == MANY and not sized:
                 warnings.warn(
-                    f"prompts: {count:,} rows are written to {draft}, and there are more; if they have no end, say how "
-                    "many are enough: TrainingConfig(total_steps=...)",
+                    f"prompts: {count:,} rows are written to {draft}, and there are more. If the iterable is endless, "
+                    "set TrainingConfig(total_steps=...)",
                     stacklevel=2,
                 )
     if not count:
         draft.unlink()
-        raise DataError("prompts: there are none; the iterable is empty, or was read to its end before")
+        raise DataError("prompts: the iterable is empty, or was already consumed")
     draft.replace(path)
     return str(path)
 
 
-def _knows_its_length(prompts: Iterable[Any]) -> bool:
+def _has_length(prompts: Iterable[Any]) -> bool:
     try:
         len(prompts)  # type: ignore[arg-type]
     except TypeError:
@@ -56,28 +56,28 @@ def _knows_its_length(prompts: Iterable[Any]) -> bool:
 
 
 def iter_rows(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """One row a prompt, as data files have them. One text, or one conversation, is one prompt.
+    """Yield one row per prompt, as in data files. One text or one conversation is one prompt.
 
     >>> list(rows_of(["1+1=", {"prompt": "1+2=", "answer": "3"}]))
     [{'prompt': '1+1='}, {'prompt': '1+2=', 'answer': '3'}]
     """
-    for number, item in enumerate(_items_of(prompts)):
+    for index, item in enumerate(_iter_items(prompts)):
         if _is_prompt(item):
             yield {"prompt": item}
         elif isinstance(item, Mapping) and "prompt" in item:
-            yield from _of_batch(item, number) if _is_batch(item["prompt"]) else [dict(item)]
+            yield from _split_batch(item, index) if _is_batch(item["prompt"]) else [dict(item)]
         elif isinstance(item, Sequence) and item:
             yield from iter_rows(item)
         else:
             keys = f" with {', '.join(map(str, item))}" if isinstance(item, Mapping) else ""
             raise DataError(
-                f"prompts[{number}]: is a {type(item).__name__}{keys}; give texts, lists of messages "
+                f"prompts[{index}] is a {type(item).__name__}{keys}; give texts, lists of messages "
                 '({"role": ..., "content": ...}), or rows with a "prompt"'
             )
 
 
-def _items_of(prompts: Iterable[Any]) -> Iterable[Any]:
-    """What is to be gone through one by one. Tables and dicts would give the names of their columns."""
+def _iter_items(prompts: Iterable[Any]) -> Iterable[Any]:
+    """Return the items to iterate over. Iterating tables and dicts would yield the names of their columns."""
     if _is_prompt(prompts):
         return [prompts]
     if isinstance(prompts, Mapping):
@@ -85,19 +85,19 @@ def _items_of(prompts: Iterable[Any]) -> Iterable[Any]:
             return [prompts]
         names = [str(name) for name in prompts]
         raise DataError(
-            f'prompts: is a {type(prompts).__name__} with {", ".join(names) or "nothing"}, and no "prompt" among them; '
+            f'prompts is a {type(prompts).__name__} with {", ".join(names) or "nothing"} but no "prompt"; '
             + (f"give one of them, such as prompts[{names[0]!r}], or " if names else "")
-            + 'call the column of the prompts "prompt"'
+            + 'name the column of the prompts "prompt"'
         )
     if hasattr(prompts, "columns"):
-        for way, arguments in _TABLES.items():
-            if hasattr(prompts, way):
-                return getattr(prompts, way)(*arguments)
+        for method, arguments in _TABLES.items():
+            if hasattr(prompts, method):
+                return getattr(prompts, method)(*arguments)
     return prompts
 
 
 _TABLES: dict[str, tuple[str, ...]] = {"to_dicts": (), "to_pylist": (), "to_dict": ("records",)}
-"""How a table gives its rows: that of Polars, of Arrow, of pandas."""
+"""The method that returns the rows of a table: of Polars, of Arrow, of pandas."""
 
 
 def _is_prompt(item: Any) -> bool:
@@ -105,11 +105,11 @@ def _is_prompt(item: Any) -> bool:
 
 
 def _is_conversation(item: Any) -> bool:
-    return _is_listed(item) and isinstance(item[0]["role"], str)
+    return _is_message_list(item) and isinstance(item[0]["role"], str)
 
 
-def _is_listed(item: Any) -> bool:
-    """A conversation; or several of one length that a DataLoader has put together, message by message."""
+def _is_message_list(item: Any) -> bool:
+    """Return whether it is a conversation, or several of the same length that a DataLoader has collated."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping) and "role" in item[0]
 
 
@@ -117,35 +117,37 @@ def _is_batch(prompt: Any) -> bool:
     return isinstance(prompt, Sequence) and not _is_prompt(prompt)
 
 
-def _of_batch(batch: Mapping[str, Any], place: int) -> Iterator[dict[str, Any]]:
-    prompts = batch["prompt"][0]["role"] if _is_listed(batch["prompt"]) else batch["prompt"]
-    odd = [one for one in prompts if not _is_prompt(one)]
-    if odd or not prompts:
-        held = f"a list with a {type(odd[0]).__name__}" if odd else "an empty list"
+def _split_batch(batch: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:
+    prompts = batch["prompt"][0]["role"] if _is_message_list(batch["prompt"]) else batch["prompt"]
+    invalid = [item for item in prompts if not _is_prompt(item)]
+    if invalid or not prompts:
+        content = f"a list with a {type(invalid[0]).__name__}" if invalid else "an empty list"
         raise DataError(
-            f'prompts[{place}]: its "prompt" is {held}; it must be a text, a list of messages '
-            '({"role": ..., "content": ...}), or of a batch a list of such'
+            f'prompts[{index}]: its "prompt" is {content}; it must be a text, a list of messages '
+            '({"role": ..., "content": ...}), or in a batch a list of these'
         )
-    for number in range(len(prompts)):
-        yield {key: _at(value, number, key) for key, value in batch.items()}
+    for row in range(len(prompts)):
+        yield {key: _select(value, row, key) for key, value in batch.items()}
 
 
-def _at(column: Any, number: int, name: str) -> Any:
-    """One row's part of a column; nested fields were put together one by one."""
+def _select(column: Any, row: int, name: str) -> Any:
+    """Return one row of a collated column; nested fields were collated separately."""
     if isinstance(column, Mapping):
-        return {key: _at(value, number, f"{name}.{key}") for key, value in column.items()}
-    if _is_listed(column):
-        return [_at(message, number, name) for message in column]
+        return {key: _select(value, row, f"{name}.{key}") for key, value in column.items()}
+    if _is_message_list(column):
+        return [_select(message, row, name) for message in column]
     if isinstance(column, Sequence) and column and isinstance(column[0], (list, tuple)):
         raise DataError(
-            f"prompts: {name} holds lists, and a DataLoader that puts rows together mixes them up; give it "
-            "collate_fn=list, or the dataset itself"
+            f"prompts: {name} holds lists, which a DataLoader mixes up when it collates rows; give it collate_fn=list, "
+            "or pass the dataset itself"
         )
-    return column[number]
+    return column[row]
 
 
 def _plain(value: Any) -> Any:
-    """Numbers and arrays of numpy and torch, as JSON has them."""
+    """Convert numbers and arrays of numpy and torch to JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise DataError(f"prompts: {value!r} is a {type(value).__name__}, which no data file can hold; make text of it")
+    raise DataError(
+        f"prompts: {value!r} is a {type(value).__name__}, which a data file cannot hold; convert it to text"
+    )

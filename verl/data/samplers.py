@@ -1,8 +1,8 @@
-"""Which row comes at which position: orders of the rows of a data set, each a pure function of the position.
+"""Samplers: which row of a data set comes at which position, as a pure function of the position.
 
-An order goes on without end, epoch after epoch, and `row` may be asked for any position in any sequence: there is no
-state, so that what it takes to resume is one number. Rows are numbered from 0 within the order; what it is made of
-(`identity`) goes into checkpoints, for a position means nothing in another order.
+A sampler is endless, epoch after epoch, and `row` accepts any position in any order. It has no state: one number is
+enough to resume. Rows are numbered from 0. Checkpoints also hold the `identity` of the sampler, since a position means
+nothing in another order.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ __all__ = [
     "WeightedSampler",
 ]
 
-MAX_ROUND = 10_000  # draws within which several sources have exactly their shares
+MAX_ROUND = 10_000  # draws within which the sources have exactly their weights
 
 
 class Sampler(Protocol):
-    """Rows at positions 0, 1, 2, ...; an epoch is `length` of them."""
+    """Maps positions 0, 1, 2, ... to rows; an epoch has `length` positions."""
 
     length: int
 
     def row(self, position: int) -> int: ...
 
     def identity(self) -> dict[str, Any]:
-        """What an order must have in common with another to be the same, under the names of the settings."""
+        """Return what makes two samplers equal, by the names of the settings."""
         ...
 
 
 class SequentialSampler:
-    """As the rows lie in the files.
+    """Rows in the order of the files.
 
-    >>> [InOrder(3).row(position) for position in range(4)]
+    >>> [SequentialSampler(3).row(position) for position in range(4)]
     [0, 1, 2, 0]
     """
 
     def __init__(self, length: int) -> None:
-        self.length = _some(length)
+        self.length = _require_rows(length)
 
     def row(self, position: int) -> int:
         return position % self.length
@@ -63,203 +63,214 @@ class SequentialSampler:
 
 
 class ShuffledSampler:
-    """A fresh permutation each epoch, the same on every machine and under every version of numpy."""
+    """A new permutation every epoch, the same on every machine and with every version of numpy."""
 
     def __init__(self, length: int, seed: int) -> None:
-        self.length, self._seed = _some(length), seed
-        # Two epochs: around the border between them, positions of both are asked for in turn.
+        self.length, self._seed = _require_rows(length), seed
+        # Two epochs: near their boundary, positions of both are requested in turn.
         self._permutation = lru_cache(maxsize=2)(lambda epoch: _random(seed, epoch).permutation(length).astype("i4"))
 
     def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.length)
-        return int(self._permutation(epoch)[place])
+        epoch, offset = divmod(position, self.length)
+        return int(self._permutation(epoch)[offset])
 
     def identity(self) -> dict[str, Any]:
         return {"length": self.length, "shuffle": True, "seed": self._seed}
 
 
 class BufferedShuffleSampler:
-    """For files that do not fit into memory: whole blocks in random order, and rows shuffled among a few of them.
+    """For files larger than memory: blocks in random order, and rows shuffled within a window of some blocks.
 
-    The blocks of an epoch, one behind the other in a fresh random order, are cut into windows of `buffer` rows, and
-    each window is shuffled. So every row comes once an epoch, and those that come soon after each other lie in about
-    `buffer` / rows of a block + 1 blocks, each of which is read for one window, or for two.
+    The blocks of an epoch, in a new random order, are split into windows of `buffer` rows, and each window is shuffled.
+    Every row comes once per epoch, and consecutive rows come from few blocks, each of which is read for one or two
+    windows.
     """
 
     def __init__(self, block_ends: npt.NDArray[np.int64], buffer: int, seed: int) -> None:
-        self.length = _some(int(block_ends[-1]) if len(block_ends) else 0)
-        self._buffer, self._seed, self._blocks_mark = buffer, seed, _mark(block_ends)
+        self.length = _require_rows(int(block_ends[-1]) if len(block_ends) else 0)
+        self._buffer, self._seed, self._blocks_checksum = buffer, seed, _checksum(block_ends)
         starts = np.concatenate([[0], block_ends[:-1]])
         sizes = block_ends - starts
 
         def blocks(epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-            """Of the blocks in the order of the epoch: where each ends in that order, and its last row + 1."""
+            """Return, for the blocks in the order of the epoch: their ends in that order, and their last rows + 1."""
             order = _random(seed, epoch).permutation(len(sizes))
             return np.cumsum(sizes[order]), block_ends[order]
 
-        def window(epoch: int, number: int) -> npt.NDArray[np.int32]:
-            rows = min(buffer, self.length - number * buffer)
-            return _random(seed, epoch, number).permutation(rows).astype("i4")
+        def window(epoch: int, index: int) -> npt.NDArray[np.int32]:
+            rows = min(buffer, self.length - index * buffer)
+            return _random(seed, epoch, index).permutation(rows).astype("i4")
 
         self._blocks = lru_cache(maxsize=2)(blocks)
         self._window = lru_cache(maxsize=4)(window)
 
     def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.length)
-        number, within = divmod(place, self._buffer)
-        place = number * self._buffer + int(self._window(epoch, number)[within])
+        epoch, offset = divmod(position, self.length)
+        window, within = divmod(offset, self._buffer)
+        offset = window * self._buffer + int(self._window(epoch, window)[within])
         ends, block_ends = self._blocks(epoch)
-        block = int(np.searchsorted(ends, place, side="right"))
-        return int(block_ends[block] - (ends[block] - place))
+        block = int(np.searchsorted(ends, offset, side="right"))
+        return int(block_ends[block] - (ends[block] - offset))
 
     def identity(self) -> dict[str, Any]:
-        buffer = {"shuffle_buffer_size": self._buffer, "blocks": self._blocks_mark}
+        buffer = {"shuffle_buffer_size": self._buffer, "blocks": self._blocks_checksum}
         return {"length": self.length, "shuffle": True, "seed": self._seed, **buffer}
 
 
 class CurriculumSampler:
-    """A curriculum: each epoch from the lowest number to the highest; equal ones shuffled if there is a seed.
+    """A curriculum: every epoch from the lowest value to the highest; equal values are shuffled if there is a seed.
 
-    >>> order = Ranked(np.array([3.0, 1.0, 2.0]), "level", seed=None)
-    >>> [order.row(position) for position in range(4)]
+    >>> sampler = CurriculumSampler(np.array([3.0, 1.0, 2.0]), "level", seed=None)
+    >>> [sampler.row(position) for position in range(4)]
     [1, 2, 0, 1]
     """
 
-    def __init__(self, numbers: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
-        self.length, self._key, self._seed, self._numbers_mark = _some(len(numbers)), key, seed, _mark(numbers)
+    def __init__(self, values: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
+        self.length, self._key, self._seed, self._values_checksum = (
+            _require_rows(len(values)),
+            key,
+            seed,
+            _checksum(values),
+        )
 
-        def ranked(epoch: int) -> npt.NDArray[np.int32]:
-            first = np.arange(len(numbers)) if seed is None else _random(seed, epoch).permutation(len(numbers))
-            return first[np.argsort(numbers[first], kind="stable")].astype("i4")
+        def rank(epoch: int) -> npt.NDArray[np.int32]:
+            rows = np.arange(len(values)) if seed is None else _random(seed, epoch).permutation(len(values))
+            return rows[np.argsort(values[rows], kind="stable")].astype("i4")
 
-        self._ranked = lru_cache(maxsize=2)(ranked)
+        self._ranked = lru_cache(maxsize=2)(rank)
 
     def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.length)
-        return int(self._ranked(epoch)[place])
+        epoch, offset = divmod(position, self.length)
+        return int(self._ranked(epoch)[offset])
 
     def identity(self) -> dict[str, Any]:
         shuffle = {"shuffle": False} if self._seed is None else {"shuffle": True, "seed": self._seed}
-        return {"length": self.length, "curriculum_key": self._key, "numbers": self._numbers_mark, **shuffle}
+        return {"length": self.length, "curriculum_key": self._key, "numbers": self._values_checksum, **shuffle}
 
 
 SamplerFunction = Callable[[int, int, int, Callable[[str], list[Any]]], Sequence[int]]
-"""(epoch, seed, number of rows, column name -> its value in each row) -> the rows of that epoch, in order."""
+"""(epoch, seed, row count, column name -> its value in each row) -> the rows of that epoch, in order."""
 
 
 class CustomSampler:
-    """What a function of the user's own says: `sampler(epoch, seed, rows, column)` gives the rows of one epoch.
+    """The order given by the user's function: `sampler(epoch, seed, rows, column)` returns the rows of one epoch.
 
-    Rows may be left out or come several times, but all epochs must have as many draws as the first. The function must
-    be pure: it is asked again after a resume. That it is, is tried once.
+    Rows may be left out or repeated, but all epochs must have the same length. The function must be pure, since it is
+    called again after a resume; this is checked once.
     """
 
     def __init__(
         self, sampler: SamplerFunction, name: str, rows: int, seed: int, column: Callable[[str], list[Any]]
     ) -> None:
-        self._sampler, self._name, self._rows, self._seed, self._column = sampler, name, _some(rows), seed, column
-        self._order = lru_cache(maxsize=2)(self._ask)
+        self._sampler, self._name, self._rows, self._seed, self._column = (
+            sampler,
+            name,
+            _require_rows(rows),
+            seed,
+            column,
+        )
+        self._order = lru_cache(maxsize=2)(self._call)
         self.length = 0
         self.length = len(self._order(0))
-        if not np.array_equal(self._order(0), self._ask(0)):
-            raise self._wrong(
-                "gave two different orders for epoch 0 when it was asked twice; a resumed run could not go on where it "
-                "stopped. Draw from numpy.random.default_rng([seed, epoch])"
+        if not np.array_equal(self._order(0), self._call(0)):
+            raise self._error(
+                "returned two different orders for epoch 0; a resumed run could not continue. Draw random numbers from "
+                "numpy.random.default_rng([seed, epoch])"
             )
 
     def row(self, position: int) -> int:
-        epoch, place = divmod(position, self.length)
-        return int(self._order(epoch)[place])
+        epoch, offset = divmod(position, self.length)
+        return int(self._order(epoch)[offset])
 
     def identity(self) -> dict[str, Any]:
         return {"length": self.length, "sampler": self._name, "seed": self._seed, "rows": self._rows}
 
-    def _ask(self, epoch: int) -> npt.NDArray[np.int64]:
+    def _call(self, epoch: int) -> npt.NDArray[np.int64]:
         order = np.asarray(self._sampler(epoch, self._seed, self._rows, self._column))
         if order.ndim != 1 or not len(order) or order.dtype.kind not in "iu":
-            raise self._wrong(
-                f"gave {order.dtype} of shape {order.shape} for epoch {epoch}; it must give a list of row numbers, at "
-                "least one"
+            raise self._error(
+                f"returned {order.dtype} of shape {order.shape} for epoch {epoch}; it must return a non-empty list of "
+                "row numbers"
             )
-        if len(odd := np.flatnonzero((order < 0) | (order >= self._rows))):
-            raise self._wrong(
-                f"gave row {order[odd[0]]} at place {odd[0]} of epoch {epoch}; there are rows 0 to {self._rows - 1}"
+        if len(invalid := np.flatnonzero((order < 0) | (order >= self._rows))):
+            raise self._error(
+                f"returned row {order[invalid[0]]} at index {invalid[0]} of epoch {epoch}; rows go from 0 to "
+                f"{self._rows - 1}"
             )
         if self.length and len(order) != self.length:
-            raise self._wrong(
-                f"gave {len(order):,} rows for epoch {epoch} and {self.length:,} for epoch 0; all epochs must be of "
-                "one length"
+            raise self._error(
+                f"returned {len(order):,} rows for epoch {epoch} and {self.length:,} for epoch 0; all epochs must have "
+                "the same length"
             )
         return order.astype(np.int64)
 
-    def _wrong(self, what: str) -> DataError:
-        return DataError(f"data.sampler={self._name} {what}")
+    def _error(self, problem: str) -> DataError:
+        return DataError(f"data.sampler={self._name} {problem}")
 
 
 class WeightedSampler:
-    """Several orders by shares: of each `sum(weights)` draws, `weights[k]` are of order k, in random sequence.
+    """Several samplers by weight: of every `sum(weights)` draws, `weights[k]` come from sampler k, in random order.
 
-    Weights are brought to whole numbers first, as small as can be. Each order counts its rows from where the one before
-    it ends, and goes through its own epochs at its own pace; an epoch of the whole is as many draws as there are rows.
+    Weights are first scaled to the smallest integers. The rows of each sampler follow those of the one before it, and
+    each goes through its own epochs; an epoch of the whole has as many draws as there are rows.
 
-    >>> order = Weighted([InOrder(2), InOrder(6)], [3, 1], seed=0)
-    >>> [order.row(position) for position in range(8)]
+    >>> sampler = WeightedSampler([SequentialSampler(2), SequentialSampler(6)], [3, 1], seed=0)
+    >>> [sampler.row(position) for position in range(8)]
     [0, 1, 2, 0, 1, 0, 1, 3]
     """
 
-    def __init__(self, orders: Sequence[Sampler], weights: Sequence[float], seed: int) -> None:
-        lengths = [order.length for order in orders]
+    def __init__(self, samplers: Sequence[Sampler], weights: Sequence[float], seed: int) -> None:
+        lengths = [sampler.length for sampler in samplers]
         self.length = sum(lengths)
-        self._orders, self._counts, self._firsts = list(orders), _whole(weights), np.cumsum([0, *lengths])
+        self._samplers, self._counts, self._starts = list(samplers), _to_integers(weights), np.cumsum([0, *lengths])
         self._round, self._seed = sum(self._counts), seed
 
-        def drawn(number: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-            """Of each draw of a round: which order it is of, and how many of that order came before it."""
-            which = _random(seed, number).permutation(np.repeat(np.arange(len(lengths)), self._counts))
+        def draw(index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+            """Return, for each draw of a round: its sampler, and how many draws of that sampler came before."""
+            which = _random(seed, index).permutation(np.repeat(np.arange(len(lengths)), self._counts))
             before = np.empty_like(which)
-            for order, count in enumerate(self._counts):
-                before[which == order] = np.arange(count)
+            for sampler, count in enumerate(self._counts):
+                before[which == sampler] = np.arange(count)
             return which, before
 
-        self._drawn = lru_cache(maxsize=4)(drawn)
+        self._draws = lru_cache(maxsize=4)(draw)
 
     def row(self, position: int) -> int:
-        number, place = divmod(position, self._round)
-        which, before = self._drawn(number)
-        order = int(which[place])
-        return int(self._firsts[order]) + self._orders[order].row(number * self._counts[order] + int(before[place]))
+        index, offset = divmod(position, self._round)
+        which, before = self._draws(index)
+        k = int(which[offset])
+        return int(self._starts[k]) + self._samplers[k].row(index * self._counts[k] + int(before[offset]))
 
     def identity(self) -> dict[str, Any]:
         return {
-            **self._orders[0].identity(),
+            **self._samplers[0].identity(),
             "length": self.length,
-            "lengths": [order.length for order in self._orders],
-            "entries": zlib.crc32(repr([order.identity() for order in self._orders]).encode()),
+            "lengths": [sampler.length for sampler in self._samplers],
+            "entries": zlib.crc32(repr([sampler.identity() for sampler in self._samplers]).encode()),
             "train_weights": self._counts,
             "seed": self._seed,
         }
 
 
-def _some(rows: int) -> int:
+def _require_rows(rows: int) -> int:
     if rows < 1:
-        raise DataError(f"a stream of prompts needs at least one row, the data has {rows}")
+        raise DataError(f"training needs at least one row, the data has {rows}")
     return rows
 
 
 def _random(seed: int, *numbers: int) -> np.random.RandomState:
-    # RandomState, not default_rng: numpy promises that its numbers never change.
+    # RandomState, not default_rng: numpy guarantees that its numbers never change.
     return np.random.RandomState([seed % 2**32, *numbers])
 
 
-def _mark(array: npt.NDArray[Any]) -> int:
-    """A number that another array hardly shares."""
+def _checksum(array: npt.NDArray[Any]) -> int:
     return zlib.crc32(array.tobytes())
 
 
-def _whole(weights: Sequence[float]) -> list[int]:
-    """Whole numbers in the same relation, as small as can be, at most `MAX_ROUND` together (then rounded).
+def _to_integers(weights: Sequence[float]) -> list[int]:
+    """Return the smallest integers in the same ratio; rounded if their sum would exceed `MAX_ROUND`.
 
-    >>> _whole([0.7, 0.2, 0.1])
+    >>> _to_integers([0.7, 0.2, 0.1])
     [7, 2, 1]
     """
     parts = [Fraction(weight).limit_denominator(10**6) for weight in weights]

@@ -1,8 +1,7 @@
-"""The endless sequence of prompts: a place in an order.
+"""The endless stream of prompts: a sampler and a position.
 
-Why not torchdata's StatefulDataLoader: rows are read where they are needed and tokenised in microseconds, so there
-are no loader processes whose state would have to be saved; what remains to resume is one number. That every row comes
-exactly once an epoch, and that a resumed stream goes on where it stopped, are laws with tests.
+torchdata's StatefulDataLoader is not used: rows are read where they are needed and tokenized in microseconds, so there
+are no loader processes whose state would have to be saved, and one number is enough to resume.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ __all__ = ["PromptStream"]
 
 
 class PromptStream:
-    """Positions 0, 1, 2, ... without end, and the row of the data at each: (position, row).
+    """Yields (position, row) for positions 0, 1, 2, ... without end.
 
-    >>> stream = PromptStream(InOrder(3))
+    >>> stream = PromptStream(SequentialSampler(3))
     >>> [next(stream) for _ in range(4)]
     [(0, 0), (1, 1), (2, 2), (3, 0)]
     """
 
-    def __init__(self, order: Sampler) -> None:
-        self._order = order
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
         self.position = 0
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
@@ -34,20 +33,20 @@ class PromptStream:
     def __next__(self) -> tuple[int, int]:
         position = self.position
         self.position += 1
-        return position, self._order.row(position)
+        return position, self._sampler.row(position)
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds: the position, and what it would be meaningless without."""
-        return {"position": self.position, **self._order.identity()}
+        """Return what a checkpoint holds: the position and the identity of the sampler."""
+        return {"position": self.position, **self._sampler.identity()}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a saved position. In another order that would repeat some rows and skip others."""
-        now = self._order.identity()
+        """Continue from a saved position; refuse one of another sampler, which would repeat rows and skip others."""
+        now = self._sampler.identity()
         keys = [*now, *(key for key in state if key not in now and key != "position")]
-        if odd := [key for key in keys if state.get(key) != now.get(key)]:
-            was = ", ".join(f"{key} {state.get(key)} (now {now.get(key)})" for key in odd)
+        if different := [key for key in keys if state.get(key) != now.get(key)]:
+            changes = ", ".join(f"{key} {state.get(key)} (now {now.get(key)})" for key in different)
             raise DataError(
-                f"the checkpoint was written with another order of prompts: {was}. Use the same data files and the "
-                "same settings of data.*, or begin anew with trainer.resume_mode=disable"
+                f"the checkpoint was written with another order of prompts: {changes}. Use the same data files and "
+                "data.* settings, or start over with trainer.resume_mode=disable"
             )
         self.position = state["position"]

@@ -80,7 +80,7 @@ class ExampleDataset:
         try:
             return self._reader(file.row(local)).cut(self._limit, self._truncation)
         except DataError as error:
-            raise DataError(f"{file.place(local)}: {error}") from None
+            raise DataError(f"{file.location(local)}: {error}") from None
 
     def cautions(self) -> list[str]:
         """What is worth saying of examples that are cut: of some nothing may be left to train on."""
@@ -91,7 +91,7 @@ class ExampleDataset:
         file, local = self._locate(empty[0])
         return [
             f"{self.report.name}: of {len(looked_at):,} examples that are cut {len(empty):,} have no token left to "
-            f"train on (the first: {file.place(local)}): what comes before the answer fills "
+            f"train on (the first: {file.location(local)}): what comes before the answer fills "
             f"data.max_length={self._limit}; raise it, set data.truncation=left, or leave such rows out"
         ]
 
@@ -104,8 +104,8 @@ class ExampleDataset:
         file, local = self._locate(row)
         others = f", and so have {count - 1} others (the longest {longest})" if count > 1 else ""
         return (
-            f"{file.place(local)}: the example has {length} tokens, more than data.max_length={self._limit}{others}. "
-            f"Set data.max_length={longest}, or data.truncation=right or left"
+            f"{file.location(local)}: the example has {length} tokens, more than data.max_length={self._limit}"
+            f"{others}. Set data.max_length={longest}, or data.truncation=right or left"
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from verl.data.chat import knows_text, load_tokenizer
+from verl.data.chat import has_text_vocabulary, load_tokenizer
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def check_model(model: Any) -> None:
 
 def find_tokenizer(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> PreTrainedTokenizerBase:
     """Return `tokenizer`, or else the one at the path that the model was loaded from."""
-    if tokenizer is not None and not knows_text(tokenizer):
+    if tokenizer is not None and not has_text_vocabulary(tokenizer):
         name = f"{type(tokenizer).__name__} of {tokenizer.name_or_path!r}"
         raise ConfigError([f"tokenizer: {name} has no vocabulary; load it from the path where it was saved"])
     if tokenizer is not None:

@@ -218,10 +218,10 @@ def test_a_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path, tokeni
     (tmp_path / "old").mkdir()
     said = refusal(tmp_path / "trian.parquet", tokenizer)
     assert said == (
-        f"data file not found: {tmp_path}/trian.parquet does not exist; {tmp_path} has: old/, train.parquet. "
+        f"data file not found: {tmp_path}/trian.parquet does not exist; {tmp_path} contains: old/, train.parquet. "
         f"Did you mean {tmp_path}/train.parquet?"
     )
-    assert f"{tmp_path} has: old/" in refusal(tmp_path / "none" / "deep" / "x.parquet", tokenizer)
+    assert f"{tmp_path} contains: old/" in refusal(tmp_path / "none" / "deep" / "x.parquet", tokenizer)
     assert "is a folder" in refusal(tmp_path, tokenizer)
     assert "matches no file" in refusal(tmp_path / "*.jsonl", tokenizer)
     assert "no data files are given" in refusal([], tokenizer)
@@ -235,7 +235,7 @@ def test_a_missing_column_is_answered_with_the_likely_one(tmp_path: Path, tokeni
     path = write(tmp_path / "b.jsonl", [{"prompts": "1"}])
     assert refusal(path, tokenizer).endswith("Set data.prompt_key=prompts")
     path = write(tmp_path / "c.jsonl", [{"x": "1"}])
-    assert refusal(path, tokenizer).endswith("Set data.prompt_key to the one that holds the prompts")
+    assert refusal(path, tokenizer).endswith("Set data.prompt_key to the column with the prompts")
 
 
 def test_prompts_that_are_all_too_long_say_what_would_do(tmp_path: Path, tokenizer: Any) -> None:
@@ -274,7 +274,9 @@ def test_a_prompt_of_no_tokens_is_refused_with_its_place(tmp_path: Path, streami
     core.pre_tokenizer = pre_tokenizers.Whitespace()
     words = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
     path = write(tmp_path / "a.jsonl", [{"prompt": "one"}, {"prompt": "  "}])
-    with pytest.raises(DataError, match=r"line 2, column 'prompt': the tokenizer makes no token of '  '; remove the"):
+    with pytest.raises(
+        DataError, match=r"line 2, column 'prompt': the tokenizer returns no tokens for '  '; remove the"
+    ):
         list(PromptDataset(path, words, max_prompt_length=9, streaming=streaming))
 
 
@@ -292,7 +294,9 @@ def test_messages_that_the_template_does_not_take_are_named_with_their_roles(tmp
     )
     path = write(tmp_path / "a.parquet", [{"prompt": [{"role": "system", "content": "x"}, *user("1")]}])
     message = refusal(path, strict)
-    assert "does not take these messages (roles: system, user): System role not supported; mend the messages" in message
+    assert (
+        "does not accept these messages (roles: system, user): System role not supported; fix the messages" in message
+    )
 
 
 def test_the_data_source_may_be_a_column_or_a_field_of_reward_model(tmp_path: Path, tokenizer: Any) -> None:
@@ -349,7 +353,7 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, tokenizer: Any) -
     (tmp_path / "a.parquet").write_text("no parquet")
     assert "cannot be read as Parquet" in refusal(tmp_path / "a.parquet", tokenizer)
     (tmp_path / "a.json").write_text('[{"prompt": "1"}]')
-    assert "line 1: holds a list; each line is one JSON object" in refusal(tmp_path / "a.json", tokenizer)
+    assert "line 1: holds a list; each line must be one JSON object" in refusal(tmp_path / "a.json", tokenizer)
     (tmp_path / "a.jsonl").write_text("\n")
     assert "no rows" in refusal(tmp_path / "a.jsonl", tokenizer)
     assert "data.truncation is 'top'" in refusal(tmp_path / "a.jsonl", tokenizer, truncation="top")

@@ -86,7 +86,7 @@ def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix
         assert row.token_ids == prompt.token_ids
         told = (prompt.data_source, prompt.ground_truth, prompt.extra_info)
         assert (row.data_source, row.ground_truth, row.extra_info) == told
-    assert data.row(2).place.startswith(str(second))
+    assert data.row(2).location.startswith(str(second))
     assert data.row(1).text == "<|start|>user\n2<|end|><|start|>assistant\n"
     with pytest.raises(DataError, match="--row 3: there are 3 rows, 0 to 2"):
         data.row(3)
@@ -97,11 +97,11 @@ def test_without_a_tokenizer_messages_are_shown_as_written_and_lengths_are_chara
     assert (data.row(0).text, data.row(0).token_ids, data.unit) == ("user: 12+34", None, "characters")
     found = report(data, max_prompt_length=3)
     assert (found.lengths.tolist(), found.problems) == ([11], [])
-    assert "for tokens, name the model: actor_rollout_ref.model.path=..." in shown(data, found)
+    assert "set actor_rollout_ref.model.path=... for lengths in tokens" in shown(data, found)
 
 
 def test_every_column_has_its_use(tmp_path: Path) -> None:
-    assert look(write(tmp_path / "a.parquet", [good(extra_info={"x": 1}, answer="4")])).uses() == {
+    assert look(write(tmp_path / "a.parquet", [good(extra_info={"x": 1}, answer="4")])).describe_columns() == {
         "prompt": "the prompt",
         "data_source": "chooses the scorer, and is told to it",
         "reward_model": "its ground_truth is told to the scorer, and what else it holds as extra_info",
@@ -110,7 +110,7 @@ def test_every_column_has_its_use(tmp_path: Path) -> None:
         "answer": "told to the scorer as extra_info['answer']",
     }
     raw = look(write(tmp_path / "b.jsonl", [{"question": "2+2", "answer": "4"}]), prompt_key="question")
-    assert raw.uses() == {"question": "the prompt", "answer": "the ground truth"}
+    assert raw.describe_columns() == {"question": "the prompt", "answer": "the ground truth"}
 
 
 def test_good_data_has_no_problems(tmp_path: Path, tokenizer: Any) -> None:
@@ -145,18 +145,18 @@ def test_a_problem_is_named_with_its_place_and_its_fix(
 ) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("the first"), row]), tokenizer)
     [problem] = report(data).problems
-    assert what in problem.what
+    assert what in problem.text
     assert problem.fix.startswith(fix)
     assert problem.fatal is fatal
     text = shown(data, report(data))
-    assert (problem.what in text, problem.fix in text, "✓ none found" in text) == (True, True, False)
+    assert (problem.text in text, problem.fix in text, "✓ none found" in text) == (True, True, False)
 
 
 def test_a_line_that_is_no_json_does_not_hide_the_others(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [good("1")])
     path.write_text(path.read_text() + "oops\n" + json.dumps(good("2")) + "\n")
     found = report(look(path))
-    assert [problem.what for problem in found.problems if "line 2: not valid JSON" in problem.what]
+    assert [problem.text for problem in found.problems if "line 2: not valid JSON" in problem.text]
     assert (len(found.problems), found.rows, len(found.lengths)) == (1, 3, 2)
 
 
@@ -166,8 +166,8 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
     )
     found = report(data)
     [problem] = found.problems
-    assert "column 'prompt' not found" in problem.what
-    assert problem.what.endswith("Set data.prompt_key=question")
+    assert "column 'prompt' not found" in problem.text
+    assert problem.text.endswith("Set data.prompt_key=question")
     text = shown(data, found)
     assert "no prompt can be measured" in text
     assert "verl.rewards.scorers.gsm8k" in text
@@ -176,20 +176,20 @@ def test_a_missing_prompt_column_is_one_problem_and_the_rest_is_still_shown(tmp_
 def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path: Path) -> None:
     rows = [good(str(n)) if n % 3 else good(prompt=None) for n in range(3000)]
     [problem] = report(look(write(tmp_path / "a.parquet", rows))).problems
-    assert problem.what.startswith(f"1,000 rows, the first {tmp_path / 'a.parquet'}, row 0: the prompt is missing")
+    assert problem.text.startswith(f"1,000 rows, the first {tmp_path / 'a.parquet'}, row 0: the prompt is missing")
 
 
 def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
     train, test = write(tmp_path / "train.parquet", [good("1"), good("2")]), write(tmp_path / "test.jsonl", [good("2")])
     [problem] = report(look([train, test])).problems
-    assert problem.what == f"{test}, line 1: the prompt is there already, {train}, row 1"
+    assert problem.text == f"{test}, line 1: the prompt is there already, {train}, row 1"
 
 
 def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path) -> None:
     first = write(tmp_path / "a.jsonl", [good("1")])
     empty = write(tmp_path / "empty.jsonl", [])
     other = write(tmp_path / "b.jsonl", [good("2", hint="x")])
-    said = [(problem.what, problem.fatal) for problem in report(look([first, empty, other])).problems]
+    said = [(problem.text, problem.fatal) for problem in report(look([first, empty, other])).problems]
     assert said[0] == (f"{empty} has no rows", False)
     assert said[1] == (f"{other} has hint besides, unlike a.jsonl: rewards see what a row has", False)
     nothing = look(empty)
@@ -224,7 +224,7 @@ def test_special_tokens_blanks_and_ids_are_visible(tmp_path: Path, tokenizer: An
 
 
 @pytest.mark.parametrize(
-    ("limit", "said"), [(100, "all are within data.max_prompt_length=100"), (30, "1 of 2 (50.00%) are beyond")]
+    ("limit", "said"), [(100, "all are within data.max_prompt_length=100"), (30, "1 of 2 (50.00%) exceed")]
 )
 def test_the_limit_is_marked_and_what_is_beyond_it_is_counted(
     tmp_path: Path, tokenizer: Any, limit: int, said: str

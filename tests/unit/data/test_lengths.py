@@ -212,7 +212,7 @@ def test_processes_start_only_where_they_pay(
     wanted: int | None, rows: int, cores: int, started: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    assert measure_module._processes(wanted, rows) == started
+    assert measure_module._choose_processes(wanted, rows) == started
 
 
 def test_lengths_are_small_numbers(tmp_path: Path) -> None:

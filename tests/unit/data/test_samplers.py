@@ -157,12 +157,15 @@ def test_a_sampler_may_leave_rows_out_repeat_them_and_look_at_columns() -> None:
 @pytest.mark.parametrize(
     ("sampler", "said"),
     [
-        (lambda *_: [0, 10], r"gave row 10 at place 1 of epoch 0; there are rows 0 to 9"),
-        (lambda *_: [-1], r"gave row -1 at place 0"),
-        (lambda *_: [0.5], r"gave float64 of shape \(1,\) for epoch 0; it must give a list of row numbers"),
+        (lambda *_: [0, 10], r"returned row 10 at index 1 of epoch 0; rows go from 0 to 9"),
+        (lambda *_: [-1], r"returned row -1 at index 0"),
+        (
+            lambda *_: [0.5],
+            r"returned float64 of shape \(1,\) for epoch 0; it must return a non-empty list of row numbers",
+        ),
         (lambda *_: [[1]], r"of shape \(1, 1\)"),
         (lambda *_: [], r"of shape \(0,\)"),
-        (lambda *_: None, r"gave object of shape \(\)"),
+        (lambda *_: None, r"returned object of shape \(\)"),
         (lambda *_: np.random.default_rng().permutation(10), r"two different orders.*default_rng\(\[seed, epoch\]\)"),
     ],
 )
@@ -173,7 +176,7 @@ def test_a_wrong_sampler_is_told_what_is_wrong(sampler: Any, said: str) -> None:
 
 def test_epochs_of_a_sampler_are_of_one_length() -> None:
     order = sampled(lambda epoch, *_: range(3 + epoch))
-    with pytest.raises(DataError, match="gave 4 rows for epoch 1 and 3 for epoch 0"):
+    with pytest.raises(DataError, match="returned 4 rows for epoch 1 and 3 for epoch 0"):
         order.row(3)
 
 

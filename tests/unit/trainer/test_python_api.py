@@ -150,7 +150,7 @@ def test_wrapped_models_are_refused_with_a_fix(tmp_path: Path, maker: Any) -> No
 def test_missing_prompts_are_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="prompts: must be given"):
         GRPOTrainer("some/model", folder=tmp_path).train()
-    with pytest.raises(DataError, match="was read to its end"):
+    with pytest.raises(DataError, match="was already consumed"):
         write_rows(iter(()), tmp_path / "rows.jsonl")
 
 
