@@ -166,7 +166,7 @@ def test_messages_that_a_template_refuses_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "train.jsonl", {"prompt": chat("1")}, {"prompt": [{"role": "system", "content": "Hm"}]})
     strict = chat_tokenizer("{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}{% endif %}x")
     with pytest.raises(
-        DataError, match=r"line 2, column 'prompt': .*roles: system\): no system role; mend the messages"
+        DataError, match=r"line 2, column 'prompt': .*roles: system\): no system role; fix the messages"
     ):
         PromptDataset(path, strict, max_prompt_length=50)
 

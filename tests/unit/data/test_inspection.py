@@ -88,7 +88,7 @@ def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix
         assert (row.data_source, row.ground_truth, row.extra_info) == told
     assert data.row(2).location.startswith(str(second))
     assert data.row(1).text == "<|start|>user\n2<|end|><|start|>assistant\n"
-    with pytest.raises(DataError, match="--row 3: there are 3 rows, 0 to 2"):
+    with pytest.raises(DataError, match="--row 3: rows go from 0 to 2"):
         data.row(3)
 
 
@@ -103,11 +103,11 @@ def test_without_a_tokenizer_messages_are_shown_as_written_and_lengths_are_chara
 def test_every_column_has_its_use(tmp_path: Path) -> None:
     assert look(write(tmp_path / "a.parquet", [good(extra_info={"x": 1}, answer="4")])).describe_columns() == {
         "prompt": "the prompt",
-        "data_source": "chooses the scorer, and is told to it",
-        "reward_model": "its ground_truth is told to the scorer, and what else it holds as extra_info",
-        "level": "told to the scorer as extra_info['level']",
-        "extra_info": "told to the scorer",
-        "answer": "told to the scorer as extra_info['answer']",
+        "data_source": "selects the scorer, and is passed to it",
+        "reward_model": "its ground_truth is passed to the scorer, its other fields as extra_info",
+        "level": "passed to the scorer as extra_info['level']",
+        "extra_info": "passed to the scorer",
+        "answer": "passed to the scorer as extra_info['answer']",
     }
     raw = look(write(tmp_path / "b.jsonl", [{"question": "2+2", "answer": "4"}]), prompt_key="question")
     assert raw.describe_columns() == {"question": "the prompt", "answer": "the ground truth"}
@@ -126,13 +126,13 @@ PROBLEMS: list[tuple[dict[str, Any], str, str, bool]] = [
     (good(prompt=user("  ")), "line 2: the prompt is blank", "fill it, or remove the row", False),
     (good(data_source="gsm8K"), "no built-in scorer knows it; did you mean 'gsm8k'? Fix the column", "", True),
     (good(data_source=None), "data_source: rows without one have no built-in scorer. Add the column", "", True),
-    (good(reward_model=None), "line 2: there is no ground truth", "write it as reward_model", True),
+    (good(reward_model=None), "line 2: no ground truth", "write it as reward_model", True),
     (good(reward_model='{"ground_truth": 4}'), "line 2: column 'reward_model' holds text", "", True),
-    (good("the first"), "line 2: the prompt is there already, ", "remove one of the two, unless it is meant", False),
+    (good("the first"), "line 2: the prompt is a duplicate of ", "remove one of them, unless it is intended", False),
     (
         good(prompt="2+2"),
         "line 2: the prompt is a string without special tokens",
-        "if the model is to be asked as in a chat, write",
+        "to apply it, write the prompt as",
         False,
     ),
     (good("x" * 100), "1 prompts are longer than data.max_prompt_length=100", "set data.max_prompt_length=118", True),
@@ -182,7 +182,7 @@ def test_rows_of_one_kind_of_trouble_are_counted_and_the_first_is_shown(tmp_path
 def test_training_prompts_in_a_test_file_are_found(tmp_path: Path) -> None:
     train, test = write(tmp_path / "train.parquet", [good("1"), good("2")]), write(tmp_path / "test.jsonl", [good("2")])
     [problem] = report(look([train, test])).problems
-    assert problem.text == f"{test}, line 1: the prompt is there already, {train}, row 1"
+    assert problem.text == f"{test}, line 1: the prompt is a duplicate of {train}, row 1"
 
 
 def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path)
     other = write(tmp_path / "b.jsonl", [good("2", hint="x")])
     said = [(problem.text, problem.fatal) for problem in report(look([first, empty, other])).problems]
     assert said[0] == (f"{empty} has no rows", False)
-    assert said[1] == (f"{other} has hint besides, unlike a.jsonl: rewards see what a row has", False)
+    assert said[1] == (f"{other} also has hint, unlike a.jsonl; reward functions get the columns of each row", False)
     nothing = look(empty)
     [problem] = report(nothing).problems
     assert problem.fatal
@@ -201,7 +201,7 @@ def test_files_without_rows_and_files_unlike_the_first_are_named(tmp_path: Path)
 def test_ones_own_function_knows_every_source_and_may_do_without_a_ground_truth(tmp_path: Path) -> None:
     data = look(write(tmp_path / "a.jsonl", [good(data_source="mine", reward_model=None)]), own="my_reward.py")
     [problem] = report(data).problems
-    assert (problem.fatal, "the scorer is told None" in problem.fix) == (False, True)
+    assert (problem.fatal, "the scorer gets None" in problem.fix) == (False, True)
     assert "my_reward.py:compute_score" in shown(data, report(data))
 
 

@@ -172,9 +172,9 @@ def test_tables_and_dicts_of_columns_give_their_rows_and_never_the_names_of_thei
     columns = {"prompt": ["a", "b"], "answer": [1, 2]}
     assert list(iter_rows(columns)) == list(iter_rows(pa.table(columns))) == list(iter_rows(Frame(columns))) == ROWS
     for splits in ({"train": ROWS, "test": ROWS}, {"train": pa.table(columns), "test": pa.table(columns)}):
-        with pytest.raises(DataError, match=r"is a dict with train, test, and no .prompt.*prompts\['train'\]"):
+        with pytest.raises(DataError, match=r"is a dict with train, test but no .prompt.*prompts\['train'\]"):
             list(iter_rows(splits))
-    with pytest.raises(DataError, match=r"prompts\[0\]: is a dict with question; .*rows with a \"prompt\""):
+    with pytest.raises(DataError, match=r"prompts\[0\] is a dict with question; .*rows with a \"prompt\""):
         list(iter_rows(pa.table({"question": ["a"]})))
 
 
@@ -204,7 +204,7 @@ def test_one_prompt_is_one_prompt_however_it_is_given() -> None:
         ([{"prompt": []}], r'prompts\[0\]: its "prompt" is an empty list'),
         ([{"prompt": [1, 2, 3]}], r'prompts\[0\]: its "prompt" is a list with a int'),
         ({"prompt": ["a", None]}, r'its "prompt" is a list with a NoneType'),
-        (["a", []], r"prompts\[1\]: is a list; give texts"),
+        (["a", []], r"prompts\[1\] is a list; give texts"),
     ],
 )
 def test_a_batch_of_what_are_no_prompts_is_refused(prompts: Any, said: str) -> None:
@@ -253,7 +253,7 @@ def test_an_endless_iterable_is_read_as_far_as_the_steps_need(tmp_path: Path, mo
     monkeypatch.setattr(module, "MANY", 3)
     with pytest.warns(UserWarning, match=r"3 rows are written to .*total_steps="):
         write_rows(iter("abcd"), tmp_path / "rows.jsonl")
-    with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
+    with pytest.raises(DataError, match=r"prompts\[1\] is a int"):
         write_rows(iter(["b", 3]), tmp_path / "rows.jsonl")
     assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 4, "as it was"
 
@@ -278,11 +278,11 @@ def test_a_run_that_stopped_early_is_not_taken_for_finished(
 def test_numbers_of_torch_are_written_and_what_is_no_prompt_is_named(tmp_path: Path) -> None:
     path = write_rows([{"prompt": "a", "level": torch.tensor(3)}], tmp_path / "rows.jsonl")
     assert Path(path).read_text() == '{"prompt": "a", "level": 3}\n'
-    with pytest.raises(DataError, match=r"prompts\[1\]: is a int"):
+    with pytest.raises(DataError, match=r"prompts\[1\] is a int"):
         list(iter_rows(["a", 3]))
     with pytest.raises(DataError, match=r"is a dict with question; .*rows with a \"prompt\""):
         list(iter_rows([{"question": "a"}]))
-    with pytest.raises(DataError, match="make text of it"):
+    with pytest.raises(DataError, match="convert it to text"):
         write_rows([{"prompt": "a", "what": object()}], tmp_path / "rows.jsonl")
 
 

@@ -176,7 +176,7 @@ def test_all_that_is_wrong_with_the_files_is_said_at_once(tmp_path: Path, config
     lines = str(caught.value).splitlines()
     assert lines[0] == f"{6 - streaming} things are wrong with the data:"
     said = "\n".join(lines)
-    assert "empty.parquet: no rows, and a weight in data.train_weights" in said
+    assert "empty.parquet: no rows, but a weight in data.train_weights" in said
     assert "text.parquet cannot be read as Parquet" in said
     assert f"Did you mean {good}?" in said
     assert said.count("column 'prompt' not found in") == 2
@@ -188,7 +188,7 @@ def test_one_thing_that_is_wrong_is_said_plainly(tmp_path: Path, config: Any) ->
     path = write(tmp_path / "a.parquet", 2, difficulty=[1, 2])
     with pytest.raises(DataError, match=r"^column 'level' not found in .*Set data\.curriculum_key=difficulty$"):
         check_files(config(train_files=path, curriculum_key="level"))
-    with pytest.raises(DataError, match=r"empty\.parquet: no rows\. Fill the file"):
+    with pytest.raises(DataError, match=r"empty\.parquet: no rows; fill the file"):
         check_files(config(train_files=write(tmp_path / "empty.parquet", 0)))
 
 
@@ -200,7 +200,9 @@ def test_files_unlike_the_first_and_empty_ones_are_mentioned(tmp_path: Path, con
     ]
     [_, empty, unlike, _] = read_data(config(train_files=files)).reports
     assert empty.endswith("c.parquet has no rows")
-    assert unlike.endswith("b.parquet lacks level and has kind besides, unlike a.parquet: rewards see what a row has")
+    assert unlike.endswith(
+        "b.parquet lacks level and also has kind, unlike a.parquet; reward functions get the columns of each row"
+    )
 
 
 def test_many_files_with_the_same_fault_do_not_fill_the_screen(tmp_path: Path, config: Any) -> None:
