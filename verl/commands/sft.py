@@ -9,7 +9,6 @@ from verl.config.batch_sizes import derive_sft_sizes, render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
 from verl.tracking.console import Console
-from verl.trainer.launcher import run, run_all
 
 __all__ = ["HELP", "main"]
 
@@ -27,11 +26,15 @@ example:
 
 def main(argv: Sequence[str]) -> int:
     """Train once per point of the sweep (once without `-m`); return the exit code."""
-    return run_all(load_sft(argv), _train)
+    points = load_sft(argv)
+    from verl.trainer.launcher import run_all  # imports Ray, after the settings have been checked
+
+    return run_all(points, _train)
 
 
 async def _train(config: SftConfig, console: Console) -> int:
-    from verl.sft.builder import build_sft_trainer  # imports Ray, after the settings have been checked
+    from verl.sft.builder import build_sft_trainer
+    from verl.trainer.launcher import run
 
     console.banner(render_sizes(derive_sft_sizes(config)), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
 from verl.config.load import load
-from verl.trainer.launcher import run_all, train
 
 __all__ = ["HELP", "main"]
 
@@ -24,4 +23,7 @@ actor_rollout_ref.rollout.n=8
 
 def main(argv: Sequence[str]) -> int:
     """Train once per point of the sweep (once without `-m`); return the exit code."""
-    return run_all(load(argv), train)
+    points = load(argv)
+    from verl.trainer.launcher import run_all, train  # imports Ray, after the settings have been checked
+
+    return run_all(points, train)
