@@ -1,4 +1,4 @@
-"""The examples of data files, measured once at start and read when their turn comes; and their share for every rank."""
+"""Data sets of examples, and how a batch of them is split over ranks."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from verl.sft.examples import Example, ExampleReader
 
 __all__ = ["ExampleDataset", "RankBatch", "split_batch"]
 
-LOOKED_AT = 1000  # of the examples that are cut
+MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
 
 class ExampleDataset:
     """The examples of one or several Parquet or JSONL files; `dataset[row]` is an `Example`.
 
-    All are read once at start, so that a row that is wrong is known before anything is trained. `lengths [N]` are the
-    tokens of each. Examples longer than `max_length` are refused then (`truncation="error"`), or cut on a side.
+    All are read once at start, so that a bad row is found before training. `lengths [N]` counts the tokens of each.
+    Examples longer than `max_length` are an error (`truncation="error"`) or truncated on one side.
     """
 
     def __init__(
@@ -50,25 +50,25 @@ class ExampleDataset:
         self.files = [open_rows(path, cache) for path in paths]
         for file in self.files:
             for setting, column in reader.keys.items():
-                if wrong := describe_missing_column(file, column, setting, reader.keys):
-                    raise DataError(wrong)
+                if problem := describe_missing_column(file, column, setting, reader.keys):
+                    raise DataError(problem)
         self._ends = np.cumsum([len(file) for file in self.files])
         name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
         rows = int(self._ends[-1]) if max_samples < 0 else min(int(self._ends[-1]), max_samples)
         if rows == 0:
             raise DataError(f"{', '.join(map(str, paths))}: no rows. Fill the file, or name another")
-        found, from_cache = measure_lengths(
+        lengths, from_cache = measure_lengths(
             self.files,
             rows,
             tuple(reader.keys.values()),
-            _ExampleRuler(reader),
+            _ExampleLengths(reader),
             processes=num_workers,
             folder=cache_dir,
         )
-        long = np.flatnonzero(found > max_length)
+        long = np.flatnonzero(lengths > max_length)
         if len(long) and truncation == "error":
-            raise DataError(self._too_long(int(long[0]), int(found[long[0]]), len(long), int(found.max())))
-        self.lengths = np.minimum(found, max_length)
+            raise DataError(self._explain_too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max())))
+        self.lengths = np.minimum(lengths, max_length)
         self.report = DataReport(name, rows, 0, len(long), rows, max_length, from_cache)
         self._long = long
 
@@ -78,21 +78,21 @@ class ExampleDataset:
     def __getitem__(self, row: int) -> Example:
         file, local = self._locate(row)
         try:
-            return self._reader(file.row(local)).cut(self._limit, self._truncation)
+            return self._reader(file.row(local)).truncate(self._limit, self._truncation)
         except DataError as error:
             raise DataError(f"{file.location(local)}: {error}") from None
 
-    def cautions(self) -> list[str]:
-        """What is worth saying of examples that are cut: of some nothing may be left to train on."""
-        looked_at = self._long[:LOOKED_AT].tolist()
-        empty = [row for row in looked_at if not self[row].mask.any()]
+    def truncation_warnings(self) -> list[str]:
+        """Warn of truncated examples that have no trained token left."""
+        checked = self._long[:MAX_CHECKED].tolist()
+        empty = [row for row in checked if not self[row].mask.any()]
         if not empty:
             return []
         file, local = self._locate(empty[0])
         return [
-            f"{self.report.name}: of {len(looked_at):,} examples that are cut {len(empty):,} have no token left to "
-            f"train on (the first: {file.location(local)}): what comes before the answer fills "
-            f"data.max_length={self._limit}; raise it, set data.truncation=left, or leave such rows out"
+            f"{self.report.name}: {len(empty):,} of {len(checked):,} truncated examples have no token left to train on "
+            f"(the first: {file.location(local)}): what precedes the response fills data.max_length={self._limit}. "
+            "Increase it, set data.truncation=left, or remove such rows"
         ]
 
     def _locate(self, row: int) -> tuple[Rows, int]:
@@ -100,9 +100,9 @@ class ExampleDataset:
         file = self.files[which]
         return file, row - int(self._ends[which]) + len(file)
 
-    def _too_long(self, row: int, length: int, count: int, longest: int) -> str:
+    def _explain_too_long(self, row: int, length: int, count: int, longest: int) -> str:
         file, local = self._locate(row)
-        others = f", and so have {count - 1} others (the longest {longest})" if count > 1 else ""
+        others = f"; {count - 1} more are too long (the longest: {longest})" if count > 1 else ""
         return (
             f"{file.location(local)}: the example has {length} tokens, more than data.max_length={self._limit}"
             f"{others}. Set data.max_length={longest}, or data.truncation=right or left"
@@ -110,8 +110,8 @@ class ExampleDataset:
 
 
 @dataclass(frozen=True, slots=True)
-class _ExampleRuler:
-    """Measures examples, by making them."""
+class _ExampleLengths:
+    """Counts the tokens of examples."""
 
     reader: ExampleReader
 
@@ -133,7 +133,7 @@ class _ExampleRuler:
 
 @dataclass(frozen=True, slots=True)
 class RankBatch:
-    """What one rank trains on in one step: B examples laid end to end, one micro-batch after another."""
+    """What one rank trains on in one step: B examples, concatenated, one micro-batch after another."""
 
     tokens: npt.NDArray[np.int32]  # [T]
     mask: npt.NDArray[np.bool_]  # [T]
@@ -152,11 +152,11 @@ class RankBatch:
 
 
 def split_batch(examples: Sequence[Example], ranks: int, limit: MicroBatchLimit) -> list[RankBatch]:
-    """Every rank's part of a batch: even in tokens, and cut into equally many micro-batches (some may be empty)."""
+    """Split a batch over ranks, balanced by tokens, into equally many micro-batches on each (some may be empty)."""
     lengths = [len(example.tokens) for example in examples]
-    held = limit.balance(lengths, ranks)
-    cuts = limit.split([[lengths[k] for k in own] for own in held])
+    by_rank = limit.balance(lengths, ranks)
+    micro_batches = limit.split([[lengths[k] for k in indices] for indices in by_rank])
     return [
-        RankBatch.of([[examples[own[k]] for k in part] for part in parts])
-        for own, parts in zip(held, cuts, strict=True)
+        RankBatch.of([[examples[indices[k]] for k in part] for part in parts])
+        for indices, parts in zip(by_rank, micro_batches, strict=True)
     ]

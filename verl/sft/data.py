@@ -1,4 +1,4 @@
-"""The data of a supervised run: read and checked once, then dealt out step by step, a step ahead of the training."""
+"""The data of an SFT run: read and checked once, then loaded batch by batch, one step ahead of training."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from verl.training.families import family_note
 
 __all__ = ["SFTData", "SFTDataLoader", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
 
-Cut = Callable[[Sequence[Example]], list[RankBatch]]
-"""A batch -> the share of every rank."""
+SplitBatch = Callable[[Sequence[Example]], list[RankBatch]]
+"""A batch -> the part of every rank."""
 
 
 class Examples(Protocol):
@@ -37,7 +37,7 @@ class Examples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SFTData:
-    """What a run trains on, in which order, what it is validated on, and what is worth saying about it."""
+    """Training data, its order, validation data, and notes for the user."""
 
     train: ExampleDataset
     order: Sampler
@@ -46,7 +46,7 @@ class SFTData:
 
 
 def check_sft_files(config: SftConfig) -> None:
-    """In a blink: the model and the data are there, and the data can be read and has the columns that it must."""
+    """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
     problems: list[VerlError] = [
@@ -63,7 +63,7 @@ def check_sft_files(config: SftConfig) -> None:
 
 
 def read_sft_data(config: SftConfig) -> SFTData:
-    """Tokenise every example once: whatever is wrong with a row is known before anything is trained."""
+    """Read and tokenize every example once, so that a bad row is found before training."""
     from transformers import AutoConfig
 
     data = config.data
@@ -77,10 +77,10 @@ def read_sft_data(config: SftConfig) -> SFTData:
         data.tools_key,
         data.apply_chat_template_kwargs,
     )
-    found: dict[str, ExampleDataset] = {}
+    datasets: dict[str, ExampleDataset] = {}
     notes: list[str] = []
     for split, files in data_splits(config).items():
-        found[split] = ExampleDataset(
+        dataset = datasets[split] = ExampleDataset(
             files,
             reader,
             max_length=data.max_length,
@@ -89,59 +89,59 @@ def read_sft_data(config: SftConfig) -> SFTData:
             num_workers=data.num_workers,
             cache_dir=length_cache_dir(config),
         )
-        notes += [str(found[split].report), *find_data_warnings(found[split].files), *found[split].cautions()]
-    train = found["train"]
+        notes += [str(dataset.report), *find_data_warnings(dataset.files), *dataset.truncation_warnings()]
+    train = datasets["train"]
     first = next(file for file in train.files if len(file)).row(0).get(data.prompt_key)
     if data.messages_key is None and isinstance(first, str):
-        caution = find_missing_header(tokenizer, first, data.apply_chat_template_kwargs)
-        notes += [f"{train.report.name}: {caution}"] if caution else []
+        warning = find_missing_header(tokenizer, first, data.apply_chat_template_kwargs)
+        notes += [f"{train.report.name}: {warning}"] if warning else []
     model = config.model
     loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     check_length(model.path, loaded, data.max_length, "data.max_length")
     notes += [note] if (note := family_note(model.path, loaded.model_type, published=False)) else []
     seed = config.trainer.seed if data.seed is None else data.seed
     order = ShuffledSampler(len(train), seed) if data.shuffle else SequentialSampler(len(train))
-    return SFTData(train, order, found.get("val"), notes)
+    return SFTData(train, order, datasets.get("val"), notes)
 
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """The shares of all ranks, and numbers about them."""
+    """The batches of all ranks, and metrics of them."""
 
     rank_batches: list[RankBatch]
     metrics: dict[str, float]
 
 
 class SFTDataLoader:
-    """The batches of a run, each a pure function of its step; the next one is made while the former is trained on.
+    """Loads the batch of each step, a function of the step alone; the next one is prepared during training.
 
-    `start` is the place in the order at which the step after `version` begins.
+    `start` is the position in the order at which the step after `version` begins.
     """
 
     def __init__(
-        self, dataset: Examples, order: Sampler, batch: int, cut: Cut, *, start: int = 0, version: int = 0
+        self, dataset: Examples, order: Sampler, batch: int, split: SplitBatch, *, start: int = 0, version: int = 0
     ) -> None:
-        self._dataset, self._order, self._batch, self._cut = dataset, order, batch, cut
+        self._dataset, self._order, self._batch, self._split = dataset, order, batch, split
         self._start, self._version = start, version
         self._ahead: tuple[int, asyncio.Task[StepBatch]] | None = None
 
     def position(self, version: int) -> int:
-        """Where the step after `version` begins in the order."""
+        """Return the position in the order at which the step after `version` begins."""
         return self._start + (version - self._version) * self._batch
 
     def state(self, version: int) -> dict[str, Any]:
-        """What a checkpoint of `version` holds: the position, and what it would be meaningless without."""
+        """Return the position after `version` and the identity of the order, for a checkpoint."""
         return {"position": self.position(version), **self._order.identity()}
 
     async def take(self, version: int) -> StepBatch:
-        """The batch of the step after `version`; that of the next one is begun."""
+        """Return the batch of the step after `version` and start to prepare the next one."""
         ready = self._begin(version) if self._ahead is None or self._ahead[0] != version else self._ahead[1]
         batch = await ready
         self._ahead = version + 1, self._begin(version + 1)
         return batch
 
     def close(self) -> None:
-        """Nobody waits for the next batch any more."""
+        """Cancel the preparation of the next batch."""
         if self._ahead is not None:
             self._ahead[1].cancel()
 
@@ -151,7 +151,7 @@ class SFTDataLoader:
     def _make(self, version: int) -> StepBatch:
         first = self.position(version)
         rows = [self._order.row(position) for position in range(first, first + self._batch)]
-        rank_batches = self._cut([self._dataset[row] for row in rows])
+        rank_batches = self._split([self._dataset[row] for row in rows])
         tokens = [len(batch.tokens) for batch in rank_batches]
         metrics = {
             "plan/samples": len(rows),
@@ -164,14 +164,14 @@ class SFTDataLoader:
 
 
 class ValidationLoader:
-    """The examples of validation, batch by batch, always the same."""
+    """Loads the validation examples batch by batch, always in the same order."""
 
-    def __init__(self, dataset: Examples, batch: int, cut: Cut) -> None:
-        self._dataset, self._batch, self._cut = dataset, batch, cut
+    def __init__(self, dataset: Examples, batch: int, split: SplitBatch) -> None:
+        self._dataset, self._batch, self._split = dataset, batch, split
 
     async def batches(self) -> AsyncIterator[list[RankBatch]]:
         for first in range(0, len(self._dataset), self._batch):
             yield await asyncio.to_thread(self._make, range(first, min(first + self._batch, len(self._dataset))))
 
     def _make(self, rows: range) -> list[RankBatch]:
-        return self._cut([self._dataset[row] for row in rows])
+        return self._split([self._dataset[row] for row in rows])

@@ -1,10 +1,10 @@
-"""Examples of supervised training: token ids, and which of them are trained.
+"""Examples of supervised fine-tuning: token ids, and which of them are trained.
 
-A row is a prompt and its answer, or a whole conversation. What an answer is follows from the chat template itself: the
-tokens between what the template makes of all that comes before it, with the header of an answer at the end, and what it
-makes of the conversation up to and with it. That both are beginnings of the whole is checked for every answer, so the
-model is trained on the tokens that it will write, after the tokens that it will read. A template that marks answers
-with {% generation %} has said it already.
+A row is a prompt and its response, or a whole conversation. The tokens of a response follow from the chat template:
+they are between the rendered conversation before it, with a generation prompt, and the rendered conversation including
+it. Both must be prefixes of the whole conversation, which is checked for every response, so that the model is trained
+on the tokens that it will generate, after the tokens that it will read. Where a template marks responses with
+{% generation %}, the marks are used instead.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Example", "ExampleReader", "conversation_example", "find_missing_header", "pair_example"]
 
-ANSWERS = "assistant"
+RESPONSE_ROLE = "assistant"
 """The role whose messages are trained."""
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MARKING = threading.Lock()
-"""transformers notes the marks of a template in the one compiled form of it that all threads share."""
-_SHOWN = 24  # characters of a place where two texts part
+"""transformers records the marks in the compiled template, which all threads share."""
+_SHOWN = 24  # characters shown before and after the first difference of two texts
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +46,8 @@ class Example:
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]
 
-    def cut(self, limit: int, side: str) -> Example:
-        """At most `limit` tokens. Nothing can predict the first one that is left."""
+    def truncate(self, limit: int, side: str) -> Example:
+        """Keep at most `limit` tokens. The first one is never trained: nothing precedes it."""
         if len(self.tokens) <= limit:
             return self
         kept = truncate(list(range(len(self.tokens))), limit, side)
@@ -56,9 +56,9 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class ExampleReader:
-    """From a row of a data file to an `Example`. Columns are named as in the settings of `data`.
+    """Converts a row of a data file to an `Example`. Columns are named as in the settings of `data`.
 
-    `stops` are the tokens that end an answer when the model writes one.
+    `stops` are the ids of the tokens that end a response.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -71,14 +71,14 @@ class ExampleReader:
 
     @property
     def keys(self) -> dict[str, str]:
-        """The columns that are read, by the setting that names each."""
-        given = {"tools_key": self.tools_key, "messages_key": self.messages_key}
+        """The columns to read, by the setting that names each."""
+        columns = {"tools_key": self.tools_key, "messages_key": self.messages_key}
         if self.messages_key is None:
-            given |= {"prompt_key": self.prompt_key, "response_key": self.response_key}
-        return {setting: column for setting, column in given.items() if column is not None}
+            columns |= {"prompt_key": self.prompt_key, "response_key": self.response_key}
+        return {setting: column for setting, column in columns.items() if column is not None}
 
     def __call__(self, row: Mapping[str, Any]) -> Example:
-        """A `DataError` says what is wrong with the row; whoever knows where it stands says that."""
+        """Raises `DataError` for a bad row; the caller adds its location."""
         kwargs = dict(self.template_kwargs or {})
         if self.tools_key is not None and (tools := row.get(self.tools_key)) is not None:
             kwargs["tools"] = self._tools(tools)
@@ -90,17 +90,17 @@ class ExampleReader:
                     "text use data.prompt_key and data.response_key"
                 )
             return conversation_example(self.tokenizer, messages, kwargs, self.stops)
-        prompt, answer = read_prompt(row.get(self.prompt_key)), row.get(self.response_key)
-        if not isinstance(answer, str) or not answer:
-            found = "an empty string" if answer == "" else f"of type {type(answer).__name__}"
+        prompt, response = read_prompt(row.get(self.prompt_key)), row.get(self.response_key)
+        if not isinstance(response, str) or not response:
+            kind = "an empty string" if response == "" else f"of type {type(response).__name__}"
             raise DataError(
-                f"column '{self.response_key}': the answer is {found}; it must be text. Mend the row, or name another "
-                "column with data.response_key"
+                f"column '{self.response_key}': the response is {kind}; it must be text. Fix the row, or set "
+                "data.response_key to another column"
             )
         if isinstance(prompt, str):
-            return pair_example(self.tokenizer, prompt, answer, self.stops)
-        messages = [*prompt, {"role": ANSWERS, "content": answer}]
-        return conversation_example(self.tokenizer, messages, kwargs, self.stops, given=len(prompt))
+            return pair_example(self.tokenizer, prompt, response, self.stops)
+        messages = [*prompt, {"role": RESPONSE_ROLE, "content": response}]
+        return conversation_example(self.tokenizer, messages, kwargs, self.stops, first=len(prompt))
 
     def _tools(self, tools: Any) -> Any:
         try:
@@ -111,22 +111,21 @@ class ExampleReader:
             ) from None
 
 
-def pair_example(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str, stops: Sequence[int]) -> Example:
-    """Finished text, tokenised as it stands: no special token is added to the prompt, and the answer ends with one.
+def pair_example(tokenizer: PreTrainedTokenizerBase, prompt: str, response: str, stops: Sequence[int]) -> Example:
+    """Return the example of a rendered prompt and its response, which ends with an end token.
 
-    Both are tokenised by themselves, as a model meets them that reads the one and writes the other.
+    They are tokenized separately, since the model reads one and generates the other.
     """
-    given, written = encode(tokenizer, [prompt, answer])
-    if not written or written[-1] not in stops:
-        written = [*written, _end(tokenizer)]
-    return _example([*given, *written], [*[False] * len(given), *[True] * len(written)])
+    prompt_ids, response_ids = encode(tokenizer, [prompt, response])
+    if not response_ids or response_ids[-1] not in stops:
+        response_ids = [*response_ids, _end(tokenizer)]
+    return _example([*prompt_ids, *response_ids], [*[False] * len(prompt_ids), *[True] * len(response_ids)])
 
 
 def find_missing_header(
     tokenizer: PreTrainedTokenizerBase, prompt: str, template_kwargs: Mapping[str, Any]
 ) -> str | None:
-    """What should be said of a finished prompt that ends where the template ends a message: the header is missing after
-    which the model writes its answers."""
+    """Return a warning for a rendered prompt that ends like a message: the generation prompt is missing."""
     asked = [{"role": "user", "content": "?"}]
     try:
         closed, opened = (render(tokenizer, asked, {**template_kwargs, "add_generation_prompt": on}) for on in (0, 1))
@@ -137,8 +136,8 @@ def find_missing_header(
         return None
     return (
         f"the prompts end with {ending!r}, as the chat template ends a message, and not with {header!r}, after which "
-        "the model is asked for its answers: it would learn to answer where it never will. Write them with "
-        "apply_chat_template(..., add_generation_prompt=True), or as lists of messages"
+        "the model generates its responses. Render them with apply_chat_template(..., add_generation_prompt=True), or "
+        "use lists of messages"
     )
 
 
@@ -148,24 +147,22 @@ def conversation_example(
     template_kwargs: Mapping[str, Any],
     stops: Sequence[int],
     *,
-    given: int = 0,
+    first: int = 0,
 ) -> Example:
-    """A conversation in which the assistant's messages are trained, but for those of the first `given`.
+    """Return the example of a conversation in which the assistant's messages from index `first` on are trained.
 
-    An answer ends with the token that ends it for the engine; what the template puts behind that is not trained.
+    A response ends with its end token; what the template adds after that is not trained.
     """
-    turns = [place for place in range(given, len(messages)) if messages[place]["role"] == ANSWERS]
+    turns = [index for index in range(first, len(messages)) if messages[index]["role"] == RESPONSE_ROLE]
     if not turns:
         roles = ", ".join(dict.fromkeys(str(message["role"]) for message in messages))
         raise DataError(
-            f"no message is of role {ANSWERS} (there are {roles}): nothing is to be learned; remove the row"
+            f"no message has the role {RESPONSE_ROLE} (only {roles}): there is nothing to train on; remove the row"
         )
     if turns[0] == 0:
-        raise DataError(
-            f"the first message is the {ANSWERS}'s: it answers nothing; begin with a system or user message"
-        )
-    if not given and _marks_answers(tokenizer, template_kwargs):
-        return _marked(tokenizer, messages, template_kwargs)
+        raise DataError(f"the first message has the role {RESPONSE_ROLE}; start with a system or user message")
+    if not first and _marks_responses(tokenizer, template_kwargs):
+        return _marked_example(tokenizer, messages, template_kwargs)
 
     def text(count: int, *, header: bool) -> str:
         return render(tokenizer, messages[:count], {**template_kwargs, "add_generation_prompt": header})
@@ -180,39 +177,39 @@ def conversation_example(
     for turn, before, after in zip(turns, befores, afters, strict=True):
         start, stop = len(ids[before]), len(ids[after])
         if ids[after][:start] != ids[before]:
-            raise DataError(_no_header(tokenizer, turn, before, after))
+            raise DataError(_explain_prefix_mismatch(tokenizer, turn, before, after))
         if tokens[:stop] != ids[after]:
-            raise DataError(_otherwise(tokenizer, turn, after, whole))
-        ends = [place for place in range(start, stop) if tokens[place] in stops]
+            raise DataError(_explain_rerendering(tokenizer, turn, after, whole))
+        ends = [index for index in range(start, stop) if tokens[index] in stops]
         stop = ends[-1] + 1 if ends else stop
         mask[start:stop] = [True] * (stop - start)
-    if turns[-1] + 1 == len(messages) and not ends:  # the template leaves open where the last answer ends
+    if turns[-1] + 1 == len(messages) and not ends:  # the template does not end the last response
         tokens, mask = [*tokens, _end(tokenizer)], [*mask, True]
     return _example(tokens, mask)
 
 
-def _marked(
+def _marked_example(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], template_kwargs: Mapping[str, Any]
 ) -> Example:
-    """As the template itself marks its answers."""
+    """Return the example with the responses that the template marks."""
     kwargs = {**template_kwargs, "add_generation_prompt": False}
     with _MARKING:
-        render(tokenizer, messages, kwargs)  # says what is wrong, if anything is
-        found: Any = tokenizer.apply_chat_template(
+        render(tokenizer, messages, kwargs)  # raises with a better message
+        encoded: Any = tokenizer.apply_chat_template(
             [dict(message) for message in messages],
             **{**kwargs, "tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True},
         )
-    mask = [bool(marked) for marked in found["assistant_masks"]]
+    mask = [bool(marked) for marked in encoded["assistant_masks"]]
     if not any(mask[1:]):
         raise DataError(
-            f"the chat template of {_name(tokenizer)} marks answers with {{% generation %}}, but none here; mend the "
-            "template, or take the marks out of it"
+            f"the chat template of {_name(tokenizer)} marks responses with {{% generation %}}, but none here; fix the "
+            "template, or remove its marks"
         )
-    return _example(found["input_ids"], mask)
+    return _example(encoded["input_ids"], mask)
 
 
-def _marks_answers(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> bool:
-    if tokenizer.chat_template is None or not tokenizer.is_fast:  # the marks are told in characters
+def _marks_responses(tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any]) -> bool:
+    if tokenizer.chat_template is None or not tokenizer.is_fast:  # the marks are offsets in characters
         return False
     return bool(_MARKED.search(tokenizer.get_chat_template(None, template_kwargs.get("tools"))))
 
@@ -225,38 +222,36 @@ def _example(tokens: npt.ArrayLike, mask: npt.ArrayLike) -> Example:
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> int:
     if tokenizer.eos_token_id is None:
-        raise DataError(
-            f"the tokenizer {_name(tokenizer)} has no end token, with which an answer would end; set its eos_token"
-        )
+        raise DataError(f"the tokenizer {_name(tokenizer)} has no end token to end a response with; set its eos_token")
     return int(tokenizer.eos_token_id)
 
 
-def _no_header(tokenizer: PreTrainedTokenizerBase, turn: int, before: str, after: str) -> str:
-    place = _parting(before, after)
+def _explain_prefix_mismatch(tokenizer: PreTrainedTokenizerBase, turn: int, before: str, after: str) -> str:
+    index = _first_difference(before, after)
     return (
-        f"message {turn}: the chat template of {_name(tokenizer)} would have the model begin its answer after "
-        f"{_near(before, place)}, but renders this one as {_near(after, place)}; it would be trained on what it never "
-        "reads. Write the message as the template begins answers, or set data.apply_chat_template_kwargs (such as "
-        "{enable_thinking: false})"
+        f"message {turn}: the chat template of {_name(tokenizer)} starts a response after "
+        f"{_near(before, index)}, but renders this one as {_near(after, index)}, so the model would be trained on text "
+        "that it never reads. Write the message as the template starts responses, or set "
+        "data.apply_chat_template_kwargs (such as {enable_thinking: false})"
     )
 
 
-def _otherwise(tokenizer: PreTrainedTokenizerBase, turn: int, after: str, whole: str) -> str:
-    place = _parting(after, whole)
+def _explain_rerendering(tokenizer: PreTrainedTokenizerBase, turn: int, after: str, whole: str) -> str:
+    index = _first_difference(after, whole)
     return (
-        f"message {turn}: the chat template of {_name(tokenizer)} renders it as {_near(after, place)} while it is the "
-        f"last one, and as {_near(whole, place)} when others follow, so that the conversation does not hold what the "
-        "model wrote. Write one row for each answer: the messages before it under data.prompt_key, the answer under "
-        "data.response_key; or use a template that marks answers with {% generation %}"
+        f"message {turn}: the chat template of {_name(tokenizer)} renders it as {_near(after, index)} while it is the "
+        f"last one, and as {_near(whole, index)} when others follow, so the conversation does not contain what the "
+        "model generated. Write one row per response: the messages before it under data.prompt_key, the response under "
+        "data.response_key; or use a template that marks responses with {% generation %}"
     )
 
 
-def _parting(one: str, other: str) -> int:
+def _first_difference(one: str, other: str) -> int:
     return next((k for k, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
-def _near(text: str, place: int) -> str:
-    start, stop = max(0, place - _SHOWN), place + _SHOWN
+def _near(text: str, index: int) -> str:
+    start, stop = max(0, index - _SHOWN), index + _SHOWN
     return repr("..." * (start > 0) + text[start:stop] + "..." * (stop < len(text)))
 
 

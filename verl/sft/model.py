@@ -1,4 +1,4 @@
-"""Supervised training on one rank: shares of a batch go in, the model moves or its loss comes out."""
+"""The model of supervised fine-tuning on one rank: its update and its loss."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["SFTModel"]
 
 
 class SFTModel:
-    """A model that learns from examples: negative log-likelihood, as a mean over the tokens of the whole batch over all
-    ranks. Every method is collective."""
+    """Trains a model by negative log-likelihood, averaged over the trained tokens of the whole batch over all ranks.
+    Every method is collective."""
 
     def __init__(self, engine: TrainEngine[ModelOutput]) -> None:
         self.engine = engine
 
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
-        """One optimiser step; `train/loss` is that of the batch before it."""
+        """Do one optimizer step; `train/loss` is the loss of the batch before it."""
         return self.engine.update(_micro_batches(rank_batch), sft)
 
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
-        """The sum of the losses of all trained tokens over all ranks, and how many these are."""
+        """Return the sum of the losses of all trained tokens over all ranks, and their count."""
         batches = _micro_batches(rank_batch)
         outputs = self.engine.forward(batches)
         sums = [float(_masked(output.logprobs, batch)) for output, batch in zip(outputs, batches, strict=True)]
@@ -39,11 +39,11 @@ class SFTModel:
         return total, tokens
 
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
-        """What a checkpoint must hold, in the folder that a policy has in it: what reads the one reads the other."""
+        """Return what a checkpoint holds, in the same folder as a policy, so that the same tools read both."""
         return select_contents({"actor": self.engine.state()}, contents)
 
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
-        """The inverse of `states`; what is not in them stays as it is."""
+        """Load what `states` returned; what is missing stays as it is."""
         self.engine.load_state(states.get("actor", {}))
 
 

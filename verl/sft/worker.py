@@ -1,4 +1,4 @@
-"""The workers of supervised training: one process per rank, each with its shard of the model."""
+"""The train workers of supervised fine-tuning: one process per rank, each with its shard of the model."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["SFTWorker", "SFTWorkerGroup"]
 
 
 class SFTWorker(BaseTrainWorker):
-    """The actor of one rank of a model that is trained on examples."""
+    """The actor of one rank."""
 
     @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: RankSettings) -> list[str]:
-        """Join the other ranks and load the model. New weights are the same everywhere, later draws differ by rank.
+        """Join the other ranks and load the model; return notes for the user.
 
-        Returns what the user should know of it.
+        New weights are the same on all ranks; later random draws differ.
         """
         import torch
 
@@ -48,9 +48,9 @@ class SFTWorkerGroup(RankGroup):
     worker = SFTWorker
 
     async def update(self, rank_batches: Sequence[RankBatch]) -> dict[str, float]:
-        """One optimiser step on the batch that the shares of all ranks are together."""
+        """Do one optimizer step on the batch that is split over the ranks."""
         return (await self._call("update", per_rank=rank_batches, deadline=self._deadlines.train))[0]
 
     async def loss(self, rank_batches: Sequence[RankBatch]) -> tuple[float, float]:
-        """The sum of the losses of all trained tokens, and how many these are; nothing is learned."""
+        """Return the sum of the losses of all trained tokens, and their count, without training."""
         return (await self._call("loss", per_rank=rank_batches, deadline=self._deadlines.train))[0]

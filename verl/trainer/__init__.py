@@ -1,5 +1,6 @@
-"""The RL loop and its stages: the step (`loop`), what feeds it (`buffer`), validation (`evaluate`), and the one place
-that turns settings into objects (`build`). Knows no Ray and no torch; imported by demo and cli."""
+"""Reinforcement learning: the step (`rl_trainer`), the loop around it (`train_loop`), generation ahead of training
+(`buffer`), validation (`evaluator`), and the objects of a run from its settings (`builder`). Imports no Ray and no torch;
+imported by sft, demo and commands."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ __all__ = ["TrainingConfig"]
 
 
 def __getattr__(name: str) -> Any:
-    """Late, as in `verl` itself."""
+    """Import on first use."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from verl.trainer.api import TrainingConfig

@@ -62,21 +62,21 @@ def test_what_is_too_long_is_refused_or_cut(tmp_path: Path) -> None:
     with pytest.raises(DataError) as raised:
         ExampleDataset(file, READER, max_length=10)
     assert str(raised.value) == (
-        f"{file}, row 1: the example has 12 tokens, more than data.max_length=10, and so have 1 others (the longest "
-        "30). Set data.max_length=30, or data.truncation=right or left"
+        f"{file}, row 1: the example has 12 tokens, more than data.max_length=10; 1 more are too long (the longest: 30)"
+        ". Set data.max_length=30, or data.truncation=right or left"
     )
     cut = ExampleDataset(file, READER, max_length=10, truncation="left")
     assert cut.lengths.tolist() == [5, 10, 10]
     assert cut[2].mask.tolist() == [False] * 8 + [True] * 2
     assert str(cut.report) == "a.parquet: 3 rows, 2 truncated to 10 tokens, 3 kept"
-    assert cut.cautions() == []
-    [caution] = ExampleDataset(file, READER, max_length=10, truncation="right").cautions()
-    assert f"of 2 examples that are cut 2 have no token left to train on (the first: {file}, row 1)" in caution
+    assert cut.truncation_warnings() == []
+    [warning] = ExampleDataset(file, READER, max_length=10, truncation="right").truncation_warnings()
+    assert f"2 of 2 truncated examples have no token left to train on (the first: {file}, row 1)" in warning
 
 
 def test_a_wrong_row_is_found_at_start_and_named(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", [*pairs(4), {"prompt": "p", "response": ""}])
-    with pytest.raises(DataError, match=rf"^{file}, line 2: column 'response': the answer is an empty string"):
+    with pytest.raises(DataError, match=rf"^{file}, line 2: column 'response': the response is an empty string"):
         ExampleDataset(file, READER, max_length=10)
 
 

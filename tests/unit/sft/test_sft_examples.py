@@ -157,7 +157,7 @@ def test_a_template_that_strips_thoughts_is_refused_with_both_forms_and_the_way_
 
 def test_a_template_that_begins_answers_otherwise_is_refused() -> None:
     messages = conversation([], [("one?", [], "two")])
-    with pytest.raises(DataError, match=r"message 1: .* begin its answer after .*Think: .*enable_thinking"):
+    with pytest.raises(DataError, match=r"message 1: .* starts a response after .*Think: .*enable_thinking"):
         conversation_example(tokenizer_of(PREFILLED), messages, {}, [END])
     thinking = conversation([], [("one?", [], "Think: so two")])
     example = conversation_example(tokenizer_of(PREFILLED), thinking, {}, [END])
@@ -221,8 +221,8 @@ def test_tools_reach_the_template_as_a_list_or_as_json() -> None:
     [
         ({"messages": "text"}, "is a string; data.messages_key"),
         ({"messages": None}, "the conversation is missing; it must be .* data.messages_key"),
-        ({"messages": [{"role": "user", "content": "hi"}]}, "no message is of role assistant .there are user."),
-        ({"messages": [{"role": "assistant", "content": "hi"}]}, "the first message is the assistant's"),
+        ({"messages": [{"role": "user", "content": "hi"}]}, "no message has the role assistant .only user."),
+        ({"messages": [{"role": "assistant", "content": "hi"}]}, "the first message has the role assistant"),
         ({"messages": [{"role": "user"}]}, "message 0 of the conversation has no content"),
     ],
 )
@@ -233,13 +233,13 @@ def test_a_conversation_that_cannot_be_trained_says_why(row: dict[str, Any], wor
 
 @pytest.mark.parametrize("answer", [None, "", 7, ["a"]])
 def test_an_answer_that_is_no_text_says_so(answer: Any) -> None:
-    with pytest.raises(DataError, match=r"column 'response': the answer is .*data.response_key"):
+    with pytest.raises(DataError, match=r"column 'response': the response is .*data.response_key"):
         ExampleReader(TOKENIZERS["chatml"], (END,))({"prompt": "hi", "response": answer})
 
 
 def test_a_cut_example_trains_nothing_that_cannot_be_predicted() -> None:
     example = Example(np.arange(6, dtype=np.int32), np.array([0, 0, 1, 1, 1, 1], bool))
-    assert example.cut(6, "left") is example
-    assert example.cut(3, "left").tokens.tolist() == [3, 4, 5]
-    assert example.cut(3, "left").mask.tolist() == [False, True, True]
-    assert example.cut(3, "right").mask.tolist() == [False, False, True]
+    assert example.truncate(6, "left") is example
+    assert example.truncate(3, "left").tokens.tolist() == [3, 4, 5]
+    assert example.truncate(3, "left").mask.tolist() == [False, True, True]
+    assert example.truncate(3, "right").mask.tolist() == [False, False, True]
