@@ -1,6 +1,6 @@
 """Reinforcement learning: the step (`rl_trainer`), the loop around it (`train_loop`), generation ahead of training
-(`buffer`), validation (`evaluator`), and the objects of a run from its settings (`builder`). Imports no Ray and no torch;
-imported by sft, demo and commands."""
+(`buffer`), validation (`evaluator`), and the objects of a run from its settings (`builder`). Imports neither Ray nor
+torch; imported by sft, demo and commands."""
 
 from __future__ import annotations
 
