@@ -25,7 +25,7 @@ from multiprocessing import get_context
 from _common import Stopwatch, finish  # isort: skip - puts tests/ on the path
 from simulated_run import Outcome, Scenario, Violation, run_seed
 
-COUNTED = ("steps", "faults", "restarts", "runs_again", "resumes", "given_up")
+COUNTED = ("steps", "faults", "restarts", "retries", "resumes", "given_up")
 REPEATED = 20  # seeds that are run twice
 CHUNK = 50
 
