@@ -26,7 +26,7 @@ def get_all(references: Sequence[Any], timeout: float) -> list[Any]:
 def kill_actor(actor: Any, *, restarts: bool = False) -> None:
     """Kill an actor's process; with `restarts` Ray starts a new one under the same handle."""
     if isinstance(actor, LocalActor):
-        actor.close()
+        actor._exit()
     else:
         ray.kill(actor, no_restart=not restarts)
 

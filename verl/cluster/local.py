@@ -30,7 +30,10 @@ class LocalRef:
 
 
 class LocalActor:
-    """An object with the interface of Ray's handles: `actor.method.remote(...)` returns an awaitable."""
+    """An object with the interface of Ray's handles: `actor.method.remote(...)` returns an awaitable.
+
+    Every public name is a method of the instance, so this class has none itself.
+    """
 
     def __init__(self, instance: Any) -> None:
         self._instance = instance
@@ -40,7 +43,7 @@ class LocalActor:
             raise AttributeError(name)
         return _Method(getattr(self._instance, name))
 
-    def close(self) -> None:
+    def _exit(self) -> None:
         """Do what the exit of a process does: leave the process group that the actor has joined."""
         if (leave := getattr(self._instance, "leave", None)) is not None:
             leave()

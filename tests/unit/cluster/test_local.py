@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 
 class Worker:
     def __init__(self, start: int) -> None:
-        self.total, self.remaining_s = start, False
+        self.total, self.has_left = start, False
 
     def add(self, number: int) -> int:
         self.total += number
@@ -28,7 +28,7 @@ class Worker:
         raise ZeroDivisionError
 
     def leave(self) -> None:
-        self.remaining_s = True
+        self.has_left = True
 
 
 async def test_methods_and_coroutines_are_called_like_remote_ones() -> None:
@@ -61,8 +61,18 @@ async def test_put_does_not_copy() -> None:
 def test_killing_an_actor_leaves_its_process_group() -> None:
     worker = Worker(1)
     kill_actor(LocalPool().spawn(lambda: worker))
-    assert worker.remaining_s
+    assert worker.has_left
 
 
 def test_local_runs_have_no_deadlines() -> None:
     assert Deadlines.unlimited().longest_s == UNLIMITED_S
+
+
+async def test_every_public_method_of_an_actor_is_remote_even_close() -> None:
+    class Actor:
+        def close(self) -> str:
+            return "closed"
+
+    actor = LocalPool().spawn(Actor)
+    assert await actor.close.remote() == "closed"
+    kill_actor(actor)
