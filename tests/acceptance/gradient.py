@@ -128,7 +128,7 @@ def micro_batches(engine, mini_batch, pieces, term):
         gather=engine.gather,
     )
     parts = [np.array(piece, dtype=np.int64) for piece in pieces]
-    return policy._run_prepass(prepass, parts, SimpleNamespace(numbers=np.arange(SEQUENCES)), updated=True)[0]
+    return policy._run_prepass(prepass, parts, SimpleNamespace(indices=np.arange(SEQUENCES)), updated=True)[0]
 
 
 def random_mini_batch(actor, critic):

@@ -232,8 +232,8 @@ class PolicyTrainer:
             logprobs = torch.cat([output.logprobs for output in self.actor.forward(batch.split(cuts))])
         assert logprobs is not None
         samples = self._inputs.select(indices, batch.mask, batch.offsets)
-        numbers = torch.from_numpy(plan.indices)[indices]
-        noise = token_noise(samples.groups[batch.segment_ids], numbers[batch.segment_ids], batch.positions)
+        in_group = torch.from_numpy(plan.indices)[indices]
+        noise = token_noise(samples.groups[batch.segment_ids], in_group[batch.segment_ids], batch.positions)
         result = prepass(make_loss_inputs(logprobs, batch), samples, noise, self.algorithm.loss_options)
         return batch.with_(**result.fields).split(cuts), result.metrics
 
