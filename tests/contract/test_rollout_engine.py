@@ -230,10 +230,10 @@ async def test_an_answer_on_its_way_goes_on_with_the_new_adapter_and_says_from_w
             assert gaps.max() < 1e-4  # with old caches it would be far off
 
 
-async def test_weights_for_an_engine_that_takes_adapters_alone_are_refused(
+async def test_weights_for_an_engine_that_only_loads_adapters_are_refused(
     adapted: RolloutEngine, model: PreTrainedModel
 ) -> None:
     if isinstance(adapted, FakeRolloutEngine):
         pytest.skip("the fake takes anything")
-    with pytest.raises(WeightSyncError, match="takes adapters alone"):
+    with pytest.raises(WeightSyncError, match="only loads adapters"):
         await sync(adapted, model, 1)
