@@ -1,4 +1,4 @@
-"""Prompts and responses of GSM8K for `verl sft`, from the files that `examples/data_preprocess/gsm8k.py` writes.
+"""Write prompts and responses of GSM8K for `verl sft`, from the files that `examples/data_preprocess/gsm8k.py` writes.
 
 python examples/data_preprocess/gsm8k.py --local_dir ~/data/gsm8k
 python examples/sft/gsm8k_sft.py --source ~/data/gsm8k --local_dir ~/data/gsm8k_sft
