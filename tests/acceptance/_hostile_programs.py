@@ -1,6 +1,6 @@
-"""Programs that mean harm, for the proof of the sandbox: name -> source.
+"""Hostile programs for the acceptance test of the sandbox: name -> source.
 
-Each prints a line that begins with HARM when it got what it wanted. It is told where to try by `sys.argv`: a folder
+Each prints a line that begins with HARM when it succeeds. `sys.argv` holds its targets: a folder
 that everyone may write to, a file that everyone may read, the process that grades it, and a loopback port that listens.
 """
 
@@ -23,7 +23,7 @@ _LIBC = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
 _BODIES = {
     # processes
     "fork bomb": "while True: os.fork()",
-    "fork bomb that goes on where it is refused": """
+    "fork bomb that continues after errors": """
 while True:
     try: os.fork()
     except OSError: pass

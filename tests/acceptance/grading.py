@@ -1,6 +1,6 @@
 """Grading is bounded, whatever the answers do: 10,000 grades of which 1% hang, 200 pathological maths answers, a burst.
 
-Graded by the pool, from the main thread and from three others at once, each with an event loop of its own. Every grade
+Graded by the pool, from the main thread and from three others at once, each with its own event loop. Every grade
 that hangs ends at its deadline and is the only one that fails. An honest burst, whose last answers wait far longer than
 the deadline for their turn, has no timeout. Nothing is left or grows: zombies, open files, memory.
 """
@@ -85,13 +85,13 @@ class Graded:
 
 def in_threads(pool: RewardPool, answers: Sequence[RewardInput]) -> Graded:
     """All at once, a quarter of them from each of four threads, one of which is the main thread."""
-    found: dict[int, list[RewardResult]] = {}
+    results: dict[int, list[RewardResult]] = {}
 
     def run(part: int) -> None:
         async def score() -> list[RewardResult]:
             return await asyncio.gather(*(pool.score(*answer) for answer in answers[part::THREADS]))
 
-        found[part] = asyncio.run(score())
+        results[part] = asyncio.run(score())
 
     start = time.monotonic()
     threads = [threading.Thread(target=run, args=(part,)) for part in range(1, THREADS)]
@@ -101,7 +101,7 @@ def in_threads(pool: RewardPool, answers: Sequence[RewardInput]) -> Graded:
     for thread in threads:
         thread.join()
     seconds = time.monotonic() - start
-    return Graded([found[place % THREADS][place // THREADS] for place in range(len(answers))], seconds)
+    return Graded([results[index % THREADS][index // THREADS] for index in range(len(answers))], seconds)
 
 
 def grade(
@@ -112,8 +112,8 @@ def grade(
     before: dict[str, float] = {}
     for number in range(10):
         answers = [
-            RewardInput("show", "hang" if place % 100 == 50 else str(place % 7), str(place % 5))
-            for place in range(part)
+            RewardInput("show", "hang" if index % 100 == 50 else str(index % 7), str(index % 5))
+            for index in range(part)
         ]
         turn = Stopwatch()
         graded = in_threads(pool, answers)

@@ -3,7 +3,7 @@
 python tests/acceptance/gsm8k.py [FOLDER] [--short]
 
 The folder holds test.jsonl as it is published ("question" and "answer" in each line); it is the argument, or GSM8K, or
-../shared/data/gsm8k beside this checkout. The same final answers go through the scorer for MATH, in a box, as they are
+../shared/data/gsm8k next to this checkout. The same final answers go through the scorer for MATH, in a box, as they are
 and as a fraction of their doubles, from the main thread and from another. `--short` grades every tenth problem, and is
 skipped where the file is missing.
 """
@@ -39,7 +39,7 @@ def main() -> None:
     if not file.is_file():
         if options.short:
             finish("gsm8k", True, skipped=f"{file} does not exist")
-        print(f"{file} is not there: give the folder of GSM8K's test.jsonl as an argument, or as GSM8K=...")
+        print(f"{file} does not exist: give the folder of GSM8K's test.jsonl as an argument, or as GSM8K=...")
         finish("gsm8k", False, problems=0, missing="test.jsonl")
     solutions = [json.loads(line)["answer"] for line in file.read_text().splitlines()]
     complete = len(solutions) == 1319

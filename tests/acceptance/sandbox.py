@@ -1,8 +1,8 @@
-"""Programs that mean harm, in the sandbox: none does any, outlives its deadline by more than 1 s or leaves a process.
+"""Hostile programs in the sandbox: none does harm, outlives its deadline by more than 1 s or leaves a process.
 
 python tests/acceptance/sandbox.py [--short] [--kind bubblewrap|namespaces]
 
-Then the speed: small good programs with 2 workers, beside a bare `subprocess.run` of the same.
+Then the speed: small good programs with 2 workers, compared with a bare `subprocess.run`.
 """
 
 import argparse
@@ -61,28 +61,28 @@ class Grounds:
         return [str(self.folder), str(self.secret), str(os.getpid()), str(self.port.getsockname()[1])]
 
     def damage(self):
-        found = [f"wrote {path.name}" for path in self.folder.iterdir() if path.name != "socket"]
-        found += ["came through a socket"] * bool(self.visitors)
+        problems = [f"wrote {path.name}" for path in self.folder.iterdir() if path.name != "socket"]
+        problems += ["came through a socket"] * bool(self.visitors)
         if "TracerPid:\t0\n" not in Path("/proc/self/status").read_text():
-            found.append("traces its grader")
+            problems.append("traces its grader")
         if self.secret.read_text() != TOKEN:
-            found.append("changed a file")
-        return found
+            problems.append("changed a file")
+        return problems
 
 
 def left_behind(user):
     """Processes of the sandbox's user (as root), or with its environment (otherwise): there must be none."""
-    found = []
+    problems = []
     for path in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if not path.name.isdigit() or int(path.name) == os.getpid():
                 continue
             if path.stat().st_uid == user if user else f"SHOW={TOKEN}".encode() in (path / "environ").read_bytes():
-                found.append(int(path.name))
+                problems.append(int(path.name))
     with contextlib.suppress(ChildProcessError):
         os.waitpid(-1, os.WNOHANG)
-        found.append("a child that nobody waited for")
-    return found
+        problems.append("a child that nobody waited for")
+    return problems
 
 
 def attack(name, grounds, limits, latest, kind, user):
@@ -93,7 +93,7 @@ def attack(name, grounds, limits, latest, kind, user):
     except Exception as error:  # noqa: BLE001 - reported
         return [f"raised {type(error).__name__}: {error}"], "raised", time.monotonic() - begun
     wrong = [line for line in outcome.stdout.splitlines() if line.startswith("HARM")][:3]
-    wrong += ["told the secret"] * (TOKEN in outcome.stdout + outcome.stderr)
+    wrong += ["printed the secret"] * (TOKEN in outcome.stdout + outcome.stderr)
     over = outcome.seconds - limits.seconds
     wrong += [f"outlived its deadline by {over:.2f} s"] * (over > latest)
     wrong += ["printed more than its limit"] * (max(map(len, (outcome.stdout, outcome.stderr))) > limits.output_bytes)
@@ -126,13 +126,15 @@ expected = f"{sum(numbers)} {numbers[100]}\n"
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--short", action="store_true", help="shorter deadlines and fewer good programs")
-    parser.add_argument("--kind", choices=["bubblewrap", "namespaces"], help="the walls, instead of the best there are")
+    parser.add_argument(
+        "--kind", choices=["bubblewrap", "namespaces"], help="the isolation (default: the best that works)"
+    )
     arguments = parser.parse_args()
     kind = arguments.kind or sandbox.best_isolation()
     os.environ["CANARY_SECRET"] = TOKEN
     isolation.ENVIRONMENT["SHOW"] = TOKEN.removeprefix("canary-") if (user := isolation.choose_user()) else TOKEN
     if user:
-        isolation.choose_user = lambda: user  # one for all, so that whatever is left can be found
+        isolation.choose_user = lambda: user  # one for all, so that leftovers can be recognized
     limits = Limits(
         seconds=0.7 if arguments.short else 2.0,
         memory_bytes=256 << 20,

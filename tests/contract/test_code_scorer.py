@@ -1,4 +1,4 @@
-"""Code with test cases: what counts as a test, which answers pass, and that only plain values leave the sandbox."""
+"""Code with tests: the forms of tests, which solutions pass, and that only plain values leave the sandbox."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_after_a_timeout_the_rest_is_not_tried() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "expected", "same"),
+    ("actual", "expected", "same"),
     [
         ("1 2 \n3\n\n", "1 2\n3", True),
         ("1\n2", "1 2", False),
@@ -73,8 +73,8 @@ def test_after_a_timeout_the_rest_is_not_tried() -> None:
         ("1\n\n2", "1\n2", False),
     ],
 )
-def test_blanks_at_the_end_do_not_count_and_floats_have_a_tolerance(said: str, expected: str, same: bool) -> None:
-    assert code._is_same_text(said, expected) is same
+def test_blanks_at_the_end_do_not_count_and_floats_have_a_tolerance(actual: str, expected: str, same: bool) -> None:
+    assert code._is_same_text(actual, expected) is same
 
 
 def test_a_function_is_judged_by_its_values() -> None:
@@ -214,8 +214,8 @@ plain = st.recursive(
 
 @given(plain)
 def test_plain_values_travel_unchanged(value: Any) -> None:
-    told = json.loads(json.dumps(encode(value, lambda _: pytest.fail("not plain"))))
-    back = decode(told)
+    encoded = json.loads(json.dumps(encode(value, lambda _: pytest.fail("not plain"))))
+    back = decode(encoded)
     assert back == value
     assert type(back) is type(value)
 
@@ -237,8 +237,8 @@ def test_subclasses_travel_as_the_plain_values_below_them() -> None:
     def refuse(value: object) -> int:
         raise AssertionError(value)
 
-    told = encode([Liar(3), Text("a"), np.int64(4), np.arange(2), iter((1, 2))], refuse)
-    liar, text, number, array, items = decode(json.loads(json.dumps(told)))
+    encoded = encode([Liar(3), Text("a"), np.int64(4), np.arange(2), iter((1, 2))], refuse)
+    liar, text, number, array, items = decode(json.loads(json.dumps(encoded)))
     assert (type(liar), liar, type(text), text, number, array) == (int, 3, str, "a", 4, [0, 1])
     assert list(items) == [1, 2]
 
@@ -252,9 +252,9 @@ shapes = st.recursive(
 
 @settings(max_examples=50)
 @given(shapes)
-def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(told: Any) -> None:
-    assert code._is_expected_reply(json.dumps(told), [], object()) is False
-    assert code._is_expected_reply(json.dumps({"value": told}), [], object()) is False
+def test_whatever_an_answer_writes_becomes_a_plain_value_or_an_error(encoded: Any) -> None:
+    assert code._is_expected_reply(json.dumps(encoded), [], object()) is False
+    assert code._is_expected_reply(json.dumps({"value": encoded}), [], object()) is False
 
 
 async def test_settings_reach_the_scorer_in_its_process() -> None:
@@ -266,7 +266,7 @@ async def test_settings_reach_the_scorer_in_its_process() -> None:
 
 
 async def test_a_run_whose_machine_lacks_the_required_walls_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare is found
+    monkeypatch.setenv("PATH", "")  # neither bwrap nor unshare exists
     kwargs = {"verl.rewards.scorers.code": {"require": "namespaces"}}
     with (
         RewardPool(RewardPoolSettings(RewardFunctionSettings(builtin_kwargs=kwargs))) as pool,

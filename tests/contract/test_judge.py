@@ -1,4 +1,4 @@
-"""The judge against a real HTTP server on this machine, which answers, refuses, hangs and talks nonsense."""
+"""The judge against a local HTTP server that replies, refuses, hangs and sends garbage."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ Reply = tuple[int, dict[str, str], bytes] | Callable[[BaseHTTPRequestHandler], N
 QUESTION = {"question": "What is 12 + 34?"}
 
 
-def said(text: Any) -> Reply:
+def make_reply(text: Any) -> Reply:
     body = json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
     return 200, {}, body
 
@@ -32,7 +32,7 @@ class Service:
     """Answers with `replies` one after the other, the last of them for ever; keeps what it was asked, and when."""
 
     def __init__(self) -> None:
-        self.replies: list[Reply] = [said("score: 7/10")]
+        self.replies: list[Reply] = [make_reply("score: 7/10")]
         self.asked: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.times: list[float] = []
         self.tunnels: list[str] = []
@@ -145,7 +145,7 @@ async def test_messages_can_be_the_question(service: Service) -> None:
         (200, {}, b"<html>a proxy's greeting</html>"),
         (200, {}, b'{"error": "overloaded"}'),
         (200, {}, b"[]"),
-        said(None),
+        make_reply(None),
         Service.break_off,
         Service.talk_nonsense,
         Service.hang,
@@ -154,7 +154,7 @@ async def test_messages_can_be_the_question(service: Service) -> None:
 )
 async def test_trouble_that_may_pass_is_waited_for(service: Service, trouble: Any) -> None:
     bad = trouble.__get__(service) if callable(trouble) else trouble
-    service.replies = [bad, bad, said("score: 7/10")]
+    service.replies = [bad, bad, make_reply("score: 7/10")]
     # Short only where somebody hangs, and then with room for a machine that stands still.
     patience = {"retries": 20, "timeout_s": 0.5} if callable(trouble) else {"retries": 2, "timeout_s": 60}
     assert (await ask(service, **patience))["score"] == 0.7
@@ -187,18 +187,18 @@ async def test_nobody_at_the_address_is_a_failure_that_names_it(service: Service
 
 
 @pytest.mark.parametrize(
-    ("status", "mend"),
+    ("status", "fix"),
     [(400, "model"), (401, "key_env"), (403, "key_env"), (404, "url"), (422, "model"), (307, "url"), (418, "url")],
 )
 async def test_a_request_that_is_wrong_is_not_made_again(
-    service: Service, status: int, mend: str, monkeypatch: Any
+    service: Service, status: int, fix: str, monkeypatch: Any
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "sk-secret")
     service.replies = [(status, {"Location": "http://127.0.0.1:9/elsewhere"}, b"the key sk-secret is no good")]
     with pytest.raises(RewardError, match=f"returned HTTP {status}") as raised:
         await ask(service, retries=5, key_env="JUDGE_KEY")
     assert len(service.asked) == 1
-    assert mend in str(raised.value).split("\n")[0].rpartition(";")[2]
+    assert fix in str(raised.value).split("\n")[0].rpartition(";")[2]
     assert "sk-secret" not in str(raised.value)
 
 
@@ -241,14 +241,14 @@ async def test_an_address_that_is_none_is_said_at_once() -> None:
 
 
 async def test_the_service_says_when_to_ask_again_and_all_wait_for_it(service: Service, tmp_path: Path) -> None:
-    service.replies = [(429, {"Retry-After": "0.3"}, b""), said("score: 1/10")]
+    service.replies = [(429, {"Retry-After": "0.3"}, b""), make_reply("score: 1/10")]
     await ask(service, requests_per_minute=60_000, cache=str(tmp_path / "judge.sqlite"), timeout_s=60)
     assert service.times[1] - service.times[0] >= 0.29
 
 
 async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "deep" / "judge.sqlite")
-    service.replies = [said("I like it."), said("score: 10/10")]
+    service.replies = [make_reply("I like it."), make_reply("score: 10/10")]
     with pytest.raises(RewardError, match="without a score such as"):
         await ask(service, cache=cache)
     assert len(service.asked) == 1
@@ -256,7 +256,7 @@ async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(servic
 
 
 async def test_a_reply_with_half_a_character_is_read_and_kept(service: Service, tmp_path: Path) -> None:
-    service.replies = [said("\ud83d score: 4/10")]
+    service.replies = [make_reply("\ud83d score: 4/10")]
     cache = str(tmp_path / "judge.sqlite")
     assert [(await ask(service, cache=cache))["score"] for _ in range(2)] == [0.4, 0.4]
     assert len(service.asked) == 1

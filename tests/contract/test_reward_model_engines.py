@@ -99,8 +99,10 @@ def model(made: tuple[RewardModel, Path | None]) -> RewardModel:
 def conversations(count: int, seed: int = 0) -> list[list[int]]:
     """Of all lengths; some end with the end token, some hold it, and the token that pads, in the middle."""
     random = Random(seed)
-    found = [[random.randrange(2, 64) for _ in range(random.randint(1, LONGEST - 3))] for _ in range(count)]
-    return [[*tokens, *[(), (END,), (PADDING, 5), (END, 7, END)][place % 4]] for place, tokens in enumerate(found)]
+    conversations = [[random.randrange(2, 64) for _ in range(random.randint(1, LONGEST - 3))] for _ in range(count)]
+    return [
+        [*tokens, *[(), (END,), (PADDING, 5), (END, 7, END)][index % 4]] for index, tokens in enumerate(conversations)
+    ]
 
 
 async def test_a_score_does_not_depend_on_what_else_is_in_the_batch(model: RewardModel) -> None:
@@ -109,7 +111,7 @@ async def test_a_score_does_not_depend_on_what_else_is_in_the_batch(model: Rewar
     alone = [(await model.score([tokens]))[0] for tokens in batch]
     assert together == pytest.approx(alone, abs=1e-5)
     assert await model.score(batch[::-1]) == pytest.approx(together[::-1], abs=1e-5)
-    assert len(set(together)) == len(together), "they tell conversations apart"
+    assert len(set(together)) == len(together), "scores differ between conversations"
 
 
 async def test_a_score_is_the_one_that_transformers_gives_to_the_conversation_alone(
@@ -156,7 +158,7 @@ async def test_tokens_that_the_model_does_not_know_are_refused(model: RewardMode
         (lambda: Qwen2ForSequenceClassification(tiny_qwen2(num_labels=3)), ["3 labels", "num_labels: 1"]),
     ],
 )
-async def test_a_model_that_cannot_be_a_reward_is_refused_with_the_mend(
+async def test_a_model_that_cannot_be_a_reward_is_rejected_with_the_fix(
     make: Callable[[], Any], words: list[str], tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as refused:

@@ -1,4 +1,4 @@
-"""The sandbox: how programs end, what they see, what its walls are made of. The proof is `make show-sandbox`."""
+"""The sandbox: how programs end, what they see, and the kinds of isolation. See also `make show-sandbox`."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_a_program_reads_prints_and_ends(kind: str) -> None:
         ("while True: print('x' * 1000)", "output", None),
     ],
 )
-def test_the_end_of_a_program_is_told(source: str, status: str, code: int | None) -> None:
+def test_the_end_of_a_program_is_reported(source: str, status: str, code: int | None) -> None:
     outcome = run(source, limits=Limits(output_bytes=10_000))
     assert (outcome.status, outcome.exit_code) == (status, code)
     assert len(outcome.stdout) <= 10_000
@@ -157,8 +157,8 @@ def test_there_is_no_network_and_no_tracing() -> None:
 
 def test_two_programs_can_be_joined_by_descriptors() -> None:
     reader, writer = os.pipe()
-    with ThreadPoolExecutor(1) as beside:
-        first = beside.submit(run, "print('from the first')", stdout=writer)
+    with ThreadPoolExecutor(1) as executor:
+        first = executor.submit(run, "print('from the first')", stdout=writer)
         second = run("print(input().upper())", stdin=reader)
     assert second.stdout == "FROM THE FIRST\n"
     assert first.result().stdout == ""
@@ -184,9 +184,7 @@ def test_a_machine_that_cannot_run_it_is_an_error_and_no_outcome(monkeypatch: py
 
 
 @pytest.mark.usefixtures("fresh")
-def test_missing_walls_are_a_warning_in_words(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_isolation_is_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     build = isolation.build_command
     monkeypatch.setattr(
         isolation, "build_command", lambda kind, *rest: None if kind == "bubblewrap" else build(kind, *rest)
@@ -200,7 +198,7 @@ def test_missing_walls_are_a_warning_in_words(
 
 
 @pytest.mark.usefixtures("fresh")
-def test_no_walls_at_all_are_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_isolation_at_all_is_an_error_with_all_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(isolation, "build_command", lambda kind, *_: ["sh", "-c", f"echo {kind} is broken >&2"])
     with pytest.raises(RewardError, match="no program can be run safely") as caught:
         best_isolation()
@@ -248,7 +246,7 @@ def test_an_unknown_processor_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> 
     assert isolation.build_seccomp_filter(allow_signals=True) == b""
 
 
-def test_root_gives_each_run_a_user_of_its_own() -> None:
+def test_root_gives_each_run_its_own_user() -> None:
     users = {isolation.choose_user() for _ in range(8)}
     assert users == {None} if os.geteuid() else len(users) == 8 and 0 not in users
 

@@ -1,4 +1,4 @@
-"""The remote sandbox speaks SandboxFusion's protocol: what is sent, what each answer means, what is tried again."""
+"""The remote sandbox follows the protocol of SandboxFusion: requests, replies and retries."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_program_is_sent_with_its_limits(service: Service) -> None:
         (finished(code=None, status="TimeLimitExceeded"), "timeout", None),
     ],
 )
-def test_the_end_of_a_program_is_told_as_by_the_local_sandbox(
+def test_the_end_of_a_program_is_reported_as_by_the_local_sandbox(
     service: Service, answer: tuple[int, Any], status: str, code: int | None
 ) -> None:
     service.answers = [answer]

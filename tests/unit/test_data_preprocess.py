@@ -106,9 +106,9 @@ async def test_rows_are_read_by_a_run_and_reference_solutions_score_1(
     raw = write(tmp_path / "raw" / "train.jsonl", examples).parent
     write(raw / "test.jsonl", examples[:1])
     assert run(script, monkeypatch, "--source", raw, "--local_dir", tmp_path / "out", *more) == 0
-    reward, found = load_reward(None), prompts(tmp_path / "out" / "train.parquet")
-    assert [prompt.extra_info["index"] for prompt in found] == [*range(len(examples))]
-    for prompt, answer in zip(found, answers, strict=True):
+    reward, rows = load_reward(None), prompts(tmp_path / "out" / "train.parquet")
+    assert [prompt.extra_info["index"] for prompt in rows] == [*range(len(examples))]
+    for prompt, answer in zip(rows, answers, strict=True):
         assert (await reward.score(prompt.data_source, answer, prompt.ground_truth, prompt.extra_info))[0] == 1.0
         assert (await reward.score(prompt.data_source, "I do not know.", prompt.ground_truth))[0] == 0.0
     [tested] = prompts(tmp_path / "out" / "test.parquet")
@@ -150,7 +150,7 @@ def test_large_files_have_row_groups_that_a_reader_can_take_one_by_one(tmp_path:
     assert pq.ParquetFile(tmp_path / "train.parquet").num_row_groups == 3
 
 
-def test_what_cannot_be_used_is_left_out_and_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_unusable_examples_are_skipped_and_counted(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     bad = {"question": "?", "answer": "no number"}
     write(tmp_path / "raw" / "train.jsonl", [*GSM8K, bad])
     write(tmp_path / "raw" / "test.jsonl", GSM8K)
@@ -164,7 +164,7 @@ def test_what_cannot_be_used_is_left_out_and_counted(tmp_path: Path, monkeypatch
     )
 
 
-def test_what_is_not_there_is_said_with_the_mend(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+def test_missing_data_is_reported_with_the_fix(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     out = ("--local_dir", tmp_path / "out")
     assert run("gsm8k.py", monkeypatch, "--source", tmp_path, *out) == 2
     assert "does not exist" in capsys.readouterr().err

@@ -21,7 +21,7 @@ def test_sections_in_order_once_and_filled_are_the_form(thought: str, answer: st
 
 
 @pytest.mark.parametrize(
-    ("text", "found"),
+    ("text", "count"),
     [
         ("", 0),
         ("4", 0),
@@ -38,9 +38,9 @@ def test_sections_in_order_once_and_filled_are_the_form(thought: str, answer: st
         ("<think></think><answer></answer>" * 9, 0),
     ],
 )
-def test_a_part_of_the_form_is_worth_a_share_of_what_is_granted(text: str, found: int) -> None:
+def test_a_part_of_the_form_is_worth_a_share_of_what_is_granted(text: str, count: int) -> None:
     assert compute_score("form", text, None)["score"] == 0.0
-    assert compute_score("form", text, None, partial=0.5) == {"score": 0.5 * found / 2, "well_formed": 0.0}
+    assert compute_score("form", text, None, partial=0.5) == {"score": 0.5 * count / 2, "well_formed": 0.0}
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=12).map("".join))

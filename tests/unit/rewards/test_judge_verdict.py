@@ -1,4 +1,4 @@
-"""What a judge wrote is read as it was meant, or not at all."""
+"""Verdicts of the judge are read correctly or are a failure; keys, rate limit and cache."""
 
 import time
 from email.utils import formatdate
@@ -67,18 +67,18 @@ def test_words_have_their_own_worth() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "mend"),
+    ("kwargs", "fix"),
     [
         ({"model": "m"}, r"set reward\.custom_reward_function\.reward_kwargs\.url=\.\.\."),
         ({"url": "u", "model": "m", "api_key": "sk"}, "its options are url, model, prompt, .*; remove api_key"),
     ],
 )
-def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict[str, Any], mend: str) -> None:
-    with pytest.raises(RewardError, match=mend):
+def test_arguments_that_lack_or_do_not_exist_are_named_at_the_start(kwargs: dict[str, Any], fix: str) -> None:
+    with pytest.raises(RewardError, match=fix):
         load_reward("verl.rewards.judge", kwargs=kwargs)
 
 
-async def test_a_question_that_the_row_lacks_names_the_entries_and_the_mend() -> None:
+async def test_a_question_that_the_row_lacks_names_the_entries_and_the_fix() -> None:
     with pytest.raises(RewardError, match=r"question_key=question: extra_info has only level. .*raw_prompt"):
         await compute_score("", "46", "46", {"level": 3}, url="http://127.0.0.1:9/v1", model="m")
 
@@ -97,7 +97,7 @@ def test_turns_are_given_one_after_the_other_to_all_who_share_the_file(tmp_path:
     asks = [JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(3)]
     waits = [ask.reserve_turn(1000.0) for ask in (*asks, *asks)]
     assert [round(wait / 1000) for wait in waits] == [0, 1, 2, 3, 4, 5]
-    assert JudgeCache(tmp_path / "judge.sqlite", "b").reserve_turn(1000.0) == 0, "another endpoint has turns of its own"
+    assert JudgeCache(tmp_path / "judge.sqlite", "b").reserve_turn(1000.0) == 0, "another endpoint has its own turns"
 
 
 def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
     assert 4000 < seconds <= 5001
 
 
-def test_a_file_that_cannot_be_used_is_named_with_the_mend(tmp_path: Path) -> None:
+def test_an_unusable_file_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "judge.sqlite").write_text("this is a diary and no database, and it is long enough to be looked at")
     with pytest.raises(RewardError, match=r"judge\.sqlite cannot be used: .*cache="):
         JudgeCache(tmp_path / "judge.sqlite", "a").get_reply("x")

@@ -198,7 +198,7 @@ def test_it_works_in_any_thread_and_touches_no_signal(monkeypatch: pytest.Monkey
     assert caplog.records == []
 
 
-def test_without_the_library_the_message_names_the_mend(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_library_the_message_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -69,7 +69,7 @@ def test_an_answer_follows_a_finished_string_which_begins_once(text: str) -> Non
     assert model.decode(tokens) == "<s>12+34=046"
 
 
-def test_messages_without_a_template_to_write_them_are_refused_with_the_mend() -> None:
+def test_messages_without_a_template_to_write_them_are_rejected_with_the_fix() -> None:
     model = tokenizer_of("<pad>", "<eos>", "<more>")
     model.chat_template = None
     with pytest.raises(ConfigError, match=r"model_path=rm: its tokenizer has no chat template"):

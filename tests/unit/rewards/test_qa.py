@@ -1,4 +1,4 @@
-"""Short answers: normalisation, exact match, F1, several ground truths."""
+"""Short answers: normalization, exact match, F1, several ground truths."""
 
 from __future__ import annotations
 

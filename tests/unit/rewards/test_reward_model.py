@@ -1,4 +1,4 @@
-"""A reward model is asked for what waits, in time; what it cannot score is told, one by one."""
+"""Batching of requests to a reward model: deadlines, failures of single sequences, a lost model."""
 
 import asyncio
 from collections.abc import Sequence

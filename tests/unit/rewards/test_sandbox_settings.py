@@ -1,4 +1,4 @@
-"""The settings of the sandbox and of the scorer of code: each reaches what it is for, or is named as without effect."""
+"""Settings of the sandbox and the code scorer: each reaches the scorer, or is reported as ignored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.unit
 
 TWO_TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
 DEFAULT = {"limits": Limits(), "sandbox_url": None, "require": "limits", "partial": False}
-TOLD: dict[str, tuple[Any, dict[str, Any]]] = {
+ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.sandbox.url": ("http://sandbox:8080", {"sandbox_url": "http://sandbox:8080"}),
     "reward.sandbox.seconds": (3, {"limits": Limits(seconds=3)}),
     "reward.sandbox.memory_mb": (256, {"limits": Limits(memory_bytes=256 << 20)}),
@@ -30,7 +30,7 @@ TOLD: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.sandbox.require": ("bubblewrap", {"require": "bubblewrap"}),
     "reward.code.partial": ("true", {"partial": True}),
 }
-"""Setting -> a value, and what the scorer is told then beside what it is told anyhow."""
+"""Setting -> a value, and the arguments of the scorer that it changes."""
 
 
 def config(*overrides: str) -> Config:
@@ -42,15 +42,17 @@ def load_function(path: str | None, builtin_kwargs: dict[str, dict[str, Any]]) -
 
 
 def test_every_setting_of_these_sections_is_in_the_table() -> None:
-    assert set(TOLD) == {key for key in collect_settings(Config) if key.startswith(("reward.sandbox.", "reward.code."))}
+    assert set(ARGUMENTS) == {
+        key for key in collect_settings(Config) if key.startswith(("reward.sandbox.", "reward.code."))
+    }
 
 
-@pytest.mark.parametrize("key", TOLD)
+@pytest.mark.parametrize("key", ARGUMENTS)
 def test_a_setting_reaches_the_scorer(key: str) -> None:
-    value, told = TOLD[key]
+    value, arguments = ARGUMENTS[key]
     assert reward_function_settings(config()).builtin_kwargs == {}
     assert reward_function_settings(config(f"{key}={value}")).builtin_kwargs == {
-        "verl.rewards.scorers.code": DEFAULT | told
+        "verl.rewards.scorers.code": DEFAULT | arguments
     }
 
 
@@ -108,7 +110,7 @@ async def test_programs_run_at_the_url(monkeypatch: pytest.MonkeyPatch) -> None:
         ("limits", "limits", False),
     ],
 )
-def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
+def test_a_machine_with_weaker_isolation_than_required_is_rejected_at_the_start(
     here: str, require: str, refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sandbox, "best_isolation", lambda: here)
@@ -125,7 +127,7 @@ def test_a_machine_with_weaker_walls_than_required_refuses_at_the_start(
         code.compute_score("code", "print(1)", TWO_TESTS, require=require)
 
 
-def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not_at_all(
+def test_isolation_of_this_machine_does_not_matter_where_programs_run_elsewhere_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sandbox, "best_isolation", lambda: "limits")
@@ -133,8 +135,8 @@ def test_walls_of_this_machine_do_not_matter_where_programs_run_elsewhere_or_not
     load_function("verl.rewards.scorers.exact_match", {"verl.rewards.scorers.code": {"require": "bubblewrap"}})
 
 
-@pytest.mark.parametrize("key", TOLD)
-def test_a_setting_is_mute_where_a_function_of_ones_own_scores(key: str) -> None:
+@pytest.mark.parametrize("key", ARGUMENTS)
+def test_a_setting_is_ignored_with_a_custom_function(key: str) -> None:
     own = "reward.custom_reward_function.path"
     assert find_unmet_condition(config(), key) is None
     assert find_unmet_condition(config(f"{own}=verl.rewards.scorers.code"), key) is None
@@ -143,10 +145,10 @@ def test_a_setting_is_mute_where_a_function_of_ones_own_scores(key: str) -> None
     assert find_unmet_condition(config(f"{own}=my_reward.py"), key) is not None
 
 
-def test_what_a_remote_sandbox_does_not_heed_is_named() -> None:
+def test_settings_that_a_remote_sandbox_ignores_are_named() -> None:
     url = "reward.sandbox.url=http://sandbox"
-    mute = {key for key in TOLD if find_unmet_condition(config(url), key) is not None}
-    assert mute == {"reward.sandbox.processes", "reward.sandbox.require"}
+    ignored = {key for key in ARGUMENTS if find_unmet_condition(config(url), key) is not None}
+    assert ignored == {"reward.sandbox.processes", "reward.sandbox.require"}
     [loaded] = load(["actor_rollout_ref.rollout.n=8", url, "reward.sandbox.processes=4"], complete=False)
     assert any("reward.sandbox.processes=4 has no effect: reward.sandbox.url is given" in hint for hint in loaded.hints)
 

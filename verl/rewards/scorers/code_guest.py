@@ -46,7 +46,7 @@ def encode(value: Any, refer: Callable[[Any], str | int]) -> Any:
 
 
 def decode(encoded: Any, remote: Callable[[str | int], Any] | None = None) -> Any:
-    """Return the value that `encode` wrote. Only plain values can result, whoever wrote `encoded`."""
+    """Return the value that `encode` wrote. Only plain values can result, even of hostile text."""
     if not isinstance(encoded, dict):
         return encoded
     ((kind, content),) = encoded.items()
