@@ -14,7 +14,7 @@ __all__ = ["allow_loopback", "get_address_file", "load_auth_token"]
 def get_address_file() -> Path:
     """Return the file in which `ray start` stores the address of this machine's cluster.
 
-    `ray.init(address="auto")` reads it, too, but trusts it whoever its owner is.
+    `ray.init(address="auto")` reads it, too, but trusts it whatever its owner.
     """
     return Path(get_ray_address_file(None))
 

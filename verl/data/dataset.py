@@ -1,4 +1,4 @@
-"""Prompts from files, tokenised one by one when asked for.
+"""Prompts from files, tokenized one by one on demand.
 
 Prompts that are too long are found at start, in a pass over all of them (`lengths`), or, in streamed files, when they
 are read.
@@ -30,13 +30,13 @@ __all__ = ["DataReport", "PromptDataset"]
 
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
-SAMPLE = 64  # rows of a streamed data set that are looked at before a run
+SAMPLE = 64  # rows of a streamed data set that are checked before a run
 SAMPLED_FILES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class DataReport:
-    """What became of the rows of the files.
+    """The row counts of the files.
 
     >>> print(DataReport("train.parquet", rows=7473, overlong=12, truncated=0, kept=7461, limit=512))
     train.parquet: 7,473 rows, 12 dropped for being longer than 512 tokens, 7,461 kept
@@ -54,7 +54,7 @@ class DataReport:
     def __str__(self) -> str:
         parts = [f"{self.name}: {self.rows:,} rows"]
         if self.streamed:
-            return f"{parts[0]}, streamed: each is read and measured when its turn comes"
+            return f"{parts[0]}, streamed: each is read and measured when it is needed"
         if self.overlong:
             parts.append(f"{self.overlong:,} dropped for being longer than {self.limit:,} tokens")
         if self.truncated:
@@ -63,17 +63,16 @@ class DataReport:
 
 
 class PromptDataset:
-    """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, its `row` counted over all
-    files before any is dropped.
+    """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, whose `row` counts over all
+    files, dropped rows included.
 
-    Prompts longer than `max_prompt_length` tokens are dropped (`filter_overlong`), or else cut on the side that
-    `truncation` names, or else ("error") refused at once. Finding them needs a pass over all prompts, in `num_workers`
-    processes if they are many, its result kept in `cache_dir`; `kept`, the row numbers that another process found (its
-    `dataset.kept`), spares it. With `streaming` there is no such pass, and memory does not grow with the files: what
-    is too long is dropped, cut or refused when it is asked for. `dataset[i]` is None where a prompt is dropped then.
-    None streams from a million rows or a GiB on; `report.streamed` says what became of it.
+    Prompts longer than `max_prompt_length` tokens are dropped (`filter_overlong`), truncated on the side that
+    `truncation` names, or ("error") refused. Finding them takes a pass over all prompts, in `num_workers` processes if
+    there are many, cached in `cache_dir`; `kept`, the rows that another process found, skips it. With `streaming` there
+    is no such pass, and memory does not grow with the files: long prompts are dropped (`dataset[i]` is None), truncated
+    or refused when they are read. `streaming=None` streams from a million rows or a GiB on; see `report.streamed`.
 
-    What a reward function is told comes from the columns `data_source`, `extra_info`, and `reward_model`
+    The arguments of a reward function come from the columns `data_source`, `extra_info`, and `reward_model`
     (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`.
     """
 
@@ -94,7 +93,7 @@ class PromptDataset:
         kept: npt.NDArray[np.int64] | range | None = None,
     ) -> None:
         if truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation is {truncation!r}, it must be one of {', '.join(TRUNCATIONS)}")
+            raise DataError(f"data.truncation is {truncation!r}; it must be one of {', '.join(TRUNCATIONS)}")
         self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
         self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
         self._filter = filter_overlong
@@ -106,8 +105,8 @@ class PromptDataset:
             streaming = True
             self.files = [open_rows(path, cache, streamed=True) for path in paths]
         for file in self.files:
-            if wrong := describe_missing_column(file, prompt_key, "prompt_key"):
-                raise DataError(wrong)
+            if problem := describe_missing_column(file, prompt_key, "prompt_key"):
+                raise DataError(problem)
         self._ends = np.cumsum([len(file) for file in self.files])
         self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
         self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
@@ -128,7 +127,7 @@ class PromptDataset:
             lengths, from_cache = measure_lengths(
                 self.files, rows, prompt_key, counter, processes=num_workers, folder=cache_dir
             )
-            self.kept, truncated = self._fitting(lengths)
+            self.kept, truncated = self._drop_overlong(lengths)
         count = len(self.kept)
         self.report = DataReport(
             self._name, rows, rows - count, truncated, count, max_prompt_length, from_cache, bool(streaming)
@@ -142,77 +141,77 @@ class PromptDataset:
 
     @property
     def entry_ends(self) -> list[int]:
-        """For each entry of `files` (a pattern is one), the end of its prompts among all."""
-        if isinstance(self.kept, range):  # all rows, too many to make an array of
+        """The end of the prompts of each entry of `files`; a pattern is one entry."""
+        if isinstance(self.kept, range):  # all rows, too many for an array
             return [min(end, len(self.kept)) for end in self._entry_ends.tolist()]
         return np.searchsorted(self.kept, self._entry_ends).tolist()
 
     @property
-    def bytes_a_row(self) -> float:
-        """What a row takes in memory, about."""
+    def bytes_per_row(self) -> float:
+        """The approximate size of a row in memory."""
         return sum(file.bytes for file in self.files) / int(self._ends[-1])
 
     def block_ends(self) -> npt.NDArray[np.int64]:
-        """The ends of the blocks that a streamed data set is read in; a block lies within one file."""
+        """Return the ends of the blocks in which a streamed data set is read; a block is within one file."""
         firsts = [0, *self._ends[:-1].tolist()]
         ends = np.concatenate([first + file.block_ends for first, file in zip(firsts, self.files, strict=True)])
         return np.unique(np.minimum(ends, len(self.kept)))
 
     def names(self) -> list[str]:
-        """The columns that any row has; of JSONL files, all lines are looked at."""
-        found: dict[str, None] = {}
+        """Return the columns of all rows; reads all lines of JSONL files."""
+        names: dict[str, None] = {}
         for file in self.files:
             lines = map(file.row, range(len(file))) if isinstance(file, JsonlRows) else [file.columns]
             for columns in lines:
-                found |= dict.fromkeys(columns)
-        return list(found)
+                names |= dict.fromkeys(columns)
+        return list(names)
 
     def column(self, name: str) -> list[Any]:
-        """The value of a column for every prompt, in their order; None where a file has no such column."""
-        found: list[Any] = []
+        """Return the value of a column for every prompt; None if a file has no such column."""
+        values: list[Any] = []
         for file in self.files:
             has = name in file.columns or isinstance(file, JsonlRows)
-            found += [value for part in file.values(name) for value in part] if has else [None] * len(file)
-        return [found[row] for row in self.kept]
+            values += [value for part in file.values(name) for value in part] if has else [None] * len(file)
+        return [values[row] for row in self.kept]
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
-        """A column of numbers, such as the difficulty of every prompt."""
+        """Return a column of numbers, such as the difficulty of every prompt."""
         values = self.column(name)
         for row, value in zip(self.kept, values, strict=True):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
                 file, local = self._locate(int(row))
                 raise DataError(
-                    f"{file.location(local)}, column '{name}': {value!r} is no finite number, and data.curriculum_key "
-                    "orders by it; mend the row, or name another column"
+                    f"{file.location(local)}, column '{name}': {value!r} is not a finite number, which "
+                    "data.curriculum_key requires; fix the row, or name another column"
                 )
         return np.array(values, np.float64)
 
     def sample(self) -> list[Prompt | None]:
-        """Some prompts from the beginning of the files: what can be seen of a streamed data set in a moment."""
+        """Return some prompts from the beginning of the files, to check a streamed data set quickly."""
         firsts = [0, *self._ends[:-1].tolist()]
         spread = [first for first, file in zip(firsts, self.files, strict=True) if first < len(self) and len(file)]
         spread = spread[:: -(-len(spread) // SAMPLED_FILES)]
         each = SAMPLE // len(spread)
         rows = [row for first in spread for row in range(first, min(first + each, len(self)))]
-        found = [self[row] for row in rows]
-        if not any(found):
+        prompts = [self[row] for row in rows]
+        if not any(prompts):
             raise DataError(
-                f"{self._name}: all {len(found)} prompts that were looked at are longer than "
+                f"{self._name}: all {len(prompts)} prompts that were checked are longer than "
                 f"data.max_prompt_length={self._limit}. Raise it"
             )
-        return found
+        return prompts
 
     def sources(self) -> list[str]:
-        """The `data_source` of every prompt; "" where a row has none."""
-        found: list[str] = []
+        """Return the `data_source` of every prompt; "" if a row has none."""
+        sources: list[str] = []
         for file in self.files:
             names = tuple(name for name in _SOURCES if name in file.columns or isinstance(file, JsonlRows))
             if not names:
-                found += [""] * len(file)
+                sources += [""] * len(file)
                 continue
             rows = (row for chunk in file.values(names) for row in chunk)
-            found += [resolve_data_source(*(row.get(name) for name in _SOURCES)) for row in rows]
-        return [found[row] for row in self.kept]
+            sources += [resolve_data_source(*(row.get(name) for name in _SOURCES)) for row in rows]
+        return [sources[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt | None:
         row = int(self.kept[index])
@@ -227,18 +226,18 @@ class PromptDataset:
                 raise DataError(self._too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._truncation)
         try:
-            told = extract_reward_fields(fields)
+            reward_fields = extract_reward_fields(fields)
         except DataError as error:
             raise DataError(f"{file.location(local)}: {error}") from None
-        return Prompt(row, token_ids, **told, raw=raw)
+        return Prompt(row, token_ids, **reward_fields, raw=raw)
 
     def row(self, index: int) -> dict[str, Any]:
-        """All columns of the row of a prompt, as they are in its file."""
+        """Return all columns of the row of a prompt, as in its file."""
         file, local = self._locate(int(self.kept[index]))
         return file.row(local)
 
-    def _fitting(self, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], int]:
-        """The rows that stay, and how many of them will be truncated."""
+    def _drop_overlong(self, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], int]:
+        """Return the rows to keep, and how many of them will be truncated."""
         rows = len(lengths)
         long = np.flatnonzero(lengths > self._limit)
         if not self._filter:
@@ -269,13 +268,13 @@ class PromptDataset:
         file, local = self._locate(row)
         return (
             f"{file.location(local)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
-            + (f", and so have {count - 1} others" if count > 1 else "")
+            + (f", as do {count - 1} others" if count > 1 else "")
             + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
         )
 
 
 _SOURCES = ("data_source", "reward_model")
-"""The columns that a row's data source may stand in."""
+"""The columns that may hold the data source of a row."""
 
 
 def _are_large(files: Sequence[Rows]) -> bool:

@@ -58,7 +58,7 @@ def _has_length(prompts: Iterable[Any]) -> bool:
 def iter_rows(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
     """Yield one row per prompt, as in data files. One text or one conversation is one prompt.
 
-    >>> list(rows_of(["1+1=", {"prompt": "1+2=", "answer": "3"}]))
+    >>> list(iter_rows(["1+1=", {"prompt": "1+2=", "answer": "3"}]))
     [{'prompt': '1+1='}, {'prompt': '1+2=', 'answer': '3'}]
     """
     for index, item in enumerate(_iter_items(prompts)):

@@ -149,8 +149,8 @@ def _streaming_warnings(config: Config, dataset: PromptDataset) -> list[str]:
             f"a prompt longer than data.max_prompt_length={data.max_prompt_length} will stop the run when it is "
             "reached; set data.filter_overlong_prompts=True to drop such prompts"
         )
-    if data.shuffle and dataset.bytes_a_row * data.shuffle_buffer_size > CACHED_BYTES:
-        max_rows = int(CACHED_BYTES / dataset.bytes_a_row)
+    if data.shuffle and dataset.bytes_per_row * data.shuffle_buffer_size > CACHED_BYTES:
+        max_rows = int(CACHED_BYTES / dataset.bytes_per_row)
         warnings.append(
             f"data.shuffle_buffer_size={data.shuffle_buffer_size:,} rows do not fit into the {CACHED_BYTES >> 20} MiB "
             f"of data that are cached, so blocks are read several times; set data.shuffle_buffer_size={max_rows}"

@@ -135,7 +135,7 @@ def test_truncation_keeps_exactly_the_limit_and_the_order(side: str, limit: int)
 
 def test_overlong_prompts_are_refused_at_start_by_default(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "1" * 9}, {"prompt": "1" * 8}])
-    with pytest.raises(DataError, match=r"a.jsonl, line 2: the prompt has 9 tokens.*=4, and so have 1 others.*filter"):
+    with pytest.raises(DataError, match=r"a.jsonl, line 2: the prompt has 9 tokens.*=4, as do 1 others.*filter"):
         PromptDataset(path, tokenizer, max_prompt_length=4, filter_overlong=False)
 
 

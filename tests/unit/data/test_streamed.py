@@ -133,7 +133,7 @@ def test_a_streamed_data_set_is_the_other_without_a_pass_over_it(
     streamed = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True)
     assert list(streamed) == list(measured)
     assert streamed.kept == range(10)
-    assert str(streamed.report) == "2 files: 10 rows, streamed: each is read and measured when its turn comes"
+    assert str(streamed.report) == "2 files: 10 rows, streamed: each is read and measured when it is needed"
     assert len(PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True, max_samples=7)) == 7
 
 
@@ -169,9 +169,7 @@ def test_a_sample_shows_what_is_wrong_before_the_run(tmp_path: Path, tokenizer: 
     assert len({prompt.data_source for prompt in found if prompt}) >= 3, "of several files"
     assert None in found
     long = PromptDataset(paths[6], tokenizer, max_prompt_length=4, streaming=True)
-    with pytest.raises(
-        DataError, match=r"06.parquet: all 20 prompts that were looked at are longer than .*=4. Raise it"
-    ):
+    with pytest.raises(DataError, match=r"06.parquet: all 20 prompts that were checked are longer than .*=4. Raise it"):
         long.sample()
 
 

@@ -97,9 +97,9 @@ def test_a_curriculum_counts_what_is_left_of_the_rows(tmp_path: Path, config: An
 @pytest.mark.parametrize(
     ("levels", "said"),
     [
-        ([1.0, None, 2.0], r"a\.parquet, row 1, column 'level': None is no finite number"),
+        ([1.0, None, 2.0], r"a\.parquet, row 1, column 'level': None is not a finite number"),
         ([1.0, 2.0, float("nan")], r"row 2, column 'level': nan is no"),
-        (["1", "2", "3"], r"row 0, column 'level': '1' is no finite number.*data\.curriculum_key"),
+        (["1", "2", "3"], r"row 0, column 'level': '1' is not a finite number.*data\.curriculum_key"),
         ([True, False, True], r"row 0, column 'level': True is no"),
     ],
 )
