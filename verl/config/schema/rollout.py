@@ -68,14 +68,20 @@ class RolloutConfig(Section):
         None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", ge=1, only_if=_IS_VLLM
     )
     max_model_len: int | None = setting(
-        None, "Maximum sequence length; null: prompt and response.", unit="tokens", ge=2, only_if=_IS_VLLM
+        None,
+        "Maximum sequence length; null: data.max_prompt_length + data.max_response_length.",
+        unit="tokens",
+        ge=2,
+        only_if=_IS_VLLM,
     )
     enforce_eager: bool = setting(True, "Disable CUDA graphs: faster startup, slower generation.", only_if=_IS_VLLM)
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
         "auto", "Type of the computation; auto: same as the actor.", planned=("fp8",)
     )
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
-        "dummy", "What an engine loads at startup; dummy: nothing, weights come by weight sync.", only_if=_IS_VLLM
+        "dummy",
+        "What an engine loads at startup; dummy: nothing, if the first weight sync brings all weights.",
+        only_if=_IS_VLLM,
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
         "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."

@@ -41,7 +41,11 @@ class SftDataConfig(Section):
     )
     packing: bool = setting(False, "Limit micro-batches by tokens (max_token_len_per_gpu) instead of examples.")
     max_token_len_per_gpu: int = setting(
-        16384, "Maximum tokens per micro-batch.", unit="tokens", ge=1, only_if=needs(".packing")
+        16384,
+        "Maximum tokens per micro-batch; a longer example runs alone.",
+        unit="tokens",
+        ge=1,
+        only_if=needs(".packing"),
     )
     max_length: int = setting(2048, "Maximum length of an example, prompt and response together.", unit="tokens", ge=2)
     truncation: Literal["error", "left", "right"] = setting(

@@ -133,7 +133,7 @@ class TrainerConfig(RunConfig):
         -1, "Steps between updates of the reference to the current policy (SPIN); -1: none.", unit="steps"
     )
     max_staleness: int = setting(
-        0, "Maximum weight versions that a response may lag behind.", unit="versions", ge=0, planned=True
+        0, "Maximum weight versions that a response may lag; 0: synchronous.", unit="versions", ge=0, planned=True
     )
     deterministic: bool = setting(
         False, "Bitwise reproducible: seeded responses, and engines get all requests of a step at once."
