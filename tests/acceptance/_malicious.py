@@ -25,7 +25,7 @@ from verl.checkpoint.files import compute_checksum, make_directory, write
 from verl.checkpoint.manifest import CheckpointDir, _seal, find_corruption
 from verl.checkpoint.save import load, save
 from verl.cli import main as verl
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
 from verl.training.model_loader import load_model
@@ -263,16 +263,16 @@ def _(folder: Path, canary: Path) -> Opening:
     cache = folder / "cache"
 
     def read() -> None:
-        from verl.data import lengths as measure
+        from verl.data import lengths
 
-        measure.ROWS_TO_KEEP, measure.SETTLED_S = 1, -1e9
-        arguments: dict[str, Any] = {"max_prompt_length": 64, "cache_dir": cache}
-        PromptDataset([str(path)], chat_tokenizer(), **arguments)
+        lengths.ROWS_TO_KEEP, lengths.SETTLED_S = 1, -1e9
+        options = PromptOptions(max_prompt_length=64)
+        PromptDataset([str(path)], chat_tokenizer(), options, cache_dir=cache)
         kept = list(cache.rglob("*.npy"))
         assert kept, "the cache is used"
         for file in kept:
             np.save(file, np.array([Touch(canary)], dtype=object), allow_pickle=True)
-        PromptDataset([str(path)], chat_tokenizer(), **arguments)
+        PromptDataset([str(path)], chat_tokenizer(), options, cache_dir=cache)
 
     return read
 

@@ -90,6 +90,7 @@ class Reader:
         from transformers import AutoTokenizer
 
         from verl.config.load import load_dict
+        from verl.data.dataset import PromptDataset
         from verl.data.stream import PromptStream
         from verl.trainer.preflight import check_files
         from verl.trainer.run_data import read_data
@@ -109,7 +110,7 @@ class Reader:
         self.order, self.stream, self.left_out = data.order, PromptStream(data.order), 0
         train = data.datasets["train"]
         tokenizer = AutoTokenizer.from_pretrained(folder / "model")
-        self.prompts = train.open(tokenizer)
+        self.prompts = PromptDataset(train.files, tokenizer, train.options, kept=train.kept)
 
     def read(self, count: int) -> list[tuple[int, str]]:
         """The next so many prompts that are not too long: the row of each, and a digest of all that is known of it."""

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import chat_tokenizer
 
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.rewards.reward_function import load_reward
 from verl.types import Prompt
 
@@ -88,7 +88,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 def prompts(path: Path) -> list[Prompt]:
-    return list(PromptDataset(path, chat_tokenizer(), max_prompt_length=2000))
+    return list(PromptDataset(path, chat_tokenizer(), PromptOptions(max_prompt_length=2000)))
 
 
 @pytest.mark.parametrize(

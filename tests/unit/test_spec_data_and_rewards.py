@@ -19,7 +19,7 @@ from tiny import chat_tokenizer
 from verl.agents.episode import Transcript
 from verl.agents.scoring import score_by_function
 from verl.config.load import LoadedConfig, load
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.pool.pool import open_rewards
 from verl.rewards.resolve import resolve_scorer
@@ -135,7 +135,7 @@ def test_a_missing_prompt_column_names_the_one_to_set(tmp_path: Path, suffix: st
 
 def test_a_prompt_alone_is_enough_for_a_function(tmp_path: Path, model: Path) -> None:
     path = write(tmp_path / "train.parquet", {"prompt": "2+2?"})
-    [prompt] = PromptDataset(path, chat_tokenizer(), max_prompt_length=20)
+    [prompt] = PromptDataset(path, chat_tokenizer(), PromptOptions(max_prompt_length=20))
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == ("", None, {})
     assert resolve_scorer(settings(f"{FUNCTION}.path=my_reward.py").config, "") == "my_reward.py:compute_score"
     with pytest.raises(
@@ -148,7 +148,7 @@ async def test_the_rows_of_the_documents_are_read_and_scored(tmp_path: Path) -> 
     tokenizer = chat_tokenizer()
     finished = tokenizer.apply_chat_template(chat("2+2?"), tokenize=False, add_generation_prompt=True)
     path = write(tmp_path / "train.parquet", {"prompt": finished, "answer": "4", "data_source": "gsm8k"})
-    [prompt] = PromptDataset(path, tokenizer, max_prompt_length=50)
+    [prompt] = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=50))
     assert tokenizer.decode(prompt.token_ids) == finished
     reward = load_reward(str(reward_file(tmp_path)), "compute_reward")
     assert (await reward.score(prompt.data_source, "2+2=4\n#### 4", prompt.ground_truth))[0] == 1.0
@@ -157,7 +157,7 @@ async def test_the_rows_of_the_documents_are_read_and_scored(tmp_path: Path) -> 
 def test_all_that_a_reward_is_told_may_stand_in_reward_model(tmp_path: Path) -> None:
     told = {"data_source": "gsm8k", "ground_truth": "4", "extra_info": {"level": 2}}
     path = write(tmp_path / "train.parquet", {"prompt": chat("2+2?"), "reward_model": told})
-    dataset = PromptDataset(path, chat_tokenizer(), max_prompt_length=50)
+    dataset = PromptDataset(path, chat_tokenizer(), PromptOptions(max_prompt_length=50))
     assert (dataset[0].data_source, dataset[0].ground_truth, dataset[0].extra_info) == ("gsm8k", "4", {"level": 2})
     assert dataset.sources() == ["gsm8k"]
 
@@ -168,7 +168,7 @@ def test_messages_that_a_template_refuses_are_named(tmp_path: Path) -> None:
     with pytest.raises(
         DataError, match=r"line 2, column 'prompt': .*roles: system\): no system role; fix the messages"
     ):
-        PromptDataset(path, strict, max_prompt_length=50)
+        PromptDataset(path, strict, PromptOptions(max_prompt_length=50))
 
 
 def test_a_file_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
@@ -188,7 +188,7 @@ def test_a_file_that_is_not_there_is_named_with_what_is(tmp_path: Path) -> None:
 def test_text_where_fields_belong_is_refused(tmp_path: Path, row: dict[str, Any], says: str) -> None:
     path = write(tmp_path / "train.parquet", row)
     with pytest.raises(DataError, match=rf"row 0.*{says}.*without json.dumps or str around"):
-        PromptDataset(path, chat_tokenizer(), max_prompt_length=500)[0]
+        PromptDataset(path, chat_tokenizer(), PromptOptions(max_prompt_length=500))[0]
 
 
 def test_an_unknown_data_source_is_said_at_the_start(tmp_path: Path, model: Path) -> None:
@@ -263,7 +263,7 @@ async def test_a_function_that_takes_prompts_gets_them_without_any_setting(tmp_p
     data = write(tmp_path / "train.parquet", {"prompt": chat("2+2?"), "answer": "4"})
     path = reward_file(tmp_path, "def compute_reward(prompt, response):\n    return prompt == '2+2?'\n")
     config = settings(f"{FUNCTION}.path={path}", f"{FUNCTION}.name=compute_reward").config
-    [prompt] = PromptDataset(data, chat_tokenizer(), max_prompt_length=50)
+    [prompt] = PromptDataset(data, chat_tokenizer(), PromptOptions(max_prompt_length=50))
     with open_rewards(replace(reward_pool_settings(config), workers=0)) as rewards:
         await rewards.start()
         assert await score_by_function(rewards.score)(prompt, Transcript([1]), "4") == Scored(1.0)

@@ -185,22 +185,12 @@ class _Prompts:
 def _load_prompts(config: Config) -> _Prompts:
     from verl.data.chat import chat_template_hint
     from verl.data.dataset import PromptDataset
-    from verl.trainer.run_data import find_stop_tokens, open_tokenizer
+    from verl.trainer.run_data import find_stop_tokens, open_tokenizer, prompt_options
     from verl.types import SamplingParams
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
-    dataset = PromptDataset(
-        data.train_files,
-        tokenizer,
-        prompt_key=data.prompt_key,
-        max_prompt_length=data.max_prompt_length,
-        filter_overlong=data.filter_overlong_prompts,
-        truncation=data.truncation,
-        chat_template_kwargs=data.apply_chat_template_kwargs,
-        max_samples=data.train_max_samples,
-        num_workers=data.num_workers,
-    )
+    dataset = PromptDataset(data.train_files, tokenizer, prompt_options(data), num_workers=data.num_workers)
     stop_ids = find_stop_tokens(model.path, tokenizer)
     sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +26,7 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset"]
+__all__ = ["DataReport", "PromptDataset", "PromptOptions"]
 
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
@@ -62,15 +62,34 @@ class DataReport:
         return ", ".join([*parts, f"{self.kept:,} kept"]) + " (lengths from the cache)" * self.from_cache
 
 
-class PromptDataset:
-    """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, whose `row` counts over all
-    files, dropped rows included.
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """How rows become prompts.
 
     Prompts longer than `max_prompt_length` tokens are dropped (`filter_overlong`), truncated on the side that
-    `truncation` names, or ("error") refused. Finding them takes a pass over all prompts, in `num_workers` processes if
-    there are many, cached in `cache_dir`; `kept`, the rows that another process found, skips it. With `streaming` there
-    is no such pass, and memory does not grow with the files: long prompts are dropped (`dataset[i]` is None), truncated
-    or refused when they are read. `streaming=None` streams from a million rows or a GiB on; see `report.streamed`.
+    `truncation` names, or ("error") refused. With `streaming` memory does not grow with the files, and long prompts are
+    found when they are read; None streams from a million rows or a GiB on. `max_samples=-1` reads all rows.
+    """
+
+    max_prompt_length: int
+    prompt_key: str = "prompt"
+    filter_overlong: bool = True
+    truncation: str = "error"
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    max_samples: int = -1
+    streaming: bool | None = False
+
+    def __post_init__(self) -> None:
+        if self.truncation not in TRUNCATIONS:
+            raise DataError(f"data.truncation is {self.truncation!r}; it must be one of {', '.join(TRUNCATIONS)}")
+
+
+class PromptDataset:
+    """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, whose `row` counts over all
+    files, dropped rows included; None if a streamed prompt is dropped.
+
+    Finding long prompts takes a pass over all of them, in `num_workers` processes if there are many, cached in
+    `cache_dir`. It is skipped for streamed files, and with `kept`, the rows that another process found.
 
     The arguments of a reward function come from the columns `data_source`, `extra_info`, and `reward_model`
     (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`.
@@ -80,58 +99,50 @@ class PromptDataset:
         self,
         files: PathLike | Sequence[PathLike],
         tokenizer: PreTrainedTokenizerBase,
+        options: PromptOptions,
         *,
-        prompt_key: str = "prompt",
-        max_prompt_length: int,
-        filter_overlong: bool = True,
-        truncation: str = "error",
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        max_samples: int = -1,
-        streaming: bool | None = False,
         num_workers: int | None = 0,
         cache_dir: Path | None = None,
         kept: npt.NDArray[np.int64] | range | None = None,
     ) -> None:
-        if truncation not in TRUNCATIONS:
-            raise DataError(f"data.truncation is {truncation!r}; it must be one of {', '.join(TRUNCATIONS)}")
-        self._tokenizer, self._template_kwargs = tokenizer, dict(chat_template_kwargs or {})
-        self._prompt_key, self._limit, self._truncation = prompt_key, max_prompt_length, truncation
-        self._filter = filter_overlong
-        entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
-        paths = [path for entry in entries for path in entry]
-        cache = BlockCache()
-        self.files = [open_rows(path, cache, streamed=bool(streaming)) for path in paths]
-        if streaming is None and _are_large(self.files):
-            streaming = True
-            self.files = [open_rows(path, cache, streamed=True) for path in paths]
-        for file in self.files:
-            if problem := describe_missing_column(file, prompt_key, "prompt_key"):
-                raise DataError(problem)
-        self._ends = np.cumsum([len(file) for file in self.files])
-        self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
-        self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
+        self._tokenizer, self._options, self._limit = tokenizer, options, options.max_prompt_length
+        is_streamed = self._open_files(files)
         rows = int(self._ends[-1])
-        rows = min(rows, max_samples) if max_samples >= 0 else rows
+        rows = min(rows, options.max_samples) if options.max_samples >= 0 else rows
         if rows == 0:
-            names = ", ".join(map(str, paths))
+            names = ", ".join(str(file.path) for file in self.files)
             raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
-
         self.kept: npt.NDArray[np.int64] | range
         truncated, from_cache = 0, False
-        if streaming:
+        if is_streamed:
             self.kept = range(rows)
         elif kept is not None:
             self.kept = kept
         else:
-            counter = TokenCounter(tokenizer, self._template_kwargs)
+            counter = TokenCounter(tokenizer, options.chat_template_kwargs)
             lengths, from_cache = measure_lengths(
-                self.files, rows, prompt_key, counter, processes=num_workers, folder=cache_dir
+                self.files, rows, options.prompt_key, counter, processes=num_workers, folder=cache_dir
             )
             self.kept, truncated = self._drop_overlong(lengths)
         count = len(self.kept)
-        self.report = DataReport(
-            self._name, rows, rows - count, truncated, count, max_prompt_length, from_cache, bool(streaming)
-        )
+        self.report = DataReport(self._name, rows, rows - count, truncated, count, self._limit, from_cache, is_streamed)
+
+    def _open_files(self, files: PathLike | Sequence[PathLike]) -> bool:
+        """Open the files, and return whether they are streamed."""
+        entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
+        paths = [path for entry in entries for path in entry]
+        cache, is_streamed = BlockCache(), bool(self._options.streaming)
+        self.files = [open_rows(path, cache, streamed=is_streamed) for path in paths]
+        if self._options.streaming is None and _are_large(self.files):
+            is_streamed = True
+            self.files = [open_rows(path, cache, streamed=True) for path in paths]
+        for file in self.files:
+            if problem := describe_missing_column(file, self._options.prompt_key, "prompt_key"):
+                raise DataError(problem)
+        self._ends = np.cumsum([len(file) for file in self.files])
+        self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
+        self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
+        return is_streamed
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -217,14 +228,14 @@ class PromptDataset:
         row = int(self.kept[index])
         file, local = self._locate(row)
         fields = file.row(local)
-        raw = fields.pop(self._prompt_key, None)
+        raw = fields.pop(self._options.prompt_key, None)
         token_ids = self._encode(file, local, raw)
         if len(token_ids) > self._limit:
-            if self._filter and self.report.streamed:
+            if self._options.filter_overlong and self.report.streamed:
                 return None
-            if self._truncation == "error":
+            if self._options.truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
-            token_ids = truncate(token_ids, self._limit, self._truncation)
+            token_ids = truncate(token_ids, self._limit, self._options.truncation)
         try:
             reward_fields = extract_reward_fields(fields)
         except DataError as error:
@@ -240,8 +251,8 @@ class PromptDataset:
         """Return the rows to keep, and how many of them will be truncated."""
         rows = len(lengths)
         long = np.flatnonzero(lengths > self._limit)
-        if not self._filter:
-            if len(long) and self._truncation == "error":
+        if not self._options.filter_overlong:
+            if len(long) and self._options.truncation == "error":
                 raise DataError(self._too_long(int(long[0]), int(lengths[long[0]]), len(long)))
             return np.arange(rows), len(long)
         if len(long) == rows:
@@ -254,9 +265,9 @@ class PromptDataset:
 
     def _encode(self, file: Rows, local: int, prompt: Any) -> list[int]:
         try:
-            [token_ids] = encode_prompts(self._tokenizer, [prompt], self._template_kwargs)
+            [token_ids] = encode_prompts(self._tokenizer, [prompt], self._options.chat_template_kwargs)
         except PromptError as error:
-            raise DataError(f"{file.location(local)}, column '{self._prompt_key}': {error}") from None
+            raise DataError(f"{file.location(local)}, column '{self._options.prompt_key}': {error}") from None
         return token_ids
 
     def _locate(self, row: int) -> tuple[Rows, int]:

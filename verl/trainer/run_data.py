@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.schema.actor import ModelConfig
+from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.data.chat import chat_template_hint, load_tokenizer
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import Sampler
 from verl.data.validate import find_data_warnings
@@ -52,6 +53,18 @@ class RunData:
         return bool(self.val_sources)
 
 
+def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptions:
+    """Return how the rows of training or validation files become prompts."""
+    return PromptOptions(
+        data.max_prompt_length,
+        prompt_key=data.prompt_key,
+        filter_overlong=data.filter_overlong_prompts,
+        truncation=data.truncation,
+        chat_template_kwargs=data.apply_chat_template_kwargs,
+        max_samples=data.train_max_samples if is_training else data.val_max_samples,
+    )
+
+
 def read_data(config: Config) -> RunData:
     """Read and tokenize all prompts (of streamed data a few), to find those that are too long or cannot be scored."""
     from transformers import AutoConfig
@@ -62,18 +75,14 @@ def read_data(config: Config) -> RunData:
     reports: list[str] = []
     val_sources: list[str] = []
     for split, files in data_splits(config).items():
-        settings = DatasetSettings(
-            files,
-            prompt_key=config.data.prompt_key,
-            max_prompt_length=config.data.max_prompt_length,
-            filter_overlong=config.data.filter_overlong_prompts,
-            truncation=config.data.truncation,
-            chat_template_kwargs=config.data.apply_chat_template_kwargs,
-            max_samples=config.data.train_max_samples if split == "train" else config.data.val_max_samples,
-            streaming=split == "train" and _should_stream(config),
+        options = prompt_options(config.data, is_training=split == "train")
+        if split == "train":
+            options = replace(options, streaming=_should_stream(config))
+        dataset = PromptDataset(
+            files, tokenizer, options, num_workers=config.data.num_workers, cache_dir=length_cache_dir(config)
         )
-        dataset = settings.open(tokenizer, num_workers=config.data.num_workers, cache_dir=length_cache_dir(config))
-        datasets[split] = replace(settings, streaming=dataset.report.streamed, kept=dataset.kept)
+        options = replace(options, streaming=dataset.report.streamed)
+        datasets[split] = DatasetSettings(files, options, dataset.kept)
         reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]

@@ -6,8 +6,8 @@ The controller only gets a `SampleHandle` per sample: a reference and a few numb
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from verl.agents.deterministic_batcher import DeterministicBatcher
     from verl.agents.scoring import EpisodeScorer
-    from verl.data.dataset import PromptDataset
+    from verl.data.dataset import PromptOptions
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
 
@@ -37,23 +37,11 @@ __all__ = ["DatasetSettings", "EpisodeSettings", "EpisodeWorker", "GroupRequest"
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:
-    """The arguments of `PromptDataset` for one split; `kept` are the rows that the controller has not filtered out."""
+    """The prompts of one split; `kept` are the rows that the controller has not filtered out."""
 
     files: list[str]
-    prompt_key: str
-    max_prompt_length: int
-    filter_overlong: bool
-    truncation: str
-    chat_template_kwargs: Mapping[str, Any]
-    max_samples: int
-    streaming: bool | None
-    kept: npt.NDArray[np.int64] | range | None = None
-
-    def open(self, tokenizer: PreTrainedTokenizerBase, **filtering: Any) -> PromptDataset:
-        from verl.data.dataset import PromptDataset
-
-        arguments = {each.name: getattr(self, each.name) for each in fields(self)}
-        return PromptDataset(tokenizer=tokenizer, **arguments, **filtering)
+    options: PromptOptions
+    kept: npt.NDArray[np.int64] | range
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,11 +98,15 @@ class EpisodeWorker:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
         from verl.agents.runner import EpisodeRunner
         from verl.data.chat import load_tokenizer
+        from verl.data.dataset import PromptDataset
         from verl.rollout.replica_pool import EnginePool
 
         settings = self._settings
         tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
-        self._datasets = {split: data.open(tokenizer) for split, data in settings.datasets.items()}
+        self._datasets = {
+            split: PromptDataset(data.files, tokenizer, data.options, kept=data.kept)
+            for split, data in settings.datasets.items()
+        }
         self._pool = EnginePool(
             self._engines,
             stall_timeout_s=settings.deadlines.generation.seconds + MARGIN_S,

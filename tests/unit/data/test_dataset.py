@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data import files
 from verl.data.chat import truncate
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit
@@ -59,7 +59,7 @@ def write(path: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
 def test_messages_and_finished_strings_take_the_same_path(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
     chat = write(tmp_path / f"chat{suffix}", [{"prompt": user("1+1")}])
     finished = write(tmp_path / f"finished{suffix}", [{"prompt": "<user>1+1</><assistant>"}])
-    first, second = PromptDataset([chat, finished], tokenizer, max_prompt_length=20)
+    first, second = PromptDataset([chat, finished], tokenizer, PromptOptions(max_prompt_length=20))
     assert first.token_ids == second.token_ids
     assert text(tokenizer, first.token_ids) == "<user>1+1</><assistant>"
     assert (first.row, second.row) == (0, 1)
@@ -67,13 +67,13 @@ def test_messages_and_finished_strings_take_the_same_path(tmp_path: Path, tokeni
 
 def test_template_arguments_reach_the_template(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": user("1")}])
-    [prompt] = PromptDataset(path, tokenizer, max_prompt_length=20, chat_template_kwargs={"think": True})
+    [prompt] = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=20, chat_template_kwargs={"think": True}))
     assert text(tokenizer, prompt.token_ids) == "<user>1</><assistant>~"
 
 
 def test_keys_that_parquet_filled_with_null_do_not_reach_the_template(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": user("1")}, {"prompt": [{**user("2")[0], "name": "x"}]}])
-    prompts = PromptDataset(path, tokenizer, max_prompt_length=20)
+    prompts = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=20))
     assert [text(tokenizer, prompt.token_ids) for prompt in prompts] == [
         "<user>1</><assistant>",
         "<user>2!</><assistant>",
@@ -103,13 +103,13 @@ def test_a_reward_function_is_told_all_columns(
     tmp_path: Path, tokenizer: Any, suffix: str, columns: dict[str, Any], expected: tuple[Any, ...]
 ) -> None:
     path = write(tmp_path / f"a{suffix}", [{"prompt": "1", **columns}])
-    [prompt] = PromptDataset(path, tokenizer, max_prompt_length=20)
+    [prompt] = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=20))
     assert (prompt.data_source, prompt.ground_truth, prompt.extra_info) == expected
 
 
 def test_overlong_prompts_are_dropped_and_reported(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "1" * n} for n in (3, 9, 4, 8)])
-    dataset = PromptDataset(path, tokenizer, max_prompt_length=4)
+    dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4))
     assert len(dataset) == 2
     assert [prompt.row for prompt in dataset] == [0, 2]
     report = dataset.report
@@ -120,7 +120,7 @@ def test_overlong_prompts_are_dropped_and_reported(tmp_path: Path, tokenizer: An
 @pytest.mark.parametrize(("side", "left"), [("left", "3456"), ("right", "1234"), ("middle", "1256")])
 def test_overlong_prompts_are_truncated_if_told_so(tmp_path: Path, tokenizer: Any, side: str, left: str) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "123456"}, {"prompt": "12"}])
-    dataset = PromptDataset(path, tokenizer, max_prompt_length=4, filter_overlong=False, truncation=side)
+    dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, filter_overlong=False, truncation=side))
     assert [text(tokenizer, prompt.token_ids) for prompt in dataset] == [left, "12"]
     assert str(dataset.report) == "a.jsonl: 2 rows, 1 truncated to 4 tokens, 2 kept"
 
@@ -136,19 +136,19 @@ def test_truncation_keeps_exactly_the_limit_and_the_order(side: str, limit: int)
 def test_overlong_prompts_are_refused_at_start_by_default(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "1"}, {"prompt": "1" * 9}, {"prompt": "1" * 8}])
     with pytest.raises(DataError, match=r"a.jsonl, line 2: the prompt has 9 tokens.*=4, as do 1 others.*filter"):
-        PromptDataset(path, tokenizer, max_prompt_length=4, filter_overlong=False)
+        PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, filter_overlong=False))
 
 
 def test_kept_rows_of_another_process_spare_the_pass(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "1" * n} for n in (3, 9, 4, 8)])
-    first = PromptDataset(path, tokenizer, max_prompt_length=4)
+    first = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4))
     calls: list[Any] = []
 
     def counting(texts: list[str], **options: Any) -> Any:
         calls.append(texts)
         return tokenizer(texts, **options)
 
-    second = PromptDataset(path, counting, max_prompt_length=4, kept=first.kept)  # type: ignore[arg-type]
+    second = PromptDataset(path, counting, PromptOptions(max_prompt_length=4), kept=first.kept)  # type: ignore[arg-type]
     assert calls == []
     assert second.report == first.report
     assert list(second) == list(first)
@@ -157,7 +157,7 @@ def test_kept_rows_of_another_process_spare_the_pass(tmp_path: Path, tokenizer: 
 
 def test_max_samples_takes_the_first_rows_over_all_files(tmp_path: Path, tokenizer: Any) -> None:
     paths = [write(tmp_path / f"{name}.jsonl", [{"prompt": f"{name}{i}"} for i in range(3)]) for name in "abc"]
-    dataset = PromptDataset(paths, tokenizer, max_prompt_length=9, max_samples=4)
+    dataset = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=9, max_samples=4))
     assert [text(tokenizer, prompt.token_ids) for prompt in dataset] == ["a0", "a1", "a2", "b0"]
     assert dataset.report.rows == 4
 
@@ -168,7 +168,7 @@ def test_patterns_and_the_home_folder_are_expanded(
     monkeypatch.setenv("HOME", str(tmp_path))
     for name in "ba":
         write(tmp_path / f"{name}.jsonl", [{"prompt": name}])
-    dataset = PromptDataset("~/*.jsonl", tokenizer, max_prompt_length=9)
+    dataset = PromptDataset("~/*.jsonl", tokenizer, PromptOptions(max_prompt_length=9))
     assert [text(tokenizer, prompt.token_ids) for prompt in dataset] == ["a", "b"]
 
 
@@ -193,7 +193,7 @@ def test_long_files_are_measured_in_pieces(tmp_path: Path, tokenizer: Any, monke
     lengths = [1 + (7 * i) % 5 for i in range(30)]
     rows = [{"prompt": "1" * n} for n in lengths]
     paths = [write(tmp_path / "a.jsonl", rows[:13]), write(tmp_path / "b.parquet", rows[13:])]
-    dataset = PromptDataset(paths, tokenizer, max_prompt_length=3, max_samples=25)
+    dataset = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=3, max_samples=25))
     assert dataset.kept.tolist() == np.flatnonzero(np.array(lengths[:25]) <= 3).tolist()
     assert [len(prompt.token_ids) for prompt in dataset] == [n for n in lengths[:25] if n <= 3]
 
@@ -202,14 +202,14 @@ def test_blank_lines_are_no_rows_and_lines_keep_their_numbers(tmp_path: Path, to
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "1"}\n  \n{"prompt": "2"')
     with pytest.raises(DataError, match=r"a.jsonl, line 4: not valid JSON"):
-        PromptDataset(path, tokenizer, max_prompt_length=9)
+        PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=9))
     path.write_text('\n{"prompt": "1"}\n  \n{"prompt": "2"}')
-    assert len(PromptDataset(path, tokenizer, max_prompt_length=9)) == 2
+    assert len(PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=9))) == 2
 
 
 def refusal(path: Any, tokenizer: Any, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        PromptDataset(path, tokenizer, **{"max_prompt_length": 9, **options})
+        PromptDataset(path, tokenizer, PromptOptions(**{"max_prompt_length": 9, **options}))
     return str(caught.value)
 
 
@@ -277,7 +277,7 @@ def test_a_prompt_of_no_tokens_is_refused_with_its_place(tmp_path: Path, streami
     with pytest.raises(
         DataError, match=r"line 2, column 'prompt': the tokenizer returns no tokens for '  '; remove the"
     ):
-        list(PromptDataset(path, words, max_prompt_length=9, streaming=streaming))
+        list(PromptDataset(path, words, PromptOptions(max_prompt_length=9, streaming=streaming)))
 
 
 def test_messages_without_a_chat_template_are_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -303,7 +303,7 @@ def test_the_data_source_may_be_a_column_or_a_field_of_reward_model(tmp_path: Pa
     first = write(tmp_path / "a.jsonl", [{"prompt": "1", "data_source": "sums"}])
     second = write(tmp_path / "b.parquet", [{"prompt": "1", "reward_model": {"data_source": "gsm8k"}}])
     third = write(tmp_path / "c.jsonl", [{"prompt": "1"}])
-    dataset = PromptDataset([first, second, third], tokenizer, max_prompt_length=9)
+    dataset = PromptDataset([first, second, third], tokenizer, PromptOptions(max_prompt_length=9))
     assert dataset.sources() == [prompt.data_source for prompt in dataset] == ["sums", "gsm8k", ""]
 
 
@@ -320,7 +320,7 @@ def test_every_row_is_asked_for_its_data_source(tmp_path: Path, tokenizer: Any, 
         pq.write_table(pa.Table.from_pylist(rows, **schema), path)
     else:
         write(path, rows)
-    dataset = PromptDataset(path, tokenizer, max_prompt_length=9)
+    dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=9))
     assert dataset.sources() == [prompt.data_source for prompt in dataset] == ["", "sums", "gsm8k"]
 
 
@@ -337,14 +337,14 @@ def test_lines_of_json_may_have_columns_that_the_first_has_not(
     assert [rows.has(name) for name in ("other", "prompt", "late", "never")] == [True, True, True, False]
     assert "line 1, column 'prompt': the prompt is missing" in refusal(path, tokenizer), "and not the column"
     whole = write(tmp_path / "b.jsonl", [{"prompt": "1"}, {"prompt": "2", "level": 3}])
-    assert PromptDataset(whole, tokenizer, max_prompt_length=9).column("level") == [None, 3]
+    assert PromptDataset(whole, tokenizer, PromptOptions(max_prompt_length=9)).column("level") == [None, 3]
     assert "column 'question' not found" in refusal(path, tokenizer, prompt_key="question")
 
 
 def test_a_reward_model_column_written_as_text_is_refused_with_its_place(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [{"prompt": "1", "reward_model": '{"ground_truth": "4"}'}])
     with pytest.raises(DataError, match=r"row 0: column 'reward_model' holds text.*without json.dumps"):
-        PromptDataset(path, tokenizer, max_prompt_length=9)[0]
+        PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=9))[0]
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path, tokenizer: Any) -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tiny import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.inspection import DataFiles, InspectionReport
 from verl.data.inspection_render import bars, bins, show_report, show_rows
 from verl.errors import DataError
@@ -79,7 +79,10 @@ def shown(data: DataFiles, found: InspectionReport, *, rows: Any = (0,), whole: 
 def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix: str) -> None:
     first = write(tmp_path / f"a{suffix}", [good("1"), good("2", extra_info={"index": 7})])
     second = write(tmp_path / f"b{suffix}", [good("3")])
-    data, trained = look([first, second], tokenizer), PromptDataset([first, second], tokenizer, max_prompt_length=99)
+    data, trained = (
+        look([first, second], tokenizer),
+        PromptDataset([first, second], tokenizer, PromptOptions(max_prompt_length=99)),
+    )
     assert len(data) == 3
     for number, prompt in enumerate(trained):
         row = data.row(number)

@@ -14,7 +14,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from verl.data import lengths as measure_module
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.files import open_rows
 from verl.data.lengths import TokenCounter, measure_lengths
 from verl.errors import DataError
@@ -182,7 +182,8 @@ def test_the_report_says_that_lengths_came_from_the_cache(tmp_path: Path) -> Non
     path = write(tmp_path / "a.parquet", [3, 1, 9])
 
     def report() -> str:
-        return str(PromptDataset(path, make_tokenizer(), max_prompt_length=4, cache_dir=tmp_path / "cache").report)
+        options = PromptOptions(max_prompt_length=4)
+        return str(PromptDataset(path, make_tokenizer(), options, cache_dir=tmp_path / "cache").report)
 
     assert report() == "a.parquet: 3 rows, 1 dropped for being longer than 4 tokens, 2 kept"
     assert report() == "a.parquet: 3 rows, 1 dropped for being longer than 4 tokens, 2 kept (lengths from the cache)"

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.data import dataset as dataset_module
 from verl.data import files
-from verl.data.dataset import PromptDataset
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.samplers import BufferedShuffleSampler
 from verl.errors import DataError
 
@@ -98,7 +98,7 @@ def test_files_of_a_data_set_share_one_bound_on_memory(
 ) -> None:
     monkeypatch.setattr(files, "CACHED_BYTES", 1)
     paths = [write(tmp_path / f"{name}.parquet", ["1"] * 9, row_group_size=3) for name in "abc"]
-    dataset = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True)
+    dataset = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=4, streaming=True))
     assert len(list(dataset)) == 27
     assert len({id(file._cache) for file in dataset.files}) == 1  # type: ignore[attr-defined]
     assert len(dataset.files[0]._cache._tables) == 1  # type: ignore[attr-defined]
@@ -109,7 +109,7 @@ def test_the_order_by_buffer_decodes_a_block_about_once(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", [str(n) for n in range(200)], row_group_size=4)
-    dataset = PromptDataset(path, tokenizer, max_prompt_length=4, streaming=True)
+    dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, streaming=True))
     ends = dataset.block_ends()
     assert ends.tolist() == list(range(4, 201, 4))
     [file] = dataset.files
@@ -128,13 +128,13 @@ def test_a_streamed_data_set_is_the_other_without_a_pass_over_it(
     tmp_path: Path, tokenizer: Any, suffix: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [write(tmp_path / f"{name}{suffix}", [f"{name}{n}" for n in range(5)]) for name in "ab"]
-    measured = PromptDataset(paths, tokenizer, max_prompt_length=4)
+    measured = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=4))
     monkeypatch.setattr(dataset_module, "measure_lengths", None)
-    streamed = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True)
+    streamed = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=4, streaming=True))
     assert list(streamed) == list(measured)
     assert streamed.kept == range(10)
     assert str(streamed.report) == "2 files: 10 rows, streamed: each is read and measured when it is needed"
-    assert len(PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True, max_samples=7)) == 7
+    assert len(PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=4, streaming=True, max_samples=7))) == 7
 
 
 def test_prompts_that_are_too_long_are_dropped_cut_or_refused_when_they_are_read(
@@ -143,7 +143,7 @@ def test_prompts_that_are_too_long_are_dropped_cut_or_refused_when_they_are_read
     path = write(tmp_path / "a.parquet", ["123", "12345678", "1234"])
 
     def streamed(**options: Any) -> PromptDataset:
-        return PromptDataset(path, tokenizer, max_prompt_length=4, streaming=True, **options)
+        return PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, streaming=True, **options))
 
     dropping = streamed()
     assert dropping[1] is None
@@ -158,17 +158,17 @@ def test_prompts_that_are_too_long_are_dropped_cut_or_refused_when_they_are_read
 
 def test_blocks_end_with_the_rows_that_are_used(tmp_path: Path, tokenizer: Any) -> None:
     path = write(tmp_path / "a.parquet", [str(n) for n in range(10)], row_group_size=4)
-    dataset = PromptDataset(path, tokenizer, max_prompt_length=4, streaming=True, max_samples=6)
+    dataset = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=4, streaming=True, max_samples=6))
     assert dataset.block_ends().tolist() == [4, 6]
 
 
 def test_a_sample_shows_what_is_wrong_before_the_run(tmp_path: Path, tokenizer: Any) -> None:
     paths = [write(tmp_path / f"{n:02}.parquet", ["1" * (1 + n % 7)] * 20) for n in range(20)]
-    found = PromptDataset(paths, tokenizer, max_prompt_length=4, streaming=True).sample()
+    found = PromptDataset(paths, tokenizer, PromptOptions(max_prompt_length=4, streaming=True)).sample()
     assert {prompt.data_source for prompt in found if prompt} <= {path.stem for path in paths}
     assert len({prompt.data_source for prompt in found if prompt}) >= 3, "of several files"
     assert None in found
-    long = PromptDataset(paths[6], tokenizer, max_prompt_length=4, streaming=True)
+    long = PromptDataset(paths[6], tokenizer, PromptOptions(max_prompt_length=4, streaming=True))
     with pytest.raises(DataError, match=r"06.parquet: all 20 prompts that were checked are longer than .*=4. Raise it"):
         long.sample()
 
@@ -177,7 +177,7 @@ def test_what_is_large_is_streamed_unless_told_otherwise(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def is_large(files: Any, streaming: bool | None = None) -> bool:
-        return PromptDataset(files, tokenizer, max_prompt_length=4, streaming=streaming).report.streamed
+        return PromptDataset(files, tokenizer, PromptOptions(max_prompt_length=4, streaming=streaming)).report.streamed
 
     paths = [write(tmp_path / name, ["1"] * 10) for name in ("a.parquet", "b.jsonl")]
     assert not is_large(paths)

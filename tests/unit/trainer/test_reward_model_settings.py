@@ -86,5 +86,7 @@ def test_all_missing_models_and_files_are_reported_at_once_with_what_exists(tmp_
         check_files(config)
     actor, critic, files = str(found.value).splitlines()[1:]  # the process reward model is not enabled
     assert f"set actor_rollout_ref.model.path={tmp_path}/policy" in actor
-    assert f"critic.model.path={tmp_path}/critic: there is no such directory; {tmp_path} has: policy/; set" in critic
+    assert (
+        f"critic.model.path={tmp_path}/critic: there is no such directory; {tmp_path} contains: policy/; set" in critic
+    )
     assert "missing.parquet does not exist" in files

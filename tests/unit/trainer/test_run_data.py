@@ -128,12 +128,12 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
     path = write(tmp_path / "a.parquet", 12, level=list(range(12)))
     monkeypatch.setattr(dataset_module, "STREAMED_ROWS", 12)
     data = read_data(config(train_files=path, val_files=path))
-    assert data.datasets["train"].streaming
-    assert not data.datasets["val"].streaming, "validation is measured"
+    assert data.datasets["train"].options.streaming
+    assert not data.datasets["val"].options.streaming, "validation is measured"
     assert data.datasets["train"].kept == range(12)
     assert "a.parquet: 12 rows, streamed" in data.reports[0]
     assert "will stop the run when it is reached" in data.reports[1]
-    assert not read_data(config(train_files=path, streaming=False)).datasets["train"].streaming
+    assert not read_data(config(train_files=path, streaming=False)).datasets["train"].options.streaming
     ranked = read_data(config(train_files=path, curriculum_key="level"))
     assert rows(ranked.order) == list(range(12))
 
