@@ -131,9 +131,9 @@ def test_greedy_responses_are_allowed_and_hints_are_printed(
     assert generate(assets, tmp_path / "a.parquet", *greedy, "rollout.n=1") == 0
     said = capsys.readouterr().out
     assert "hint: " in said  # of the short names that were used
-    assert "greedy answers" not in said
+    assert "greedy responses" not in said
     assert generate(assets, tmp_path / "b.parquet", *greedy) == 0
-    assert "2 greedy answers to a prompt are all the same" in " ".join(capsys.readouterr().out.split())
+    assert "2 greedy responses to a prompt are all equal" in " ".join(capsys.readouterr().out.split())
     for row in pq.read_table(tmp_path / "b.parquet").to_pylist():
         assert row["responses"][0] == row["responses"][1]
 

@@ -107,7 +107,7 @@ async def test_an_exception_comes_with_the_users_traceback_and_nothing_else(tmp_
     assert "KeyError: 'gone'" in message
     assert 'my_reward.py", line 2, in inner' in message
     assert "threads.py" not in message
-    assert "score.py" not in message
+    assert "reward_function.py" not in message
     assert "'sums'" in message
 
 
