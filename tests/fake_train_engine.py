@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals, count_totals
+from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import Loss, ModelOutput, ValueOutput
+from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.schedule import Schedule
 from verl.training.settings import Head

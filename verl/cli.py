@@ -16,8 +16,6 @@ import verl
 from verl.errors import VerlError
 from verl.redaction import redact, remember_arguments
 
-__all__ = ["main"]
-
 FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-__all__ = ["load_function"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -16,19 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = [
-    "CheckpointError",
-    "ConfigError",
-    "DataError",
-    "EngineError",
-    "ProcessLostError",
-    "RewardError",
-    "TrainerLostError",
-    "VerlError",
-    "WeightSyncError",
-    "WorkerTimeoutError",
-]
-
 
 class VerlError(Exception):
     """Base class of all errors that verl raises on purpose."""

@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-__all__ = ["MODEL_ATTENTION", "PICKLED", "attention_for", "local_path", "model_problems"]
-
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 CODE = ("attn_implementation", "_attn_implementation", "experts_implementation", "_experts_implementation")
 """Names of functions; with a slash they name a repository whose code would be downloaded and run."""

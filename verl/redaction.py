@@ -13,8 +13,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 from urllib.parse import quote, unquote
 
-__all__ = ["HIDDEN", "is_secret_name", "redact", "redact_settings", "remember", "remember_arguments"]
-
 HIDDEN = "***"
 
 _MIN_LENGTH, _MAX_WORD_LENGTH = 6, 11

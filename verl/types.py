@@ -13,18 +13,6 @@ if TYPE_CHECKING:  # reward workers import these records too, and start faster w
     import numpy as np
     import numpy.typing as npt
 
-__all__ = [
-    "Completion",
-    "Failed",
-    "FailureKind",
-    "Prompt",
-    "Sample",
-    "SampleHandle",
-    "SamplePreview",
-    "SamplingParams",
-    "Scored",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Prompt:

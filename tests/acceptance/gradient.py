@@ -35,12 +35,11 @@ from transformers.utils.logging import disable_progress_bar
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions
-from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
+from verl.algorithms.objective import ModelOutput, OutcomeObjective, PolicyObjective, ValueObjective, ValueOutput
 from verl.algorithms.prepass import PREPASSES
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
-from verl.training.engine import ModelOutput, ValueOutput
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.policy import PolicyTrainer
 from verl.training.process_group import init_process_group

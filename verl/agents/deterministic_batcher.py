@@ -10,8 +10,6 @@ from typing import TypeVar
 from verl.agents.episode import Generate
 from verl.types import Completion, SamplingParams
 
-__all__ = ["DeterministicBatcher", "GenerateAll", "resolve_futures"]
-
 T = TypeVar("T")
 
 Request = tuple[Sequence[int], SamplingParams]

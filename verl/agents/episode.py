@@ -9,8 +9,6 @@ import numpy as np
 
 from verl.types import Completion, Prompt, Sample, SamplingParams
 
-__all__ = ["Episode", "Generate", "Transcript", "single_turn"]
-
 Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 
 

@@ -14,8 +14,6 @@ from verl.agents.scoring import EpisodeScorer
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Failed, Prompt, Sample, SamplingParams
 
-__all__ = ["EpisodeRunner"]
-
 
 class EpisodeRunner:
     """Turns prompts into scored samples."""

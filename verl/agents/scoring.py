@@ -12,8 +12,6 @@ from verl.rewards.models.tokenization import EncodeConversation
 from verl.rewards.result import RewardInput, make_failure
 from verl.types import Failed, Prompt, Scored
 
-__all__ = ["EpisodeScorer", "score_by_function", "score_by_model", "weighted_sum"]
-
 EpisodeScorer = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
 """(prompt, transcript, response as text) -> its score, or why there is none."""
 

@@ -15,8 +15,6 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import EstimatorOptions
 
-__all__ = ["ESTIMATORS", "AdvantageInputs", "Estimator", "explained_variance", "return_to_go", "whiten"]
-
 EPS = 1e-6
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["MODES", "Totals", "aggregate", "count_totals", "segment_ids", "segment_sum"]
-
 MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 
 

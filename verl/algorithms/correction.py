@@ -13,8 +13,6 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import Correction
 
-__all__ = ["importance_weights", "mismatch_metrics", "mismatch_moments", "rejection_mask"]
-
 Gather = Callable[[Tensor], Tensor]
 MAX_LOG_RATIO = 20.0
 

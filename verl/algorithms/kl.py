@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from torch import Tensor
 
-__all__ = ["EXACT", "KINDS", "kl_penalty"]
-
 EXACT = "full"
 """The name of the exact KL, summed over the whole vocabulary."""
 

@@ -17,8 +17,6 @@ from torch import Tensor
 from verl.algorithms.aggregate import segment_ids, segment_sum
 from verl.algorithms.settings import LossOptions
 
-__all__ = ["LOSSES", "PER_SEQUENCE", "LossFunction", "LossInputs", "LossOptions", "PolicyLoss", "value_loss"]
-
 MAX_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
 

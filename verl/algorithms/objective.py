@@ -17,16 +17,6 @@ from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss, value_loss
 from verl.custom_functions import load_function
 
-__all__ = [
-    "ModelOutput",
-    "OutcomeObjective",
-    "PolicyObjective",
-    "ValueObjective",
-    "ValueOutput",
-    "make_loss_inputs",
-    "sft",
-]
-
 
 class ModelOutput(NamedTuple):
     """The result of a policy's forward pass, aligned with the tokens of its batch and 0 where the mask is False.

@@ -18,8 +18,6 @@ from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LossInputs, LossOptions
 
-__all__ = ["PREPASSES", "Prepass", "PrepassResult", "covariance", "pairs", "token_noise"]
-
 
 @dataclass(frozen=True, slots=True)
 class PrepassResult:

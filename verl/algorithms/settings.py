@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-__all__ = ["AlgorithmSettings", "Correction", "EstimatorOptions", "KlController", "LossOptions"]
-
 
 @dataclass(frozen=True, slots=True)
 class EstimatorOptions:

@@ -21,8 +21,6 @@ from verl.algorithms.advantages import AdvantageInputs, Estimator
 from verl.algorithms.aggregate import segment_ids
 from verl.algorithms.losses import LossFunction, LossInputs, LossOptions, PolicyLoss
 
-__all__ = ["check_estimator", "check_loss", "run_on_ranks"]
-
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 Record = TypeVar("Record", AdvantageInputs, LossInputs)

@@ -14,19 +14,6 @@ from torch import Tensor
 from verl.checkpoint.shards import read_values
 from verl.errors import CheckpointError
 
-__all__ = [
-    "CONFIG",
-    "WEIGHTS",
-    "SavedAdapter",
-    "adapter_config",
-    "is_adapter",
-    "merge_adapter",
-    "original_name",
-    "peft_name",
-    "read_saved_adapter",
-    "write_adapter",
-]
-
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"  # of the only adapter of a model; not part of the names in files
 BASE = ".base_layer."

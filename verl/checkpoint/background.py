@@ -17,8 +17,6 @@ from verl.checkpoint.files import FileChecksum
 from verl.checkpoint.manifest import CheckpointDir, map_os_errors
 from verl.checkpoint.save import save
 
-__all__ = ["BackgroundWriter", "Finisher"]
-
 Finisher = Callable[[Path], Mapping[str, FileChecksum]]
 """Adds files to a checkpoint whose shards are written: its directory -> checksums, by path inside it."""
 

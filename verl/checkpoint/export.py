@@ -22,8 +22,6 @@ from verl.checkpoint.files import FileChecksum, compute_checksum, sync_directory
 from verl.checkpoint.shards import read_index, read_tensors
 from verl.errors import CheckpointError
 
-__all__ = ["BaseWeights", "compare_weights", "export_weights", "iter_checkpoint_weights"]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 FILE_BYTES = 4 * 1024**3

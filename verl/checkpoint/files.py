@@ -9,16 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = [
-    "ChecksummedFile",
-    "FileChecksum",
-    "compute_checksum",
-    "make_directory",
-    "replace",
-    "sync_directory",
-    "write",
-]
-
 BLOCK = 4 * 1024 * 1024
 
 

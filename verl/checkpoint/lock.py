@@ -13,8 +13,6 @@ from pathlib import Path
 
 from verl.errors import CheckpointError
 
-__all__ = ["run_lock"]
-
 LOCK = ".run.lock"
 POLL_S = 1.0
 LOCAL_TIMEOUT_S = 10.0

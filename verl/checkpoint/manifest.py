@@ -31,8 +31,6 @@ from verl.checkpoint.files import (
 )
 from verl.errors import CheckpointError
 
-__all__ = ["CheckpointDir", "find_corruption", "map_os_errors"]
-
 PREFIX = "global_step_"
 TRAINER = "trainer.json"
 MANIFEST = "ckpt_contents.json"

@@ -29,8 +29,6 @@ from verl.checkpoint.shards import (
 )
 from verl.errors import CheckpointError, VerlError
 
-__all__ = ["load", "save"]
-
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 

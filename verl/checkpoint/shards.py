@@ -27,20 +27,6 @@ from torch import Tensor
 from verl.checkpoint.files import ChecksummedFile, FileChecksum, write
 from verl.errors import CheckpointError
 
-__all__ = [
-    "METADATA",
-    "Part",
-    "ShardFiles",
-    "ShardIndex",
-    "TensorEntry",
-    "read_index",
-    "read_tensors",
-    "read_values",
-    "shard_name",
-    "write_index",
-    "write_shard",
-]
-
 METADATA = "metadata.json"
 FORMAT = 3
 SHARD = re.compile(r"shard-\d{5,}-of-\d{5,}\.safetensors")

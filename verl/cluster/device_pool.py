@@ -12,8 +12,6 @@ from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, track_ca
 from verl.cluster.session import require_resource
 from verl.errors import EngineError
 
-__all__ = ["DevicePool", "PlacementPool"]
-
 _UNLIMITED_CONCURRENCY = 100_000
 
 

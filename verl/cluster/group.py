@@ -13,8 +13,6 @@ from verl.cluster.hangs import CallTarget, Deadline, Progress, format_report_hin
 from verl.cluster.hangs.pending_calls import PendingCall
 from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
-__all__ = ["ActorGroup", "await_reply", "get_objects"]
-
 DEATH_DETECTION_S = 30.0  # upper bound
 
 

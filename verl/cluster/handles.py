@@ -9,8 +9,6 @@ import ray
 
 from verl.cluster.local import LocalActor, LocalRef
 
-__all__ = ["get_all", "get_node_address", "kill_actor", "put"]
-
 
 def put(value: Any) -> Any:
     """Put a value into the object store and return its reference."""

@@ -10,8 +10,6 @@ import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
-__all__ = ["LocalActor", "LocalPool", "LocalRef", "detect_local_device"]
-
 
 class LocalRef:
     """A reference: the value itself, or the exception that was raised instead."""

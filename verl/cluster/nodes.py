@@ -10,8 +10,6 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-__all__ = ["count_live_devices"]
-
 
 async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0, reply_s: float = 20.0) -> int:
     """Return the number of devices on responding nodes: once there are `wanted`, or after `timeout_s`.

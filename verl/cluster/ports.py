@@ -6,8 +6,6 @@ import contextlib
 import random
 import socket
 
-__all__ = ["free_port"]
-
 _PORTS = range(20_000, 32_000)
 """Below the ephemeral ports, which the system could hand out before the server listens."""
 

@@ -8,8 +8,6 @@ from ray._private import ray_constants
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
 
-__all__ = ["allow_loopback", "get_address_file", "load_auth_token"]
-
 
 def get_address_file() -> Path:
     """Return the file in which `ray start` stores the address of this machine's cluster.

@@ -10,8 +10,6 @@ from verl.cluster.handles import kill_actor
 from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, Progress, register_actor, track_call
 from verl.errors import ProcessLostError
 
-__all__ = ["RemoteActor"]
-
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
 
 

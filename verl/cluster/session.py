@@ -21,8 +21,6 @@ import ray
 from verl.cluster.ray_private import allow_loopback, get_address_file, load_auth_token
 from verl.errors import EngineError
 
-__all__ = ["connect", "detect_device", "disconnect", "require_resource", "write_timeline"]
-
 START_ATTEMPTS = 2
 TERMINATED = 128 + signal.SIGTERM
 _PROBE_S = 5.0

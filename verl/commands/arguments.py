@@ -7,8 +7,6 @@ from typing import NoReturn
 
 from verl.errors import VerlError
 
-__all__ = ["SETTINGS_HELP", "ArgumentParser"]
-
 SETTINGS_HELP = """\
 settings:
   key=value               set a setting; `verl config` lists all settings, `verl config KEY` explains one

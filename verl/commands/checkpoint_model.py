@@ -26,8 +26,6 @@ from verl.training.model_files import (
     weight_format,
 )
 
-__all__ = ["CheckpointModel"]
-
 SAMPLE_TOKENS = 16
 WEIGHT_FILES = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".pkl")
 

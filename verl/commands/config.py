@@ -7,13 +7,12 @@ from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
 from verl.config.batch_sizes import derive_sft_sizes, derive_sizes, render_sizes
-from verl.config.load import load, load_sft, split_arguments
+from verl.config.command_line import split_arguments
+from verl.config.load import load, load_sft
 from verl.config.render import describe, render
 from verl.config.run_types import SFT, TRAIN
 from verl.config.schema import SftConfig
 from verl.redaction import redact
-
-__all__ = ["HELP", "main"]
 
 HELP = f"""\
 usage: verl config [--sft] [settings]

@@ -9,12 +9,11 @@ from functools import partial
 from typing import Any
 
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
-from verl.config.load import load, load_sft, split_arguments
+from verl.config.command_line import split_arguments
+from verl.config.load import load, load_sft
 from verl.config.schema import MISSING, SftConfig
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
-
-__all__ = ["HELP", "main", "read_arguments"]
 
 HELP = f"""\
 usage: verl data FILE... [--sft] [--row N] [--head N] [--limit N] [settings]

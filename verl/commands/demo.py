@@ -11,8 +11,6 @@ from verl.config.load import LoadedConfig
 from verl.demo.run import load_settings, run_demo
 from verl.tracking.console import Console
 
-__all__ = ["HELP", "main", "read_arguments"]
-
 HELP = f"""\
 usage: verl demo [--dir DIR] [--steps N] [settings]
 

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
-from verl.config.load import load_for_generation, split_arguments
+from verl.config.command_line import split_arguments
+from verl.config.load import load_for_generation
 from verl.config.schema.root import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
     from verl.trainer.statistics import Estimate, ScoredResponses
-
-__all__ = ["HELP", "main", "read_arguments"]
 
 HELP = f"""\
 usage: verl eval FILE... [options] [settings]

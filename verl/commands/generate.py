@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
-from verl.config.load import LoadedConfig, load_for_generation, split_arguments
+from verl.config.command_line import split_arguments
+from verl.config.load import LoadedConfig, load_for_generation
 from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
     from verl.types import Completion, SamplingParams
-
-__all__ = ["HELP", "main", "read_arguments"]
 
 HELP = f"""\
 usage: verl generate FILE... --output RESPONSES.parquet [settings]

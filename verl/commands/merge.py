@@ -17,8 +17,6 @@ from verl.errors import CheckpointError, VerlError
 if TYPE_CHECKING:
     from verl.commands.checkpoint_model import CheckpointModel
 
-__all__ = ["HELP", "main"]
-
 HELP = """\
 usage: verl merge --local_dir DIR --target_dir DIR [options]
        python -m verl.model_merger merge --backend fsdp --local_dir DIR --target_dir DIR [options]

@@ -18,8 +18,6 @@ from verl.redaction import redact
 if TYPE_CHECKING:
     from verl.data.dataset import PromptDataset
 
-__all__ = ["RESPONSE_COLUMNS", "PartFiles", "ResponseTable"]
-
 RESPONSE_COLUMNS = {
     "responses": pa.list_(pa.string()),
     "finish_reasons": pa.list_(pa.string()),

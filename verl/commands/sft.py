@@ -10,8 +10,6 @@ from verl.config.load import load_sft
 from verl.config.schema import SftConfig
 from verl.tracking.console import Console
 
-__all__ = ["HELP", "main"]
-
 HELP = f"""\
 usage: verl sft [settings]
 

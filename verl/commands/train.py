@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from verl.commands.arguments import SETTINGS_HELP
 from verl.config.load import load
 
-__all__ = ["HELP", "main"]
-
 HELP = f"""\
 usage: verl train [settings]
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.features import is_custom_function, uses_critic, uses_preferences
+from verl.config.features import uses_critic, uses_preferences
 from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem
 from verl.config.schema import Config
-
-__all__ = ["find_conflicts", "find_hints"]
+from verl.config.schema.rules import is_custom_function
 
 _LOSS = f"{ACTOR}.policy_loss"
 _KL = "algorithm.kl_ctrl"

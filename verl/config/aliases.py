@@ -9,18 +9,6 @@ from typing import Any, NamedTuple
 
 from verl.config.paths import Path, Tree, format_value, iter_leaves, join_path, set_path
 
-__all__ = [
-    "KEYS",
-    "SFT_ALIASES",
-    "TRAIN_ALIASES",
-    "VALUES",
-    "Aliases",
-    "canonicalize",
-    "canonicalize_tree",
-    "list_section_aliases",
-    "resolve_alias",
-]
-
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 _PEFT = f"{_ACTOR}.peft"
 

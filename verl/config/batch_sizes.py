@@ -7,24 +7,6 @@ from dataclasses import dataclass
 from verl.config.features import uses_critic
 from verl.config.schema import Config, SftConfig
 
-__all__ = [
-    "BatchSizes",
-    "Size",
-    "count_critic_optimizer_steps",
-    "count_engines",
-    "count_optimizer_steps",
-    "count_policy_steps",
-    "count_total_steps",
-    "count_train_ranks",
-    "derive_sft_sizes",
-    "derive_sizes",
-    "explain_ranks",
-    "get_actor_batch_sizes",
-    "get_critic_batch_sizes",
-    "get_max_sequence_tokens",
-    "render_sizes",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Size:

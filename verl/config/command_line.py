@@ -17,17 +17,6 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:  # importing Hydra and OmegaConf takes a third of a second
     from hydra.core.override_parser.types import Override
 
-__all__ = [
-    "SweepPoint",
-    "compose_yaml",
-    "expand_sweeps",
-    "find_yaml",
-    "format_error",
-    "parse_options",
-    "parse_overrides",
-    "split_arguments",
-]
-
 _CONFIG_PATH = ("--config-path", "-cp", "--config-dir", "-cd")
 _CONFIG_NAME = ("--config-name", "-cn")
 

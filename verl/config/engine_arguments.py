@@ -12,8 +12,6 @@ from pathlib import Path
 from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem
 from verl.config.schema import Config
 
-__all__ = ["check_engine_arguments", "list_vllm_arguments"]
-
 _KEY = f"{ROLLOUT}.engine_kwargs.vllm"
 _MODEL = "actor_rollout_ref.model"
 _SETTINGS = {

@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import CheckpointConfig, PeftConfig
-from verl.config.schema.rules import is_custom_function
-
-__all__ = [
-    "get_checkpoint_settings",
-    "is_custom_function",
-    "list_adapters",
-    "may_score_code",
-    "prime_shares_reference",
-    "saves_hf",
-    "syncs_adapter_only",
-    "uses_critic",
-    "uses_policy_as_reference",
-    "uses_preferences",
-    "uses_reference",
-    "uses_reward_function",
-]
 
 
 def uses_reward_function(config: Config) -> bool:

@@ -20,8 +20,6 @@ from verl.config.paths import format_value, get_path
 from verl.config.problems import ACTOR, REF, ConfigProblem, get_value, is_overridden
 from verl.config.schema import Config, OnlyIf, Section, Setting, SftConfig, collect_settings
 
-__all__ = ["find_ignored_settings", "find_unmet_condition"]
-
 _SCORER = ("reward.custom_reward_function.path", "reward.functions")
 _MODEL = "reward.reward_model.enable"
 

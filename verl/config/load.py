@@ -25,7 +25,6 @@ from verl.config.command_line import (
     format_error,
     parse_options,
     parse_overrides,
-    split_arguments,
 )
 from verl.config.paths import (
     Path,
@@ -48,9 +47,6 @@ from verl.redaction import remember
 
 if TYPE_CHECKING:  # importing Hydra takes a third of a second
     from hydra.core.override_parser.types import Override
-
-__all__ = ["LoadedConfig", "load", "load_dict", "load_for_generation", "load_sft", "load_yaml", "split_arguments"]
-
 
 C = TypeVar("C", bound=Section)
 

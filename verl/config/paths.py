@@ -8,19 +8,6 @@ from typing import Any
 
 from verl.config.schema import Config, Section, Setting, collect_settings
 
-__all__ = [
-    "Path",
-    "Tree",
-    "delete_path",
-    "find_setting",
-    "format_value",
-    "get_path",
-    "iter_leaves",
-    "join_path",
-    "set_path",
-    "suggest_key",
-]
-
 Path = tuple[str, ...]
 Tree = dict[str, Any]
 

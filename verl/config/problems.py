@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from verl.config.paths import get_path
 from verl.config.schema import Section, collect_settings
 
-__all__ = ["ACTOR", "REF", "ROLLOUT", "ConfigProblem", "get_value", "is_overridden"]
-
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"

@@ -10,8 +10,6 @@ from verl.config.render import describe_type, document
 from verl.config.run_types import SFT, TRAIN, AnyRunType
 from verl.config.schema import Setting, collect_settings
 
-__all__ = ["render_reference"]
-
 _HEAD = """\
 # Settings
 

@@ -13,8 +13,6 @@ from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import redact_settings
 
-__all__ = ["describe", "describe_type", "document", "render"]
-
 _COLUMN = 52
 """Column of the comments."""
 

@@ -12,8 +12,6 @@ from verl.config.paths import format_value
 from verl.config.problems import ROLLOUT, ConfigProblem, get_value, is_overridden
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
 
-__all__ = ["find_missing", "find_unsupported"]
-
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
 _LOGGER_PACKAGES = ("tensorboard", "wandb")  # other loggers need none

@@ -11,8 +11,6 @@ from verl.config.aliases import SFT_ALIASES, TRAIN_ALIASES, Aliases
 from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
 
-__all__ = ["GENERATE", "RUN_TYPES", "SFT", "TRAIN", "AnyRunType", "RunType"]
-
 C = TypeVar("C", bound=Section)
 Check = Callable[[C], Iterator[ConfigProblem]]
 

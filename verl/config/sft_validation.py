@@ -10,8 +10,6 @@ from verl.config.problems import ConfigProblem
 from verl.config.schema import SftConfig
 from verl.config.validation import check_warmup, find_run_conflicts
 
-__all__ = ["find_conflicts", "find_hints"]
-
 
 def find_conflicts(config: SftConfig) -> Iterator[ConfigProblem]:
     """Yield settings that cannot work together."""

@@ -29,15 +29,6 @@ from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem, get_value, is_ov
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import OptimConfig
 
-__all__ = [
-    "check_warmup",
-    "find_conflicts",
-    "find_generation_conflicts",
-    "find_generation_hints",
-    "find_hints",
-    "find_run_conflicts",
-]
-
 _VAL = f"{ROLLOUT}.val_kwargs"
 _STEP_SIZES = (
     *(f"{section}.{name}" for section in (ACTOR, "critic") for name in ("ppo_mini_batch_size", "ppo_epochs")),

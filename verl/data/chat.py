@@ -15,20 +15,6 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = [
-    "TRUNCATIONS",
-    "PromptError",
-    "chat_template_hint",
-    "encode",
-    "encode_prompts",
-    "has_text_vocabulary",
-    "load_tokenizer",
-    "read_prompt",
-    "render",
-    "truncate",
-    "without_gaps",
-]
-
 TRUNCATIONS = ("error", "left", "right", "middle")
 
 

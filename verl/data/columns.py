@@ -11,8 +11,6 @@ from typing import Any
 
 from verl.errors import DataError
 
-__all__ = ["TRUTHS", "extract_reward_fields", "resolve_data_source"]
-
 TRUTHS = ("ground_truth", "answer")
 """Columns of the ground truth if `reward_model` has none; the first that exists is used."""
 

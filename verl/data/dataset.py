@@ -26,8 +26,6 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataReport", "PromptDataset", "PromptOptions"]
-
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
 SAMPLE = 64  # rows of a streamed data set that are checked before a run

@@ -24,19 +24,6 @@ import pyarrow.parquet as pq
 
 from verl.errors import DataError
 
-__all__ = [
-    "BlockCache",
-    "ColumnChunk",
-    "Columns",
-    "JsonlRows",
-    "ParquetRows",
-    "Rows",
-    "find_files",
-    "open_rows",
-    "suggest_path",
-    "to_python",
-]
-
 READ_AT_ONCE = 1024  # rows converted to Python objects at a time by a pass over a column
 CACHED_BYTES = 256 * 2**20  # decoded blocks, over all files of a data set
 BLOCK_ROWS = 4096  # a streamed row group of at least twice this many rows is split

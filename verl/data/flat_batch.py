@@ -12,8 +12,6 @@ from torch import Tensor
 
 from verl.types import Sample
 
-__all__ = ["FlatBatch"]
-
 
 @dataclass(slots=True)
 class FlatBatch:

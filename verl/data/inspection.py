@@ -25,8 +25,6 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["DataFiles", "DataProblem", "InspectionReport", "RowPreview"]
-
 
 @dataclass(frozen=True, slots=True)
 class DataProblem:

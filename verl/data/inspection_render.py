@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from verl.data.dataset import DataReport
     from verl.data.files import Rows
 
-__all__ = ["bars", "bins", "show_examples", "show_report", "show_rows"]
-
 _WIDTH = 72
 _BAR = 36
 _EIGHTHS = " ▏▎▍▌▋▊▉█"

@@ -34,8 +34,6 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["LengthCache", "LengthMeasurer", "TokenCounter", "measure_lengths"]
-
 Lengths = npt.NDArray[np.int32]
 ROWS_FOR_A_PROCESS = 50_000  # fewer are measured faster than a process starts
 ROWS_TO_KEEP = 10_000  # fewer are not worth caching

@@ -11,8 +11,6 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-__all__ = ["balance", "chunk", "longer_than", "pack", "pack_into"]
-
 
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return as few pieces as best-fit decreasing finds, none with more than `budget` tokens.

@@ -18,8 +18,6 @@ import numpy.typing as npt
 from verl.data.packing import balance, chunk, longer_than, pack, pack_into
 from verl.types import SampleHandle
 
-__all__ = ["MicroBatchLimit", "Plan", "Planner", "RaggedIndices", "RankPlan", "UpdateSizes", "Updates"]
-
 Ints = npt.NDArray[np.int32]
 
 

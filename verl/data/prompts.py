@@ -11,8 +11,6 @@ from typing import Any
 
 from verl.errors import DataError
 
-__all__ = ["Prompts", "iter_rows", "write_rows"]
-
 Prompts = str | Path | Iterable[Any]
 """The path of a file; or an iterable of texts, conversations (lists of messages), rows with a "prompt", or batches of
 these as a DataLoader yields them; or a table or dict of columns."""

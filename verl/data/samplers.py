@@ -19,17 +19,6 @@ import numpy.typing as npt
 
 from verl.errors import DataError
 
-__all__ = [
-    "BufferedShuffleSampler",
-    "CurriculumSampler",
-    "CustomSampler",
-    "Sampler",
-    "SamplerFunction",
-    "SequentialSampler",
-    "ShuffledSampler",
-    "WeightedSampler",
-]
-
 MAX_ROUND = 10_000  # draws within which the sources have exactly their weights
 
 

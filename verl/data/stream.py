@@ -12,8 +12,6 @@ from typing import Any
 from verl.data.samplers import Sampler
 from verl.errors import DataError
 
-__all__ = ["PromptStream"]
-
 
 class PromptStream:
     """Yields (position, row) for positions 0, 1, 2, ... without end.

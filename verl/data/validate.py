@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from verl.data.files import Rows, find_files, open_rows
 from verl.errors import DataError
 
-__all__ = ["PathLike", "describe_missing_column", "find_data_warnings", "find_file_problems", "list_entries"]
-
 PathLike = str | os.PathLike[str]
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
 LIKELY = {

@@ -22,15 +22,6 @@ from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from verl.demo.folder import Assets
 
-__all__ = [
-    "make_assets",
-    "make_model",
-    "make_tokenizer",
-    "read_problems",
-    "split_problems",
-    "write_weights",
-]
-
 _HELD_OUT = 512
 
 

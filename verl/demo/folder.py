@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["RESPONSE_LENGTH", "Assets"]
-
 RESPONSE_LENGTH = 4
 """Three digits and the end token."""
 

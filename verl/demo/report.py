@@ -9,8 +9,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Example", "read_metrics", "render_curve", "render_report"]
-
 _BARS = "▁▂▃▄▅▆▇█"
 
 

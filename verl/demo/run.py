@@ -19,8 +19,6 @@ from verl.weights.sync import Source
 if TYPE_CHECKING:  # torch and transformers are imported in a thread, while Ray starts
     import torch
 
-__all__ = ["demo_settings", "load_settings", "run_demo"]
-
 
 def load_settings(folder: Path, steps: int, overrides: Sequence[str]) -> LoadedConfig:
     """Return the settings of the demo's run, with the user's overrides."""

@@ -29,8 +29,6 @@ from verl.sft.model import SFTModel
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.process_group import close_process_group, init_process_group
 
-__all__ = ["WarmUp", "encode", "generate_greedy", "measure_accuracy", "warm_up"]
-
 _BATCH = 128
 _MEASURE_BELOW_LOSS = 0.6  # above it, accuracy is below 0.2
 _MEASURE_EVERY = 5

@@ -17,8 +17,6 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards.result import require_number
 
-__all__ = ["add_weighted", "clip_score", "combine", "is_async"]
-
 Scorer = Callable[..., Any]
 LoadFunction = Callable[[str | None, str, Mapping[str, Any]], Scorer]
 

@@ -9,8 +9,6 @@ from verl.errors import RewardError
 from verl.rewards.result import RewardResult
 from verl.types import Failed, FailureKind, SampleHandle, Scored
 
-__all__ = ["FailureTracker"]
-
 
 class FailureTracker:
     """Counts the failures of a step, and stops the run when their share exceeds the limit.

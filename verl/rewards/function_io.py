@@ -13,8 +13,6 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["adapt_by_name", "pack_function", "unpack_function"]
-
 Scorer = Callable[..., Any]
 
 PARAMETERS = ("prompt", "response", "ground_truth", "data_source", "extra_info")

@@ -7,8 +7,6 @@ from verl.config.schema.root import Config
 from verl.rewards.reward_function import describe_scorer
 from verl.rewards.settings import RewardFunctionSettings
 
-__all__ = ["resolve_scorer"]
-
 
 def resolve_scorer(config: Config, data_source: str) -> str | None:
     """Return the name of what scores these rows, for messages; None if nothing does. Loads nothing.

@@ -9,19 +9,6 @@ from typing import Any, NamedTuple
 
 from verl.types import Failed, FailureKind, Scored
 
-__all__ = [
-    "Failed",
-    "FailureKind",
-    "RewardInput",
-    "RewardResult",
-    "Scored",
-    "format_timeout",
-    "make_failure",
-    "parse_result",
-    "require_number",
-    "truncate",
-]
-
 _MAX_METRICS = 256
 _MAX_MESSAGE_CHARS = 6000
 

@@ -30,15 +30,6 @@ from verl.rewards.function_io import adapt_by_name, unpack_function
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, make_failure, parse_result, truncate
 from verl.rewards.settings import RewardFunctionSettings
 
-__all__ = [
-    "BUILTIN_SCORERS",
-    "RewardFunction",
-    "describe_scorer",
-    "explain_no_scorer",
-    "has_builtin_scorer",
-    "load_reward",
-]
-
 Scorer = Callable[..., Any]
 
 _MODULES = {

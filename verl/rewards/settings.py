@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["RewardFunctionSettings", "RewardPoolSettings"]
-
 
 @dataclass(frozen=True, slots=True)
 class RewardFunctionSettings:

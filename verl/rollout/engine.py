@@ -10,8 +10,6 @@ from verl.types import Completion, SamplingParams
 if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
     from verl.weights.bucket import WeightBucket
 
-__all__ = ["RolloutEngine"]
-
 
 class RolloutEngine(Protocol):
     """A model that generates. Token ids in, token ids out; text never crosses this interface."""

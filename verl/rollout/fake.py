@@ -10,8 +10,6 @@ import numpy as np
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket
 
-__all__ = ["FakeRolloutEngine"]
-
 
 class FakeRolloutEngine:
     """Draws tokens uniformly from `vocabulary`, each taking `seconds_per_token`; greedy decoding repeats token 0.

@@ -16,8 +16,6 @@ from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket, unpack
 from verl.weights.hf_names import load_hf, to_hf
 
-__all__ = ["HfEngine"]
-
 
 class HfEngine:
     """Runs one request at a time, so that a response depends on its own prompt and seed only."""

@@ -14,8 +14,6 @@ from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rollout.supervisor import EngineState, with_timeout
 from verl.types import Completion, SamplingParams
 
-__all__ = ["EnginePool", "PoisonRequestError", "PooledEngine", "Replica", "ReplicaHandle", "ReplicaPool", "Request"]
-
 T = TypeVar("T")
 M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]

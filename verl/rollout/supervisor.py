@@ -11,8 +11,6 @@ from typing import Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, TrainerLostError
 
-__all__ = ["EngineEvent", "EngineState", "EngineSupervisor", "SupervisedEngine", "with_timeout"]
-
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 

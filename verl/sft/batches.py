@@ -20,8 +20,6 @@ from verl.data.validate import PathLike, describe_missing_column, list_entries
 from verl.errors import DataError
 from verl.sft.examples import Example, ExampleReader
 
-__all__ = ["ExampleDataset", "RankBatch", "split_batch"]
-
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
 

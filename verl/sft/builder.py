@@ -35,8 +35,6 @@ from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.workers.base import RankSettings
 
-__all__ = ["SFTBuilder", "build_schedule", "build_sft_trainer"]
-
 
 @asynccontextmanager
 async def build_sft_trainer(

@@ -22,8 +22,6 @@ from verl.trainer.run_data import (
 )
 from verl.training.families import family_note
 
-__all__ = ["SFTData", "SFTDataLoader", "StepBatch", "ValidationLoader", "check_sft_files", "read_sft_data"]
-
 SplitBatch = Callable[[Sequence[Example]], list[RankBatch]]
 """A batch -> the part of every rank."""
 

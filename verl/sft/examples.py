@@ -25,8 +25,6 @@ from verl.errors import DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["Example", "ExampleReader", "conversation_example", "find_missing_header", "pair_example"]
-
 RESPONSE_ROLE = "assistant"
 """The role whose messages are trained."""
 

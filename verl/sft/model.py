@@ -9,13 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.algorithms.objective import sft
+from verl.algorithms.objective import ModelOutput, sft
 from verl.data.flat_batch import FlatBatch
 from verl.sft.batches import RankBatch
 from verl.training.contents import select_contents
-from verl.training.engine import ModelOutput, TrainEngine
-
-__all__ = ["SFTModel"]
+from verl.training.engine import TrainEngine
 
 
 class SFTModel:

@@ -10,8 +10,6 @@ from verl.sft.data import SFTDataLoader, ValidationLoader
 from verl.tracking.metrics import Metrics, resident_gib, timer
 from verl.trainer.train_loop import Validation
 
-__all__ = ["SFTTrainer", "TrainedModel"]
-
 
 class TrainedModel(Protocol):
     """The trained model over all ranks."""

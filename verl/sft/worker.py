@@ -9,8 +9,6 @@ from verl.tracking.metrics import resident_gib
 from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 from verl.workers.out_of_memory import explain_out_of_memory
 
-__all__ = ["SFTWorker", "SFTWorkerGroup"]
-
 
 class SFTWorker(BaseTrainWorker):
     """The actor of one rank."""

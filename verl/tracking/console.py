@@ -15,8 +15,6 @@ from rich.text import Text
 
 from verl.redaction import redact
 
-__all__ = ["Console", "duration"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Column:

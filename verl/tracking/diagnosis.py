@@ -6,8 +6,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-__all__ = ["Diagnosis", "diagnose", "explain_all_zero", "is_uniform"]
-
 Numbers = Mapping[str, float]
 
 _SMOOTHING = 0.2  # weight of a step in the running mean that validations are compared with

@@ -22,8 +22,6 @@ from contextlib import contextmanager
 
 import psutil
 
-__all__ = ["Metrics", "resident_gib", "timer"]
-
 
 class Metrics(dict[str, float]):
     """A dict of floats that can be merged.

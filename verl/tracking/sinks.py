@@ -17,18 +17,6 @@ from verl.errors import ConfigError
 from verl.redaction import redact_settings
 from verl.tracking.console import Console
 
-__all__ = [
-    "ConsoleSink",
-    "JsonlSink",
-    "NullSink",
-    "RunInfo",
-    "Sink",
-    "Sinks",
-    "TensorboardSink",
-    "WandbSink",
-    "open_sinks",
-]
-
 
 class Sink(Protocol):
     """A metric logger. Validation metrics of a step may come in a separate call."""

@@ -28,8 +28,6 @@ from verl.workers.inputs import check_model, find_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig"]
-
 T = TypeVar("T")
 Reward = Callable[..., Any]
 

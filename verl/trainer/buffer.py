@@ -13,8 +13,6 @@ from verl.data.stream import PromptStream
 from verl.errors import ConfigError, DataError, RewardError, WeightSyncError
 from verl.types import SampleHandle
 
-__all__ = ["EpisodeBuffer", "differs"]
-
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
 """(position in the data stream, row of the data) -> the finished samples of that prompt; None: it is dropped."""
 

@@ -15,8 +15,6 @@ from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, format_r
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 
-__all__ = ["Checkpointer", "SavedPolicy", "find_checkpoint"]
-
 T = TypeVar("T")
 Verify = Callable[[str], Awaitable[list[str]]]
 """The directory of a checkpoint -> what is wrong with its files."""

@@ -13,8 +13,6 @@ from verl.tracking.diagnosis import explain_all_zero
 from verl.trainer.statistics import pass_at_k
 from verl.types import Failed, SampleHandle
 
-__all__ = ["Evaluator"]
-
 PASS_SCORE = 0.5
 """The lowest score of a correct response."""
 

@@ -18,8 +18,6 @@ from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop, TrainTask
 
-__all__ = ["run", "run_all", "train", "with_sweep_folder"]
-
 C = TypeVar("C", Config, SftConfig)
 Build: TypeAlias = Callable[[C, RestartTracker], AbstractAsyncContextManager[TrainLoop[TrainTask]]]
 

@@ -8,8 +8,6 @@ from verl.config.features import uses_critic
 from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.root import Config
 
-__all__ = ["format_memory_advice", "list_offload_settings", "rl_memory_advice"]
-
 
 def rl_memory_advice(config: Config) -> str:
     model, actor, rollout = (

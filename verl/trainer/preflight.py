@@ -19,8 +19,6 @@ from verl.trainer.prompt_sampler import load_sampler
 from verl.trainer.worker_settings import reward_pool_settings
 from verl.training.families import family_problems
 
-__all__ = ["check_files", "check_reward", "check_rl_run", "data_splits", "find_model_problems", "raise_problems"]
-
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
 

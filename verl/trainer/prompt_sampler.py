@@ -17,8 +17,6 @@ from verl.data.samplers import (
 )
 from verl.errors import ConfigError, DataError
 
-__all__ = ["build_sampler", "load_sampler"]
-
 
 def load_sampler(name: str) -> SamplerFunction:
     """Load the function that data.sampler names."""

@@ -10,8 +10,6 @@ from verl.errors import ProcessLostError
 from verl.rollout.supervisor import EngineEvent, EngineState
 from verl.tracking.console import Console
 
-__all__ = ["RestartTracker", "resume_from_own"]
-
 C = TypeVar("C", Config, SftConfig)
 
 

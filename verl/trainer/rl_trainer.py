@@ -15,8 +15,6 @@ from verl.trainer.evaluator import Evaluator
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
 
-__all__ = ["Episodes", "Policy", "RLTrainer"]
-
 
 class Policy(Protocol):
     """The trained model over all ranks."""

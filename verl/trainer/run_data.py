@@ -27,15 +27,6 @@ from verl.workers.episodes import DatasetSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-__all__ = [
-    "RunData",
-    "check_length",
-    "find_stop_tokens",
-    "length_cache_dir",
-    "open_tokenizer",
-    "read_data",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class RunData:

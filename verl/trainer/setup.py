@@ -30,18 +30,6 @@ from verl.trainer.train_loop import LoopSchedule
 from verl.trainer.worker_settings import deadlines
 from verl.workers.base import RankGroup
 
-__all__ = [
-    "Runtime",
-    "WithRunInfo",
-    "build_checkpointer",
-    "device_hints",
-    "open_tracker",
-    "resolve_path",
-    "resume",
-    "start_runtime",
-    "with_changes",
-]
-
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)
 

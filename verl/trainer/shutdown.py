@@ -11,8 +11,6 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-__all__ = ["OUT_OF_TIME", "TERMINATED", "StopController"]
-
 TERMINATED = 128 + signal.SIGTERM
 OUT_OF_TIME = os.EX_TEMPFAIL
 """Exit codes of a run that has saved and stopped before its last step; it resumes when it is started again."""

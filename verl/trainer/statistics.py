@@ -13,16 +13,6 @@ import numpy as np
 from verl.rewards.scorers.gsm8k import final_number
 from verl.rewards.scorers.math import last_boxed
 
-__all__ = [
-    "Estimate",
-    "ScoredResponses",
-    "bootstrap",
-    "extract_final_answer",
-    "majority_score",
-    "pass_at_k",
-    "summarize",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class ScoredResponses:

@@ -15,8 +15,6 @@ from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.shutdown import StopController
 
-__all__ = ["LoopSchedule", "TrainLoop", "TrainTask", "Validation"]
-
 
 @dataclass(frozen=True, slots=True)
 class LoopSchedule:

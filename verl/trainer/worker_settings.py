@@ -20,7 +20,6 @@ from verl.config.batch_sizes import (
 )
 from verl.config.features import (
     VLLM_LORA_RANKS,
-    is_custom_function,
     prime_shares_reference,
     saves_hf,
     syncs_adapter_only,
@@ -34,6 +33,7 @@ from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefCon
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
+from verl.config.schema.rules import is_custom_function
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
 from verl.errors import ConfigError
@@ -47,24 +47,6 @@ from verl.training.settings import FsdpSettings, LoraSettings
 from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
-
-__all__ = [
-    "algorithm_settings",
-    "build_planner",
-    "compute_dtype",
-    "deadlines",
-    "engine_settings",
-    "episode_settings",
-    "fsdp_settings",
-    "lora_settings",
-    "reward_function_settings",
-    "reward_model_settings",
-    "reward_pool_settings",
-    "rollout_dtype",
-    "train_settings",
-    "transport_name",
-    "with_optimizer",
-]
 
 
 def deadlines(config: Config | SftConfig) -> Deadlines:

@@ -17,8 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from verl.errors import EngineError
 
-__all__ = ["NAME", "packed_attention", "packing_kwargs", "register"]
-
 NAME = "verl_packed"
 """The value of `attn_implementation`."""
 

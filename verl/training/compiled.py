@@ -7,8 +7,6 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-__all__ = ["Compiled"]
-
 P = ParamSpec("P")
 T = TypeVar("T")
 

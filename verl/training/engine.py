@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals
-from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
-
-__all__ = ["Loss", "ModelOutput", "TrainEngine", "ValueOutput"]
-
 
 Output = TypeVar("Output")
 """`ModelOutput` for a policy, `ValueOutput` for a critic."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-__all__ = ["LAYER_TYPES", "VERIFIED", "family_note", "family_problems", "packing_length_problem"]
-
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VERIFIED = {
     "qwen2": "Qwen2",

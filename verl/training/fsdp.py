@@ -21,10 +21,11 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, count_totals
+from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training.engine import Loss, ModelOutput, ValueOutput
+from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, is_trainable
 from verl.training.model import PackedCausalLM
@@ -33,8 +34,6 @@ from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
 from verl.weights.hf_names import to_hf
-
-__all__ = ["FsdpEngine", "FsdpSettings"]
 
 
 class FsdpEngine:

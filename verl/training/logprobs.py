@@ -15,8 +15,6 @@ from torch import Tensor
 
 from verl.training.compiled import Compiled
 
-__all__ = ["PLAIN", "Kernels", "LastLayer", "compiled_kernels", "token_logprobs", "vocabulary_kl"]
-
 CHUNK_ELEMENTS = 1 << 24
 """Default number of logits per chunk: 64 MiB in float32."""
 

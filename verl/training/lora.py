@@ -18,8 +18,6 @@ from verl.model_safety import local_path
 from verl.training.model import PackedModel
 from verl.training.settings import LoraSettings
 
-__all__ = ["add_adapter", "check_base", "describe_adapter", "disable_adapter", "fingerprint", "is_trainable"]
-
 ALL_LINEAR = "all-linear"
 HEAD = "score."
 """Prefix of a critic's value head: it is new, and trained in full along with an adapter."""

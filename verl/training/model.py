@@ -13,8 +13,6 @@ from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.training import attention
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
 
-__all__ = ["PackedCausalLM", "PackedModel", "PackedValueModel", "ScoredBackbone"]
-
 
 class PackedModel(nn.Module):
     """The root module of a sharded model: a backbone on packed sequences; subclasses add the head.

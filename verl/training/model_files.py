@@ -28,8 +28,6 @@ from verl.training.model_loader import select_model_class
 from verl.training.settings import Head
 from verl.weights.hf_names import to_hf
 
-__all__ = ["base_weights_reader", "read_model_files", "read_saved_weights", "weight_format"]
-
 
 def read_model_files(
     model_path: str, tokenizer_path: str | None = None, *, trust_remote_code: bool = False

@@ -28,8 +28,6 @@ from verl.training.model import PackedCausalLM, PackedModel, PackedValueModel, S
 from verl.training.settings import Head, LoraSettings
 from verl.weights.hf_names import check_names
 
-__all__ = ["load_model", "select_model_class"]
-
 
 def load_model(
     path: str,

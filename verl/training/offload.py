@@ -14,8 +14,6 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-__all__ = ["Offloader", "copy_to_host", "iter_moments"]
-
 
 class Offloader:
     """Keeps tensors in host memory except inside `on_device()`, or between `load()` and `offload()`, if `active`.

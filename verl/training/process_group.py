@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from verl.errors import EngineError
 
-__all__ = ["close_process_group", "init_process_group"]
-
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Device type -> backend. Numbers in host memory (totals, metrics) always use gloo."""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["FsdpSettings", "Head", "LoraSettings"]
-
 Head = Literal["tokens", "value"]
 """What a model predicts: the next token (a policy), or the value of a state (a critic)."""
 

@@ -10,8 +10,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["TensorSlot", "WeightBucket", "pack", "unpack"]
-
 _ALIGNMENT = 64  # bytes; aligns views of any dtype
 
 

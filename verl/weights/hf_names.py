@@ -16,8 +16,6 @@ from verl.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-__all__ = ["check_names", "load_hf", "to_hf"]
-
 
 def to_hf(model: PreTrainedModel, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) of parameters as a checkpoint has them; views of the tensors where possible."""

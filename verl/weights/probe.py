@@ -8,8 +8,6 @@ from random import Random
 
 from verl.errors import WeightSyncError
 
-__all__ = ["Probe", "compare"]
-
 TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 """Largest mean |difference| of log-probs that rounding explains, by the coarser dtype of both sides."""
 

@@ -11,16 +11,6 @@ from typing import Any, Protocol, TypeVar, cast
 from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
 from verl.weights.probe import Probe, compare
 
-__all__ = [
-    "DeviceTransport",
-    "HostTransport",
-    "Membership",
-    "Receiver",
-    "Source",
-    "Transport",
-    "WeightSync",
-]
-
 T = TypeVar("T")
 
 

@@ -19,8 +19,6 @@ from verl.training.settings import FsdpSettings
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.files import FileChecksum
 
-__all__ = ["BaseTrainWorker", "RankGroup", "RankSettings"]
-
 G = TypeVar("G", bound="RankGroup")
 
 

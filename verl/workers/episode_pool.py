@@ -18,8 +18,6 @@ from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 
-__all__ = ["EpisodePool"]
-
 
 class EpisodePool:
     """All episode workers: takes group requests, returns sample handles.

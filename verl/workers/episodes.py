@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
 
-__all__ = ["DatasetSettings", "EpisodeSettings", "EpisodeWorker", "GroupRequest", "ModelReward", "put_sample"]
-
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:

@@ -38,8 +38,6 @@ if TYPE_CHECKING:
 
     from verl.agents.scoring import EpisodeScorer
 
-__all__ = ["Rollout", "RolloutWorker", "TrainerWorker"]
-
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
 BUCKET_BYTES = 512 * 1024 * 1024

@@ -10,8 +10,6 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-__all__ = ["check_model", "find_tokenizer"]
-
 
 def check_model(model: Any) -> None:
     """Refuse wrapped models: they are saved differently, and training would not reach their weights."""

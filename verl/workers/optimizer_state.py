@@ -14,8 +14,6 @@ from verl.errors import ConfigError
 if TYPE_CHECKING:
     from verl.training.fsdp import FsdpEngine
 
-__all__ = ["expose_moments", "load_moments"]
-
 
 def expose_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:
     """Put the engine's state into `optimizer.state`: the tensors themselves, without copies."""

@@ -9,8 +9,6 @@ from typing import Concatenate, ParamSpec, TypeVar
 from verl.errors import EngineError
 from verl.workers.base import BaseTrainWorker
 
-__all__ = ["explain_out_of_memory"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 W = TypeVar("W", bound=BaseTrainWorker)

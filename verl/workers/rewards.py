@@ -18,8 +18,6 @@ from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
 from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, ReplicaHandle, ReplicaPool
 
-__all__ = ["RemoteRewardModel", "RewardActor", "RewardModelPool", "RewardModelSettings"]
-
 T = TypeVar("T")
 
 MAX_SHARED_LOSSES = 2  # of models that scored a conversation among others; then it is scored alone

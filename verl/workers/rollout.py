@@ -12,8 +12,6 @@ from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
-__all__ = ["RemoteEngine", "RolloutActor", "make_engine"]
-
 
 class RolloutActor:
     """Hosts a `RolloutEngine`. Every method is a coroutine: requests run concurrently on the actor's event loop.

@@ -17,8 +17,6 @@ from verl.training.settings import FsdpSettings
 from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
 from verl.workers.out_of_memory import explain_out_of_memory
 
-__all__ = ["PolicyGroup", "TrainSettings", "TrainWorker"]
-
 BUCKET_BYTES = 512 * 1024 * 1024
 
 

@@ -7,10 +7,9 @@ from torch.nn.functional import logsigmoid
 from verl.algorithms.advantages import AdvantageInputs
 from verl.algorithms.aggregate import count_totals, segment_sum
 from verl.algorithms.losses import LossInputs, LossOptions, vanilla
-from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.objective import ModelOutput, PolicyObjective
 from verl.algorithms.prepass import covariance, pairs, prepass_clip_cov, prepass_dpo, prepass_kl_cov, token_noise
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import ModelOutput
 
 pytestmark = pytest.mark.unit
 

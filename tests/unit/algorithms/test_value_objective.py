@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from verl.algorithms.aggregate import MODES, aggregate, count_totals
 from verl.algorithms.losses import value_loss
-from verl.algorithms.objective import ValueObjective
+from verl.algorithms.objective import ValueObjective, ValueOutput
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import ValueOutput
 
 pytestmark = pytest.mark.unit
 

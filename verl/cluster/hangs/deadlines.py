@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from verl.config.schema.trainer import DeadlinesConfig
 
-__all__ = ["DEFAULT_DEADLINES", "MARGIN_S", "UNLIMITED_S", "Deadline", "Deadlines"]
-
 UNLIMITED_S = 30 * 86_400.0
 
 MARGIN_S = 60.0

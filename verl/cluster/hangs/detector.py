@@ -12,8 +12,6 @@ from typing import TypeVar
 from verl.cluster.hangs.deadlines import Deadline
 from verl.cluster.hangs.pending_calls import CallTarget, PendingCall, PendingCalls, format_targets
 
-__all__ = ["REPEAT_S", "TICK_S", "HangDetector", "StalledCall", "Watchdog", "format_pending"]
-
 TICK_S = 0.5
 REPEAT_S = 600.0
 """A call that is slow every time is mentioned this often."""

@@ -6,8 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-__all__ = ["HeartbeatMonitor"]
-
 T = TypeVar("T")
 
 

@@ -11,17 +11,6 @@ from itertools import groupby
 
 from verl.cluster.hangs.deadlines import Deadline
 
-__all__ = [
-    "PENDING_CALLS",
-    "CallTarget",
-    "PendingCall",
-    "PendingCalls",
-    "Progress",
-    "format_report_hint",
-    "format_targets",
-    "track_call",
-]
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class CallTarget:

@@ -23,8 +23,6 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["ProcessInfo", "enable_stack_dumps", "inspect_processes"]
-
 SIGNAL = signal.SIGUSR2
 _MEMFD = "verl-stacks"
 _DUMP_S, _QUIET_S, _PY_SPY_S = 3.0, 0.2, 8.0

@@ -23,8 +23,6 @@ from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, ins
 from verl.cluster.hangs.report import Locations, ProcessLocation, Reporter
 from verl.cluster.local import LocalActor
 
-__all__ = ["ClusterInspector", "register_actor", "report_failed_call", "report_restart", "watch_for_hangs"]
-
 CONTROLLER = "controller"
 _INSPECT_S, _LOCATE_S, _REPLY_S = 15.0, 10.0, 20.0
 

@@ -15,8 +15,6 @@ from verl.cluster.hangs.pending_calls import CallTarget, format_targets
 from verl.cluster.hangs.process_info import ProcessInfo
 from verl.redaction import redact
 
-__all__ = ["ProcessInspector", "ProcessLocation", "Reporter", "diagnose"]
-
 
 @dataclass(frozen=True, slots=True)
 class ProcessLocation:

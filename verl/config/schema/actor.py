@@ -17,19 +17,6 @@ from verl.config.schema.rules import (
     unless_given,
 )
 
-__all__ = [
-    "ActorCheckpointConfig",
-    "ActorConfig",
-    "Aggregation",
-    "FsdpConfig",
-    "KlKind",
-    "MegatronConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "PeftConfig",
-    "RefConfig",
-]
-
 Beta = Annotated[float, Field(ge=0, lt=1)]
 KlKind = Literal[
     "kl",

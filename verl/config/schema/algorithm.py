@@ -8,8 +8,6 @@ from verl.config.schema.actor import KlKind
 from verl.config.schema.base import CustomFunction, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, OnlyIf, is_custom_function, needs, needs_given
 
-__all__ = ["AlgorithmConfig"]
-
 Estimator = Literal[
     "grpo",
     "grpo_vectorized",

@@ -14,20 +14,6 @@ from pydantic.fields import FieldInfo
 
 from verl.config.schema.rules import OnlyIf
 
-__all__ = [
-    "CUSTOM_FUNCTION",
-    "MISSING",
-    "CustomFunction",
-    "Dtype",
-    "Interval",
-    "OneOrMany",
-    "Section",
-    "Setting",
-    "collect_settings",
-    "section",
-    "setting",
-]
-
 MISSING = "???"
 """The value of a required setting that is not given, as Hydra writes it."""
 

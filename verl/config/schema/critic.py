@@ -8,9 +8,6 @@ from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, 
 from verl.config.schema.base import Section, section, setting
 from verl.config.schema.rules import OnlyIf
 
-__all__ = ["CriticConfig"]
-
-
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
 _BY_TOKENS = OnlyIf(
     _DYNAMIC, lambda own, actor: actor if own is None else own, "use_dynamic_bsz of the critic is false"

@@ -7,8 +7,6 @@ from typing import Any, Literal
 from verl.config.schema.base import Section, setting
 from verl.config.schema.rules import OnlyIf, needs_given, unless, unless_given
 
-__all__ = ["DataConfig"]
-
 _TRUNCATES = unless(
     ".filter_overlong_prompts", True, reason="data.filter_overlong_prompts=true leaves nothing to truncate"
 )

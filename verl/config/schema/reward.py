@@ -7,8 +7,6 @@ from typing import Any, Literal
 from verl.config.schema.base import Section, section, setting
 from verl.config.schema.rules import needs, needs_given, unless, unless_given
 
-__all__ = ["RewardConfig"]
-
 _IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
 
 

@@ -7,8 +7,6 @@ from typing import Any, Literal
 from verl.config.schema.base import Section, section, setting
 from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, unless
 
-__all__ = ["RolloutConfig", "ValidationSampling"]
-
 _HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
 _HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization")
 _ADAPTER = "actor_rollout_ref.actor.peft.lora_rank"

@@ -12,8 +12,6 @@ from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC
 from verl.config.schema.trainer import RayConfig, TrainerConfig
 
-__all__ = ["ActorRolloutRefConfig", "Config"]
-
 
 class ActorRolloutRefConfig(Section):
     model: ModelConfig = section(ModelConfig, "The model that is trained.")

@@ -9,20 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-__all__ = [
-    "BY_SAMPLES",
-    "BY_TOKENS",
-    "HAS_ADVANTAGES",
-    "HAS_CRITIC",
-    "HAS_DEVICE_MEMORY",
-    "OnlyIf",
-    "is_custom_function",
-    "needs",
-    "needs_given",
-    "unless",
-    "unless_given",
-]
-
 ESTIMATOR = "algorithm.adv_estimator"
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 

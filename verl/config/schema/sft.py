@@ -9,8 +9,6 @@ from verl.config.schema.base import Interval, Section, section, setting
 from verl.config.schema.rules import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
 
-__all__ = ["SftConfig", "SftDataConfig"]
-
 _NO_CONVERSATIONS = unless_given(".messages_key", ", and its conversations are used instead")
 
 

@@ -10,8 +10,6 @@ from pydantic import ConfigDict
 from verl.config.schema.base import Interval, OneOrMany, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
-__all__ = ["DeadlinesConfig", "RayConfig", "RunConfig", "TrainerConfig"]
-
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
 

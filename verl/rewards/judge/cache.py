@@ -10,8 +10,6 @@ from pathlib import Path
 
 from verl.errors import RewardError
 
-__all__ = ["JudgeCache"]
-
 _BUSY_S = 30.0
 
 

@@ -20,8 +20,6 @@ import httpx
 from verl.errors import RewardError
 from verl.rewards.judge.cache import JudgeCache
 
-__all__ = ["JudgeClient"]
-
 _FIRST_WAIT_S, _MAX_WAIT_S = 0.5, 30.0
 _RETRYABLE = {408, 409, 425, 429, 500, 502, 503, 504, 529}
 _CHECK_KEY = "check the key in the environment variable that reward_kwargs.key_env names, and its permissions"

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from verl.errors import ProcessLostError
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
 
-__all__ = ["Batcher"]
-
 _SHORTEN = "lower data.max_prompt_length or data.max_response_length, or use a reward model with a longer context"
 _REDUCE_BATCH = f"if it is out of memory, lower {SETTING}.micro_batch_size_per_gpu"
 _WAIT_LONGER = f"increase reward.deadline_s, or lower {SETTING}.micro_batch_size_per_gpu"

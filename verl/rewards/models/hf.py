@@ -17,8 +17,6 @@ from verl.errors import ConfigError
 from verl.model_safety import PICKLED, attention_for, local_path, model_problems
 from verl.rewards.models.interface import SETTING, check_tokens
 
-__all__ = ["HfRewardModel", "read_config"]
-
 
 class HfRewardModel:
     """Scores one batch after the other on its own thread.

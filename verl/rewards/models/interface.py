@@ -8,8 +8,6 @@ from typing import Protocol
 
 from verl.types import FailureKind
 
-__all__ = ["SETTING", "FakeRewardModel", "RewardModel", "ScoringFailure", "check_tokens"]
-
 SETTING = "reward.reward_model"
 
 

@@ -14,8 +14,6 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["EncodeConversation", "build_encoder", "keep_tokens"]
-
 EncodeConversation = Callable[[Prompt, Sequence[int], str], list[int]]
 """(prompt, tokens of prompt and response, text of the response) -> tokens for the reward model."""
 

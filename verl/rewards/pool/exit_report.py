@@ -8,8 +8,6 @@ from dataclasses import dataclass
 
 from verl.rewards.pool.worker import SOCKET_CLOSED
 
-__all__ = ["ExitReport"]
-
 _OUR_MODULES = ("pool/worker", "reward_function", "compose")
 
 

@@ -11,8 +11,6 @@ from verl.rewards.result import RewardInput, RewardResult
 from verl.rewards.reward_function import RewardFunction
 from verl.rewards.settings import RewardFunctionSettings
 
-__all__ = ["InProcessRewards"]
-
 
 class InProcessRewards:
     """The interface of `RewardPool`, with the function on the caller's thread: it may stop at a breakpoint."""

@@ -23,8 +23,6 @@ from verl.rewards.pool.worker_handle import Call, WorkerHandle
 from verl.rewards.result import RewardInput, RewardResult
 from verl.rewards.settings import RewardPoolSettings
 
-__all__ = ["RewardClient", "RewardPool", "open_rewards"]
-
 _MAX_LOAD_FAILURES = 3
 _BATCH_WAIT_S = 0.02
 

@@ -24,8 +24,6 @@ from typing import Any, NoReturn
 
 from verl.rewards.pool import worker
 
-__all__ = ["KILL", "READY", "START", "list_descendants", "main"]
-
 START, READY, KILL = b"s", b"r", b"k"
 """Orders of the pool: start a worker on the attached socket; take its memory now as the baseline; kill it."""
 

@@ -24,8 +24,6 @@ from verl.errors import RewardError
 from verl.rewards.result import RewardInput, RewardResult, Scored, format_timeout, make_failure
 from verl.rewards.reward_function import RewardFunction
 
-__all__ = ["HEADER", "SOCKET_CLOSED", "encode", "serve"]
-
 HEADER = struct.Struct("!I")
 SOCKET_CLOSED = 87
 """Exit code of a worker whose function closed its socket."""

@@ -28,8 +28,6 @@ from verl.rewards.pool.worker import HEADER
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, format_timeout, make_failure
 from verl.rewards.settings import RewardPoolSettings
 
-__all__ = ["Call", "PoolCallbacks", "WorkerHandle"]
-
 LOAD_DEADLINE_S = 300.0
 _MAX_CONCURRENT = 64  # calls of an async function in one process
 _ASYNC_GRACE_S = 2.0  # an async worker ends late calls itself; it is killed if it has not done so by then

@@ -28,8 +28,6 @@ from pathlib import Path
 from verl.errors import RewardError
 from verl.rewards.sandbox import isolation, usage
 
-__all__ = ["Limits", "ProgramResult", "best_isolation", "require_isolation", "run"]
-
 _log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
 _CHECK_SECONDS = 0.05

@@ -16,8 +16,6 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 
-__all__ = ["run"]
-
 _COMPILE_SECONDS, _QUEUE_SECONDS, _ATTEMPTS = 10.0, 60.0, 3
 _RETRYABLE = (429, 500, 502, 503, 504)
 

@@ -32,8 +32,6 @@ from verl.rewards.sandbox import sandbox, sandbox_fusion
 from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 from verl.rewards.scorers.code_guest import decode, format_request
 
-__all__ = ["Tests", "check_requirements", "compute_score", "extract_code", "read_tests"]
-
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
 _isclose = functools.partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)

@@ -11,8 +11,6 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "count_sections"]
-
 
 def compute_score(
     data_source: str,

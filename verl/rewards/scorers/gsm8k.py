@@ -8,8 +8,6 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "final_number"]
-
 _NUMBER = re.compile(
     r"[\s*]*(?P<sign>-?)\$?(?P<minus>-?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
     # Not part of a longer number, a list without spaces, a fraction, a formula or a range.

@@ -13,8 +13,6 @@ from typing import Any, NoReturn
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "extract_json"]
-
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 
 

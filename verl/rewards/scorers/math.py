@@ -20,8 +20,6 @@ from typing import Any
 from verl.errors import RewardError
 from verl.rewards.scorers.math_limits import differ_at_a_point, is_too_large
 
-__all__ = ["compute_score", "last_boxed"]
-
 MAX_LENGTH = 1_000  # characters
 MAX_DEPTH = 12  # arguments in braces; other brackets, where the parser backtracks, count twice
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-__all__ = ["count_bits", "count_nodes", "count_terms", "differ_at_a_point", "is_too_large"]
-
 MAX_BITS = 50_000  # 15,000 digits
 MAX_TERMS = 2_000
 MAX_NODES = 1_000

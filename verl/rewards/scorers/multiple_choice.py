@@ -12,8 +12,6 @@ from typing import Any
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "final_choice"]
-
 LETTERS = "ABCDEFGHIJ"
 
 _STATEMENT = re.compile(

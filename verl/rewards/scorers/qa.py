@@ -12,8 +12,6 @@ from typing import Any, Literal
 
 from verl.errors import RewardError
 
-__all__ = ["compute_score", "exact_match", "f1", "normalize"]
-
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
 
-__all__ = ["AdapterSettings", "VllmEngine", "VllmSettings", "map_engine_errors", "start_vllm"]
-
 T = TypeVar("T")
 ADAPTER_ID = 1  # of the one adapter that an engine holds
 HEALTH_CHECK_S = 1.0  # between checks of vLLM's process during a call

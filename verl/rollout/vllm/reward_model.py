@@ -19,8 +19,6 @@ from verl.rewards.models.hf import read_config
 from verl.rewards.models.interface import SETTING, check_tokens
 from verl.rollout.vllm.engine import VllmSettings, map_engine_errors, start_vllm
 
-__all__ = ["VllmRewardModel"]
-
 _SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 
 

@@ -16,8 +16,6 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
-__all__ = ["EngineClient", "VllmSender"]
-
 
 class _Engine(Protocol):
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...

@@ -25,8 +25,6 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 
 from verl.weights.bucket import TensorSlot, unpack
 
-__all__ = ["BACKEND", "EXTENSION", "HostTransferEngine", "WorkerExtension"]
-
 BACKEND = "verl_host"
 EXTENSION = "verl.rollout.vllm.transfer.WorkerExtension"
 

@@ -14,8 +14,6 @@ from verl.types import SampleHandle, SamplingParams
 from verl.workers.episode_pool import EpisodePool
 from verl.workers.episodes import GroupRequest
 
-__all__ = ["EpisodeClient"]
-
 
 class EpisodeClient:
     """Runs groups of episodes. A request fails with the engines: when none is left, nobody waits for a response."""

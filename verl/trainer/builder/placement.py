@@ -11,8 +11,6 @@ from verl.trainer.worker_settings import deadlines, engine_settings, reward_mode
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 
-__all__ = ["TRAIN_SHARE", "place_engines", "place_reward_models"]
-
 TRAIN_SHARE = 0.5
 """Part of a device that Ray reserves for its train worker."""
 

@@ -50,8 +50,6 @@ from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
-__all__ = ["RLBuilder", "build_trainer", "with_absolute_paths"]
-
 PROBE_LENGTH = 24
 RANKS_PER_EPISODE_WORKER = 8
 

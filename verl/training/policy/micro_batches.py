@@ -7,11 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices
-from verl.training.engine import ModelOutput, TrainEngine
-
-__all__ = ["batch_logprobs", "restore_order"]
+from verl.training.engine import TrainEngine
 
 
 def batch_logprobs(engine: TrainEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from verl.algorithms.objective import OutcomeObjective
+from verl.algorithms.objective import ModelOutput, OutcomeObjective
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, Updates
-from verl.training.engine import ModelOutput, TrainEngine
+from verl.training.engine import TrainEngine
 from verl.training.policy.micro_batches import batch_logprobs
-
-__all__ = ["PrimeRewardModel"]
 
 
 class PrimeRewardModel:

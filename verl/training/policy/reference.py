@@ -7,13 +7,11 @@ from typing import Any
 
 from torch import Tensor
 
+from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
-from verl.training.engine import ModelOutput
 from verl.training.fsdp import FsdpEngine
 from verl.training.logprobs import LastLayer
 from verl.training.lora import disable_adapter
-
-__all__ = ["BaseModelReference"]
 
 
 class BaseModelReference:

@@ -19,7 +19,7 @@ from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
 from verl.algorithms.kl import EXACT, kl_penalty
 from verl.algorithms.losses import LOSSES, LossFunction
-from verl.algorithms.objective import PolicyObjective, ValueObjective, make_loss_inputs
+from verl.algorithms.objective import ModelOutput, PolicyObjective, ValueObjective, ValueOutput, make_loss_inputs
 from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
@@ -27,12 +27,10 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RankPlan
 from verl.errors import ConfigError
 from verl.training.contents import select_contents
-from verl.training.engine import ModelOutput, TrainEngine, ValueOutput
+from verl.training.engine import TrainEngine
 from verl.training.policy.micro_batches import batch_logprobs, restore_order
 from verl.training.policy.prime import PrimeRewardModel
 from verl.types import Sample
-
-__all__ = ["PolicyTrainer", "load_functions"]
 
 
 class PolicyTrainer:
