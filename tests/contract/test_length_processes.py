@@ -57,7 +57,7 @@ class Deadly(PreTrainedTokenizerFast):
         os._exit(7)
 
 
-def test_a_process_that_dies_is_said_with_the_mend(
+def test_a_process_that_dies_is_said_with_a_fix(
     tmp_path: Path, counter: TokenCounter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measure_module, "ROWS_FOR_A_PROCESS", 1000)

@@ -158,7 +158,7 @@ async def is_ready(model: RemoteRewardModel) -> bool:
         return False
 
 
-def test_what_cannot_be_a_reward_model_here_ends_the_start_with_the_mend(
+def test_what_cannot_be_a_reward_model_here_ends_the_start_with_a_fix(
     assets: Assets, reward_model: Path, tmp_path: Path
 ) -> None:
     done = train(assets, tmp_path, f"reward.reward_model.model_path={reward_model}")

@@ -707,7 +707,7 @@ def test_an_estimator_of_the_user_that_gives_returns_trains_a_critic() -> None:
 
 
 @pytest.mark.usefixtures("custom_functions")
-def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_the_mend() -> None:
+def test_a_critic_beside_an_estimator_that_gives_no_returns_is_refused_with_a_fix() -> None:
     step = step_of(SAMPLES, **CRITIC_SIZES)
     with pytest.raises(ConfigError, match=r"doubled returned advantages but no returns .* critic.enable=false"):
         step.run(PolicyTrainer(Table(), AlgorithmSettings("mine_of_this_test:doubled"), critic=critic()))
