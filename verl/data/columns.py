@@ -18,7 +18,7 @@ TRUTHS = ("ground_truth", "answer")
 def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Return `data_source`, `ground_truth` and `extra_info` from all columns of a row except the prompt.
 
-    >>> told_to_rewards({"data_source": "sums", "reward_model": {"ground_truth": "46"}, "level": 2})
+    >>> extract_reward_fields({"data_source": "sums", "reward_model": {"ground_truth": "46"}, "level": 2})
     {'data_source': 'sums', 'ground_truth': '46', 'extra_info': {'level': 2}}
     """
     source = resolve_data_source(fields.pop("data_source", None), fields.get("reward_model"))

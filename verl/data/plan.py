@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 class RaggedIndices:
     """Lists of local indices as two arrays: list k is `indices[ends[k-1]:ends[k]]`. Compact to send and to read.
 
-    >>> [list(part) for part in Cuts.of([[2, 0], [], [1]])]
+    >>> [list(part) for part in RaggedIndices.of([[2, 0], [], [1]])]
     [[2, 0], [], [1]]
     """
 
