@@ -21,6 +21,6 @@ def children() -> list[psutil.Process]:
 
 
 def working_in(folder: Path) -> list[psutil.Process]:
-    """All whose working folder is this one or in it, whoever started them."""
+    """All processes that work in this folder or below it."""
     found = psutil.process_iter(["cwd", "cmdline"])
     return [process for process in found if process.info["cwd"] and Path(process.info["cwd"]).is_relative_to(folder)]

@@ -248,7 +248,7 @@ class _World:
 
     def check(self, holds: bool, otherwise: str) -> None:
         if not holds:
-            self.violations.append(otherwise)  # who is told now may be one that carries on
+            self.violations.append(otherwise)  # the reader may carry on
             self.note(f"VIOLATION: {otherwise}")
             raise Violation(otherwise)
 

@@ -133,7 +133,7 @@ def peak_mb() -> float:
 
 
 def first(folder: Path, layout: str) -> dict[str, Any]:
-    """The process that starts anew, and is stopped in the middle."""
+    """The first process, stopped in the middle."""
     import transformers.models.auto.tokenization_auto  # noqa: F401 - imports are not what is measured
 
     import verl.trainer.run_data  # noqa: F401
@@ -167,7 +167,7 @@ def first(folder: Path, layout: str) -> dict[str, Any]:
 
 
 def resumed(folder: Path, layout: str) -> dict[str, Any]:
-    """The process that goes on where the first was stopped."""
+    """The process that resumes."""
     reader = Reader(folder, layout)
     watch = Stopwatch()
     reader.stream.load(json.loads((folder / f"{layout}.json").read_text()))

@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def left_behind() -> list[str]:
-    """Processes of the runs that have not ended a while after them, whoever their parents were."""
+    """Processes of the runs that are still alive a while after them."""
     until = time.monotonic() + ENDING_S
     while True:
         found = []

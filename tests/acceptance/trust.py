@@ -131,15 +131,15 @@ def artefacts(folder: Path) -> tuple[list[str], dict[str, str]]:
     for number, (name, make) in enumerate(ARTEFACTS.items()):
         place, canary = folder / f"artefact-{number}", folder / f"canary-{number}"
         place.mkdir()
-        told = io.StringIO()
-        with contextlib.redirect_stderr(told), contextlib.redirect_stdout(told):
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output), contextlib.redirect_stdout(output):
             opening = make(place, canary)
             assert not canary.exists(), f"{name}: its own maker has set it off"
             try:
                 opening()
                 outcomes[name] = "harmless"
             except Exception as error:  # noqa: BLE001 - every refusal is right, however it is said
-                text = told.getvalue().strip() if isinstance(error, CommandFailedError) else str(error)
+                text = output.getvalue().strip() if isinstance(error, CommandFailedError) else str(error)
                 outcomes[name] = text.splitlines()[-1][:150]
         if canary.exists():
             ran.append(name)
@@ -374,13 +374,13 @@ def failing_runs(folder: Path, only: Sequence[str] = ()) -> Seen:
     }
     seen = Seen()
     for name, (code, arguments) in ((name, run) for name, run in runs.items() if name in (only or runs)):
-        told = subprocess.run(
+        done = subprocess.run(
             [sys.executable, "-m", "verl", *arguments], cwd=ROOT, env=environment, capture_output=True, timeout=200
         )
-        seen.texts[f"{name}: stdout"], seen.texts[f"{name}: stderr"] = told.stdout, told.stderr
-        text = (told.stdout + told.stderr).decode()
-        if told.returncode != code or "***" not in text:
-            seen.wrong.append(f"{name}: ended with {told.returncode}, expected {code}")
+        seen.texts[f"{name}: stdout"], seen.texts[f"{name}: stderr"] = done.stdout, done.stderr
+        text = (done.stdout + done.stderr).decode()
+        if done.returncode != code or "***" not in text:
+            seen.wrong.append(f"{name}: ended with {done.returncode}, expected {code}")
             print(f"{seen.wrong[-1]}:\n{text[-1500:]}")
     return seen
 

@@ -110,9 +110,9 @@ def test_parts_of_other_files_are_not_mixed(assets: Assets, tmp_path: Path, caps
     data, tokenizer = tmp_path / "data.jsonl", tmp_path / "tokenizer"
     data.write_text('{"prompt": "1+1="}\n')
     AutoTokenizer.from_pretrained(assets.model).save_pretrained(tokenizer)
-    told = {"data": {"train_files": str(data)}, "actor_rollout_ref": {"model": {"path": str(assets.model)}}}
-    told["actor_rollout_ref"]["model"]["tokenizer_path"] = str(tokenizer)
-    config = load_dict(told).config
+    given = {"data": {"train_files": str(data)}, "actor_rollout_ref": {"model": {"path": str(assets.model)}}}
+    given["actor_rollout_ref"]["model"]["tokenizer_path"] = str(tokenizer)
+    config = load_dict(given).config
     made = generate_command._describe_inputs(config)
     assert generate_command._describe_inputs(config) == made
     data.write_text('{"prompt": "1+22="}\n')

@@ -1,4 +1,4 @@
-"""Loops of one's own around `RolloutWorker` and `TrainerWorker`, in one process, with transformers as the engine."""
+"""Custom loops around `RolloutWorker` and `TrainerWorker`, in one process, with transformers as the engine."""
 
 from __future__ import annotations
 

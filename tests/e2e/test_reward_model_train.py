@@ -95,7 +95,7 @@ def test_a_model_alone_scores_what_it_reads_in_its_own_template(
     steps = steps_of(tmp_path)
     assert [step["step"] for step in steps] == [1, 2]
     assert all(step["reward/error_rate"] == step["reward/timeout_rate"] == 0 for step in steps)
-    assert all(step["reward/std"] > 0 for step in steps), "answers are told apart"
+    assert all(step["reward/std"] > 0 for step in steps), "responses get different scores"
 
 
 def test_a_model_beside_a_function_reads_the_policys_own_tokens(

@@ -71,13 +71,13 @@ def test_the_documented_settings_train_stop_go_on_and_merge(assets: Assets, tmp_
     run = tmp_path / "run"
     stopped = subprocess.Popen(command(assets, run), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert stopped.stdout is not None
-    told = ""
+    output = ""
     for line in stopped.stdout:
-        told += line
+        output += line
         if line.startswith("step   4/30"):
             stopped.send_signal(signal.SIGTERM)
-    assert stopped.wait() == 143, told
-    assert "saved and stopped after step" in told
+    assert stopped.wait() == 143, output
+    assert "saved and stopped after step" in output
     done = max(losses(run))
     assert 4 <= done < 30
 

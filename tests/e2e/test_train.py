@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pyarrow as pa
@@ -163,8 +162,6 @@ def test_an_interrupted_run_ends_with_all_its_processes_and_saves_nothing(assets
 
 
 def test_more_ranks_than_the_machine_has_are_refused_with_a_fix(assets: Assets, tmp_path: Path) -> None:
-    start = time.monotonic()
-    done = run(assets, tmp_path, "trainer.n_gpus_per_node=512")
+    done = run(assets, tmp_path, "trainer.n_gpus_per_node=512", "trainer.deadlines.devices=100000")  # no wait
     assert done.returncode == 2, done.stdout + done.stderr
     assert "trainer.n_gpus_per_node" in done.stderr
-    assert time.monotonic() - start < 240  # not after trainer.deadlines.devices

@@ -211,13 +211,13 @@ def test_an_error_nobody_foresaw_is_told_without_secrets(
 
     monkeypatch.setattr("verl.commands.train.main", fail)
     assert main(["train", "+x.api_key=plain-old-words"]) == 1
-    told = capsys.readouterr().err
-    assert told.endswith("RuntimeError: cannot log in with *** at http://ann:***@host\n")
+    output = capsys.readouterr().err
+    assert output.endswith("RuntimeError: cannot log in with *** at http://ann:***@host\n")
 
 
 def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]) -> None:
     secret = "reward.custom_reward_function.reward_kwargs"
     assert main(["config", f"+{secret}.api_key=plain-old-words", "reward.sandbox.url=http://u:plain-old@h/"]) == 0
-    told = capsys.readouterr().out
-    assert "reward_kwargs: {api_key: '***'}" in told
-    assert "plain-old" not in told
+    output = capsys.readouterr().out
+    assert "reward_kwargs: {api_key: '***'}" in output
+    assert "plain-old" not in output

@@ -113,9 +113,11 @@ def test_a_critic_becomes_a_token_classifier_with_one_label(tmp_path: Path) -> N
     CheckpointDir(tmp_path / "run").commit(30, files)
     named = ["--hf_model_path", str(source / "huggingface")]
     assert merge(step / "critic", tmp_path / "merged", "--is-value-model", *named) == 0
-    critic, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    critic, loading_info = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
     assert critic.config.num_labels == 1
-    assert not any(told.values())
+    assert not any(loading_info.values())
 
 
 @pytest.mark.parametrize(
@@ -230,8 +232,10 @@ def test_a_critics_adapter_is_merged_with_the_head_beside_it(
     CheckpointDir(tmp_path / "run").commit(30, files)
     named = ["--hf_model_path", str(base)]
     assert merge(step / "critic", tmp_path / "merged", "--is-value-model", *named) == 0
-    critic, told = AutoModelForTokenClassification.from_pretrained(tmp_path / "merged", output_loading_info=True)
-    assert not any(told.values())
+    critic, loading_info = AutoModelForTokenClassification.from_pretrained(
+        tmp_path / "merged", output_loading_info=True
+    )
+    assert not any(loading_info.values())
     assert torch.equal(critic.score.weight.float(), head["score.weight"].bfloat16().float())
     right = dict(model.merge_and_unload().named_parameters())
     for name, parameter in critic.model.named_parameters():

@@ -1,4 +1,4 @@
-"""What users' documents say about data and rewards: each entry happens here, and is answered by the mend.
+"""What users' documents say about data and rewards: each problem is caused here, and its message has the fix.
 
 `ENTRIES` lists them by their own words, with the test that stands for each.
 """
@@ -155,8 +155,8 @@ async def test_the_rows_of_the_documents_are_read_and_scored(tmp_path: Path) -> 
 
 
 def test_all_that_a_reward_is_told_may_stand_in_reward_model(tmp_path: Path) -> None:
-    told = {"data_source": "gsm8k", "ground_truth": "4", "extra_info": {"level": 2}}
-    path = write(tmp_path / "train.parquet", {"prompt": chat("2+2?"), "reward_model": told})
+    reward_model = {"data_source": "gsm8k", "ground_truth": "4", "extra_info": {"level": 2}}
+    path = write(tmp_path / "train.parquet", {"prompt": chat("2+2?"), "reward_model": reward_model})
     dataset = PromptDataset(path, chat_tokenizer(), PromptOptions(max_prompt_length=50))
     assert (dataset[0].data_source, dataset[0].ground_truth, dataset[0].extra_info) == ("gsm8k", "4", {"level": 2})
     assert dataset.sources() == ["gsm8k"]
@@ -254,9 +254,11 @@ def test_the_second_spelling_reaches_the_function(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signature", ["prompt: str, response: str", "prompt, response, ground_truth", "response"])
 async def test_a_function_of_prompt_and_response_is_called_so(tmp_path: Path, signature: str) -> None:
-    path = reward_file(tmp_path, f"def compute_reward({signature}):\n    return dict(score=1, told=len(locals()))\n")
+    path = reward_file(
+        tmp_path, f"def compute_reward({signature}):\n    return dict(score=1, arguments=len(locals()))\n"
+    )
     reward = load_reward(str(path), "compute_reward")
-    assert await reward.score("", "4", "4", {"raw_prompt": "2+2?"}) == (1.0, {"told": signature.count(",") + 1})
+    assert await reward.score("", "4", "4", {"raw_prompt": "2+2?"}) == (1.0, {"arguments": signature.count(",") + 1})
 
 
 async def test_a_function_that_takes_prompts_gets_them_without_any_setting(tmp_path: Path) -> None:

@@ -533,5 +533,5 @@ def test_the_table_is_aligned() -> None:
 @pytest.mark.parametrize("asked", [["trainer.save_hf=true"], []])
 def test_a_model_is_not_made_of_weights_that_are_left_out(asked: list[str]) -> None:
     contents = "[optimizer]" if asked else "[optimizer,hf_model]"
-    told = problem(f"{A}.checkpoint.save_contents={contents}", "trainer.save_freq=1", *asked)
-    assert "add model" in told
+    message = problem(f"{A}.checkpoint.save_contents={contents}", "trainer.save_freq=1", *asked)
+    assert "add model" in message

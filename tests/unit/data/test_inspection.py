@@ -87,8 +87,8 @@ def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix
     for number, prompt in enumerate(trained):
         row = data.row(number)
         assert row.token_ids == prompt.token_ids
-        told = (prompt.data_source, prompt.ground_truth, prompt.extra_info)
-        assert (row.data_source, row.ground_truth, row.extra_info) == told
+        expected = (prompt.data_source, prompt.ground_truth, prompt.extra_info)
+        assert (row.data_source, row.ground_truth, row.extra_info) == expected
     assert data.row(2).location.startswith(str(second))
     assert data.row(1).text == "<|start|>user\n2<|end|><|start|>assistant\n"
     with pytest.raises(DataError, match="--row 3: rows go from 0 to 2"):

@@ -144,10 +144,10 @@ def test_a_template_that_strips_thoughts_is_refused_with_both_forms_and_the_way_
     messages = conversation([], [("one?", [], "hm#two"), ("three?", [], "ah#four")])
     with pytest.raises(DataError) as raised:
         conversation_example(tokenizer, messages, {}, [END])
-    told = str(raised.value)
-    assert told.startswith("message 1: the chat template of (unnamed) renders it as ")
-    assert "hm#two" in told
-    assert "data.prompt_key" in told
+    message = str(raised.value)
+    assert message.startswith("message 1: the chat template of (unnamed) renders it as ")
+    assert "hm#two" in message
+    assert "data.prompt_key" in message
     rows = [{"prompt": messages[:k], "response": messages[k]["content"]} for k in (1, 3)]
     first, second = (ExampleReader(tokenizer, (END,))(row) for row in rows)
     assert tokenizer.decode(first.tokens[first.mask]) == "hm#two<|end|>"

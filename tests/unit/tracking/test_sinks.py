@@ -81,15 +81,15 @@ def test_a_tracker_that_is_not_installed_says_how_to_install_it(
 
 
 def test_wandb_gets_the_run_and_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    run = SimpleNamespace(log=lambda metrics, step: told.append((metrics, step)), finish=lambda: told.append("end"))
-    wandb = SimpleNamespace(init=lambda **given: told.append(given) or run, Settings=dict)
+    calls: list[Any] = []
+    run = SimpleNamespace(log=lambda metrics, step: calls.append((metrics, step)), finish=lambda: calls.append("end"))
+    wandb = SimpleNamespace(init=lambda **given: calls.append(given) or run, Settings=dict)
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     about = {"project": "p", "name": "n", "settings": {"lr": 1, "api_key": "plain-old-words"}, "resumed_step": 3}
     sinks = open_sinks(["wandb"], RunInfo(tmp_path, **about, wandb_proxy="http://proxy:80"))
     sinks.log({"x": 1.0}, 4)
     sinks.close()
-    assert told == [
+    assert calls == [
         {"project": "p", "name": "n", "dir": tmp_path, "config": {"lr": 1, "api_key": "***"}, "resume": "auto"}
         | {"settings": {"https_proxy": "http://proxy:80"}},
         ({"x": 1.0}, 4),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.unit
 
 
 class Writing:
-    """A policy that writes one file when it is told to."""
+    """A policy that writes one file on demand."""
 
     def __init__(self) -> None:
         self.begun: list[int] = []

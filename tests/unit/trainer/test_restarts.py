@@ -1,4 +1,4 @@
-"""What is lost is told and counted; a run that gets nowhere is not begun again for ever."""
+"""Losses are reported and counted; a run without progress is not restarted forever."""
 
 from itertools import pairwise
 from typing import Any

@@ -1,4 +1,4 @@
-"""The data of a run as the settings say: its order, its checks, and what is told of it."""
+"""The data of a run as configured: order, checks and reports."""
 
 from collections import Counter
 from pathlib import Path
