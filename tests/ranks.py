@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.multiprocessing as mp
 
-from verl.cluster.ports import free_port
+from verl.cluster.actors import free_port
 
 __all__ = ["free_port", "run_ranks"]
 

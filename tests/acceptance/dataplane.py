@@ -22,7 +22,7 @@ import psutil
 import ray
 from _common import finish
 
-from verl.cluster.group import ActorGroup
+from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan, UpdateSizes
@@ -41,7 +41,7 @@ class SyntheticEpisodes:
     """An episode worker whose engine is the fake; everything behind the engine is the real path."""
 
     def __init__(self) -> None:
-        from verl.agents.runner import EpisodeRunner
+        from verl.agents.episode import EpisodeRunner
         from verl.rollout.fake import FakeRolloutEngine
         from verl.rollout.replica_pool import EnginePool
 

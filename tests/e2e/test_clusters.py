@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.cluster.ports import free_port
+from verl.cluster.actors import free_port
 from verl.demo.folder import Assets
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]

@@ -13,7 +13,7 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.group import ActorGroup, await_reply
+from verl.cluster.actors import ActorGroup, await_reply
 from verl.cluster.hangs import CallTarget, Deadline, register_actor, watch_for_hangs
 from verl.cluster.hangs.registry import ClusterInspector
 from verl.errors import ProcessLostError

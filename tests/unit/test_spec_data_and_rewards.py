@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import chat_tokenizer
 
-from verl.agents.episode import Transcript
-from verl.agents.scoring import score_by_function
+from verl.agents.episode import Transcript, score_by_function
 from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError, DataError, RewardError

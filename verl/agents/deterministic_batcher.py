@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
-from verl.agents.episode import Generate
 from verl.types import Completion, SamplingParams
 
 T = TypeVar("T")
 
 Request = tuple[Sequence[int], SamplingParams]
+Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
 GenerateAll = Callable[[Sequence[Request]], Awaitable[list[Completion]]]
 """Many requests -> their completions, in the same order."""
 

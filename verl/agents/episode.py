@@ -1,15 +1,22 @@
-"""The interface of episodes, and the simplest one, a single turn."""
+"""Episodes: their tokens, how they are scored, and the runner that turns a prompt into scored samples."""
 
 from __future__ import annotations
 
+import asyncio
+import math
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from verl.types import Completion, Prompt, Sample, SamplingParams
-
-Generate = Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]
+from verl.agents.deterministic_batcher import DeterministicBatcher, Generate
+from verl.rewards.models.interface import SETTING, ScoringFailure
+from verl.rewards.models.tokenization import EncodeConversation
+from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.result import RewardInput, make_failure
+from verl.types import Completion, Failed, Prompt, Sample, SamplingParams, Scored
 
 
 @dataclass
@@ -68,3 +75,116 @@ async def single_turn(prompt: Prompt, generate: Generate, sampling: SamplingPara
     transcript = Transcript(list(prompt.token_ids))
     transcript.append_completion(await generate(transcript.tokens, sampling))
     return transcript
+
+
+EpisodeScorer = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
+"""(prompt, transcript, response as text) -> its score, or why there is none."""
+
+
+def score_by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> EpisodeScorer:
+    """Return a scorer that calls a reward function; a raw prompt is passed as `raw_prompt` in `extra_info`."""
+
+    async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+        extra = prompt.extra_info if prompt.raw is None else {**prompt.extra_info, "raw_prompt": prompt.raw}
+        return await score(prompt.data_source, response, prompt.ground_truth, extra)
+
+    return score_episode
+
+
+def score_by_model(
+    encode: EncodeConversation, score: Callable[[Sequence[int]], Awaitable[float | ScoringFailure]]
+) -> EpisodeScorer:
+    """Return a scorer that passes the whole conversation to a reward model."""
+
+    async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
+        graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
+        try:
+            tokens = encode(prompt, transcript.tokens, response)
+        except Exception as error:  # noqa: BLE001 - a chat template is code of the model's author
+            message = f"its chat template rejects the conversation: {error}"
+            return make_failure("error", SETTING, message, graded, "Fix the template, or the prompts that it rejects.")
+        result = await score(tokens)
+        if isinstance(result, ScoringFailure):
+            return make_failure(result.kind, SETTING, result.message, graded, result.fix)
+        return Scored(result)
+
+    return score_episode
+
+
+def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -> EpisodeScorer:
+    """Return a scorer for function + weight * model, with both scores as metrics."""
+
+    async def score_episode(*episode: Any) -> Scored | Failed:
+        first, second = await asyncio.gather(function(*episode), model(*episode))
+        if isinstance(first, Failed):
+            return first
+        if isinstance(second, Failed):
+            return second
+        metrics = {**first.metrics, "function_score": first.score, "model_score": second.score}
+        return Scored(first.score + weight * second.score, metrics)
+
+    return score_episode
+
+
+class EpisodeRunner:
+    """Runs the episodes of a prompt concurrently and scores each as soon as it ends."""
+
+    def __init__(
+        self,
+        generate: Generate,
+        score: EpisodeScorer,
+        decode: Callable[[Sequence[int]], str],
+        episode: Episode = single_turn,
+    ) -> None:
+        self._generate, self._score, self._episode = generate, score, episode
+        self.decode = decode
+
+    async def run(
+        self,
+        prompt: Prompt,
+        group: int,
+        seeds: Sequence[int | None],
+        sampling: SamplingParams,
+        *,
+        greedy_baseline: bool = False,
+        overlong: OverlongPenalty | None = None,
+        batcher: DeterministicBatcher | None = None,
+    ) -> list[Sample]:
+        """Return one sample per seed (None: not seeded), in their order.
+
+        With `greedy_baseline` also a greedy response is generated; its score becomes the `baseline` of the samples.
+        `overlong` penalizes long responses. With a `batcher` each episode takes a slot.
+        """
+        samplings = [replace(sampling, seed=seed) for seed in seeds]
+        if greedy_baseline:
+            samplings.append(replace(sampling, temperature=0.0, seed=None))
+        slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in samplings]
+        samples = await asyncio.gather(
+            *(self._run_one(prompt, group, each, overlong, slot) for each, slot in zip(samplings, slots, strict=True))
+        )
+        if not greedy_baseline:
+            return samples
+        greedy = samples.pop()
+        if greedy.failure is not None:  # no baseline
+            return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
+        return [replace(sample, baseline=greedy.score) for sample in samples]
+
+    async def _run_one(
+        self,
+        prompt: Prompt,
+        group: int,
+        sampling: SamplingParams,
+        overlong: OverlongPenalty | None,
+        slot: AbstractContextManager[Generate],
+    ) -> Sample:
+        with slot as generate:
+            transcript = await self._episode(prompt, generate, sampling)
+        tokens = transcript.get_response()
+        result = await self._score(prompt, transcript, self.decode(tokens))
+        if isinstance(result, Failed):
+            return replace(transcript.to_sample(group, math.nan, {}), failure=result)
+        score, metrics = result.score, result.metrics
+        if overlong is not None:
+            penalty = overlong.compute(len(tokens))
+            score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
+        return transcript.to_sample(group, score, metrics)

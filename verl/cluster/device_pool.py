@@ -1,44 +1,23 @@
-"""Reserved devices, one placement-group bundle each, which several actors may share."""
+"""Reserved devices, one placement-group bundle each, which several actors may share; and the devices of live nodes."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import asyncio
+import contextlib
+import time
+from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
+from verl.cluster.local import LocalPool
 from verl.cluster.session import require_resource
 from verl.errors import EngineError
 
 _UNLIMITED_CONCURRENCY = 100_000
-
-
-class PlacementPool(Protocol):
-    """Starts the actors of a run: on the devices of a cluster, or in this process (`local.LocalPool`)."""
-
-    count: int
-
-    def spawn(
-        self,
-        actor: type,
-        *args: Any,
-        device: int | None = None,
-        share: float = 0.0,
-        is_async: bool = False,
-        restarts: bool = False,
-    ) -> Any:
-        """Return the handle of a new actor, without waiting for its process.
-
-        Args:
-            actor: its class, created with `args`.
-            device: index of the device that it uses; None: it uses none.
-            share: fraction of the device; those of all its actors sum to at most 1.
-            is_async: run any number of its coroutines concurrently.
-            restarts: let Ray replace its process when it dies; the new one must be started again by a caller.
-        """
-        ...
 
 
 class DevicePool:
@@ -67,7 +46,15 @@ class DevicePool:
         is_async: bool = False,
         restarts: bool = False,
     ) -> Any:
-        """See `PlacementPool.spawn`."""
+        """Return the handle of a new actor, without waiting for its process.
+
+        Args:
+            actor: its class, created with `args`.
+            device: index of the device that it uses; None: it uses none.
+            share: fraction of the device; those of all its actors sum to at most 1.
+            is_async: run any number of its coroutines concurrently.
+            restarts: let Ray replace its process when it dies; the new one must be started again by a caller.
+        """
         options: dict[str, Any] = {"num_cpus": 0}
         if device is not None:
             options["num_cpus" if self.resource == "CPU" else "num_gpus"] = share
@@ -83,3 +70,43 @@ class DevicePool:
     def close(self) -> None:
         """Release the devices."""
         remove_placement_group(self._group)
+
+
+PlacementPool = DevicePool | LocalPool
+"""Starts the actors of a run: on the devices of a cluster, or in this process."""
+
+
+async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0, reply_s: float = 20.0) -> int:
+    """Return the number of devices on responding nodes: once there are `wanted`, or after `timeout_s`.
+
+    Each node is pinged, since Ray counts the devices of a dead node for a while.
+    """
+    resource = "CPU" if device == "cpu" else "GPU"
+    until = time.monotonic() + timeout_s
+    while True:
+        count = await asyncio.to_thread(_count_responding, resource, reply_s)
+        if count >= wanted or time.monotonic() >= until:
+            return count
+        await asyncio.sleep(min(5.0, timeout_s))
+
+
+def _count_responding(resource: str, reply_s: float) -> int:
+    ping = ray.remote(_ping)
+    replies = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            reply = ping.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote()
+            replies[reply] = node["Resources"]
+    ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=reply_s)
+    return sum(int(replies[reply].get(resource, 0)) for reply in ready if _has_responded(reply))
+
+
+def _ping() -> bool:
+    return True
+
+
+def _has_responded(reply: ray.ObjectRef) -> bool:
+    with contextlib.suppress(RayError):  # its node has died
+        return bool(ray.get(reply))
+    return False

@@ -33,7 +33,7 @@ from verl.trainer.setup import (
 )
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
-from verl.workers.base import RankSettings
+from verl.workers.train import RankSettings
 
 
 @asynccontextmanager

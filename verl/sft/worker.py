@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from verl.sft.batches import RankBatch
 from verl.tracking.metrics import resident_gib
-from verl.workers.base import BaseTrainWorker, RankGroup, RankSettings
-from verl.workers.out_of_memory import explain_out_of_memory
+from verl.workers.train import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 
 
 class SFTWorker(BaseTrainWorker):

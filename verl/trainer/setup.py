@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
-from verl.cluster.device_pool import DevicePool
+from verl.cluster.device_pool import DevicePool, count_live_devices
 from verl.cluster.hangs import CallTarget, Deadline, track_call, watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
-from verl.cluster.nodes import count_live_devices
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks
 from verl.config.problems import ConfigProblem
@@ -28,7 +27,7 @@ from verl.trainer.checkpointing import Checkpointer, SavedPolicy, find_checkpoin
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule
 from verl.trainer.worker_settings import deadlines
-from verl.workers.base import RankGroup
+from verl.workers.train import RankGroup
 
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)

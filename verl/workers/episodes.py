@@ -1,11 +1,11 @@
-"""The episode workers: they read prompts, run episodes against the engines, score them, and store the samples.
-
-The controller only gets a `SampleHandle` per sample: a reference and a few numbers.
-"""
+"""The episode workers, which read prompts, run episodes against the engines, score them and store the samples; and
+their clients. The controller only gets a `SampleHandle` per sample: a reference and a few numbers."""
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,11 +14,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.cluster.handles import put
-from verl.cluster.hangs import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadline, Deadlines, report_failed_call
+from verl.agents.deterministic_batcher import DeterministicBatcher, resolve_futures
+from verl.cluster.actors import await_reply, kill_actor, put
+from verl.cluster.device_pool import PlacementPool
+from verl.cluster.hangs import (
+    DEFAULT_DEADLINES,
+    MARGIN_S,
+    CallTarget,
+    Deadline,
+    Deadlines,
+    HeartbeatMonitor,
+    register_actor,
+    report_failed_call,
+)
+from verl.config.schema.root import Config
 from verl.errors import ConfigError
+from verl.rewards.failures import FailureTracker
 from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.resolve import resolve_scorer
+from verl.rewards.result import truncate
 from verl.rewards.settings import RewardPoolSettings
+from verl.rollout.supervisor import EngineSupervisor
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
 from verl.workers.rollout import RemoteEngine
@@ -26,8 +42,7 @@ from verl.workers.rollout import RemoteEngine
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from verl.agents.deterministic_batcher import DeterministicBatcher
-    from verl.agents.scoring import EpisodeScorer
+    from verl.agents.episode import EpisodeScorer
     from verl.data.dataset import PromptOptions
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
@@ -94,7 +109,7 @@ class EpisodeWorker:
 
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
-        from verl.agents.runner import EpisodeRunner
+        from verl.agents.episode import EpisodeRunner
         from verl.data.chat import load_tokenizer
         from verl.data.dataset import PromptDataset
         from verl.rollout.replica_pool import EnginePool
@@ -118,7 +133,7 @@ class EpisodeWorker:
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
         """Return the scorer: a reward function in a pool of processes, the reward model, or their weighted sum."""
-        from verl.agents.scoring import score_by_function, weighted_sum
+        from verl.agents.episode import score_by_function, weighted_sum
         from verl.rewards.pool.pool import open_rewards
 
         reward, model = self._settings.reward, self._settings.model_reward
@@ -132,7 +147,7 @@ class EpisodeWorker:
         return by_function if model is None or by_model is None else weighted_sum(by_function, by_model, model.weight)
 
     def _build_model_scorer(self, tokenizer: PreTrainedTokenizerBase, model: ModelReward) -> EpisodeScorer:
-        from verl.agents.scoring import score_by_model
+        from verl.agents.episode import score_by_model
         from verl.data.chat import load_tokenizer
         from verl.rewards.models.tokenization import build_encoder
 
@@ -169,8 +184,6 @@ class EpisodeWorker:
 
     async def run_round(self, requests: Sequence[GroupRequest]) -> list[list[SampleHandle] | None]:
         """Run several requests in deterministic batches: the same requests always return the same samples."""
-        from verl.agents.deterministic_batcher import DeterministicBatcher
-
         prompts = [self._datasets[request.split][request.row] for request in requests]
         groups = [(request, prompt) for request, prompt in zip(requests, prompts, strict=True) if prompt is not None]
         batcher = DeterministicBatcher(self._pool.generate_all, sum(request.episodes for request, _ in groups))
@@ -223,3 +236,158 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
         index=index,
         failure=sample.failure,
     )
+
+
+class EpisodePool:
+    """All episode workers: takes group requests, returns sample handles.
+
+    `deterministic`: requests made in one turn of the event loop, such as all groups of a step, form one round, and
+    rounds run one after the other, so that batch composition does not depend on timing. Needs a single worker.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], *, deterministic: bool = False, deadlines: Deadlines = DEFAULT_DEADLINES
+    ) -> None:
+        self._actors, self._deadlines = list(actors), deadlines
+        self._turn = itertools.cycle(range(len(self._actors)))
+        self._heartbeats = [
+            HeartbeatMonitor(partial(self._call, index, "ping", deadline=deadlines.reply), deadlines.reply.seconds)
+            for index in range(len(self._actors))
+        ]
+        self._deterministic = deterministic
+        self._round: list[tuple[GroupRequest, asyncio.Future[list[SampleHandle] | None]]] = []
+        self._round_lock = asyncio.Lock()
+
+    @classmethod
+    def spawn(
+        cls,
+        pool: PlacementPool,
+        count: int,
+        settings: EpisodeSettings,
+        engines: Sequence[RemoteEngine],
+        reward_models: Sequence[RemoteRewardModel] = (),
+        *,
+        deterministic: bool = False,
+    ) -> EpisodePool:
+        actors = [
+            pool.spawn(EpisodeWorker, settings, engines, reward_models, is_async=True)
+            for _ in range(1 if deterministic else count)
+        ]
+        return cls(actors, deterministic=deterministic, deadlines=settings.deadlines)
+
+    async def start(self) -> None:
+        for index, actor in enumerate(self._actors):
+            register_actor(actor, _target(index))
+        starts = (self._call(index, "start", deadline=self._deadlines.start) for index in range(len(self._actors)))
+        await asyncio.gather(*starts)
+
+    async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
+        """Return the samples of one prompt in the order of the seeds, or None if its row is too long and left out."""
+        if not self._deterministic:
+            return await self._run(next(self._turn), "run", request)
+        loop = asyncio.get_running_loop()
+        if not self._round:
+            loop.call_soon(lambda: asyncio.ensure_future(self._run_round()))
+        result: asyncio.Future[list[SampleHandle] | None] = loop.create_future()
+        self._round.append((request, result))
+        return await result
+
+    async def _run_round(self) -> None:
+        pending, self._round = self._round, []
+        async with self._round_lock:
+            samples = self._run(0, "run_round", [request for request, _ in pending])
+            await resolve_futures([result for _, result in pending], samples)
+
+    async def preview_sample(self, split: str, data_source: str | None = None) -> SamplePreview | None:
+        """Return one of the latest samples of a split and, if given, data source."""
+        for index in range(len(self._actors)):
+            preview = await self._call(index, "preview_sample", split, data_source, deadline=self._deadlines.reply)
+            if preview is not None:
+                return preview
+        return None
+
+    async def _run(self, index: int, method: str, work: Any) -> Any:
+        """Run episodes without a deadline: engines and rewards have theirs, the worker only has to respond to pings."""
+        return await self._heartbeats[index].watch(self._call(index, method, work, deadline=None))
+
+    async def _call(self, index: int, method: str, *args: Any, deadline: Deadline | None) -> Any:
+        reply = getattr(self._actors[index], method).remote(*args)
+        return await await_reply(reply, action=method, target=_target(index), deadline=deadline)
+
+    def close(self) -> None:
+        for actor in self._actors:
+            kill_actor(actor)
+
+
+def _target(index: int) -> CallTarget:
+    return CallTarget("episode worker", index)
+
+
+class EpisodeClient:
+    """Runs groups of episodes. A request fails with the engines: when none is left, nobody waits for a response."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EpisodePool,
+        supervisor: EngineSupervisor,
+        failures: FailureTracker,
+        stop_token_ids: tuple[int, ...],
+        *,
+        greedy_baseline: bool = False,
+    ) -> None:
+        self._config, self._pool, self._supervisor, self.failures = config, pool, supervisor, failures
+        self._sampling = _sampling_params(config, stop_token_ids)
+        self._greedy_baseline = greedy_baseline
+
+    async def run_group(self, position: int, row: int) -> list[SampleHandle] | None:
+        """Return the scored samples of one training prompt; None if the prompt is too long."""
+        handles = await self._run("train", row, position, self._config.actor_rollout_ref.rollout.n)
+        return None if handles is None else self.failures.keep_scored(handles)
+
+    async def run_validation(self, row: int) -> list[SampleHandle]:
+        """Return the samples of one validation prompt."""
+        handles = await self._run("val", row, row, self._config.actor_rollout_ref.rollout.val_kwargs.n)
+        assert handles is not None, "validation prompts that are too long are dropped before the start"
+        return handles
+
+    async def preview_validation(self, data_source: str) -> str:
+        return await self.preview("val", data_source)
+
+    async def preview(self, split: str, data_source: str | None = None) -> str:
+        """Describe one of the latest responses and its score; empty if there is none."""
+        sample = await self._pool.preview_sample(split, data_source)
+        if sample is None:
+            return ""
+        scorer = resolve_scorer(self._config, sample.data_source)
+        return (
+            f"{scorer} gave {sample.score:g} to the response {truncate(sample.response)}; the ground truth is "
+            f"{truncate(sample.ground_truth)}"
+        )
+
+    async def _run(self, split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
+        seeds = [self._seed(split, group, index) for index in range(count)]
+        greedy_baseline = split == "train" and self._greedy_baseline
+        request = GroupRequest(split, row, group, seeds, self._sampling[split], greedy_baseline)
+        return await self._supervisor.run_while_available(self._pool.run(request))
+
+    def _seed(self, split: str, group: int, index: int) -> int | None:
+        if not self._config.trainer.deterministic:
+            return None
+        text = f"{self._config.trainer.seed}/{split}/{group}/{index}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[str, SamplingParams]:
+    train, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    temperatures = {"train": train.temperature, "val": 0.0 if val.do_sample is False else val.temperature}
+    return {
+        split: SamplingParams(
+            max_tokens=config.data.max_response_length,
+            temperature=temperatures[split],
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            stop_token_ids=stop_token_ids,
+        )
+        for split, sampling in (("train", train), ("val", val))
+    }

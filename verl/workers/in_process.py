@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from verl.cluster.handles import get_all
+from verl.cluster.actors import get_all
 from verl.cluster.hangs import UNLIMITED_S
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from verl.agents.scoring import EpisodeScorer
+    from verl.agents.episode import EpisodeScorer
 
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
@@ -146,7 +146,7 @@ class RolloutWorker:
         self._folder.cleanup()
 
     async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
-        from verl.agents.runner import EpisodeRunner
+        from verl.agents.episode import EpisodeRunner
 
         rows = [self._encode(index, row) for index, row in enumerate(prompts)]
         await self._sync_weights()
@@ -170,7 +170,7 @@ class RolloutWorker:
         self._version, self._checksums = self._version + 1, checksums
 
     async def _start_scoring(self) -> EpisodeScorer:
-        from verl.agents.scoring import score_by_function
+        from verl.agents.episode import score_by_function
         from verl.rewards.pool.in_process import InProcessRewards
         from verl.rewards.settings import RewardFunctionSettings
 

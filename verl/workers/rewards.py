@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+from verl.cluster.actors import RemoteActor, kill_actor
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.handles import kill_actor
 from verl.cluster.hangs import DEFAULT_DEADLINES, MARGIN_S, Deadlines, HeartbeatMonitor, report_restart
-from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure

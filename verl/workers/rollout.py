@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+from verl.cluster.actors import RemoteActor
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs import DEFAULT_DEADLINES, Deadlines, Progress
-from verl.cluster.remote import RemoteActor
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 

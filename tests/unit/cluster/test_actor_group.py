@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from simulated_clock import simulate
 
-from verl.cluster.group import ActorGroup
+from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs import DEFAULT_DEADLINES
 from verl.errors import ProcessLostError
 

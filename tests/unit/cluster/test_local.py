@@ -4,8 +4,7 @@ import asyncio
 
 import pytest
 
-from verl.cluster.group import ActorGroup, get_objects
-from verl.cluster.handles import get_all, kill_actor, put
+from verl.cluster.actors import ActorGroup, get_all, get_objects, kill_actor, put
 from verl.cluster.hangs import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
 from verl.cluster.local import LocalPool
 

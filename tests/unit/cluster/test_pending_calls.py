@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import pytest
 from simulated_clock import simulate
 
-from verl.cluster import group
-from verl.cluster.group import await_reply
+from verl.cluster import actors
+from verl.cluster.actors import await_reply
 from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, HeartbeatMonitor, Progress
 from verl.cluster.hangs.detector import TICK_S, HangDetector, StalledCall
 from verl.cluster.hangs.pending_calls import PendingCalls, format_targets
@@ -151,7 +151,7 @@ def test_every_deadline_knows_its_setting() -> None:
 
 def on_the_loops_clock(monkeypatch: pytest.MonkeyPatch) -> PendingCalls:
     calls = PendingCalls(lambda: asyncio.get_running_loop().time())
-    monkeypatch.setattr(group, "track_call", calls.track_call)
+    monkeypatch.setattr(actors, "track_call", calls.track_call)
     return calls
 
 

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from verl.agents.episode import Transcript
-from verl.agents.runner import EpisodeRunner
+from verl.agents.episode import EpisodeRunner, Transcript
 from verl.errors import ProcessLostError
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
-from verl.workers.episode_pool import EpisodePool
-from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
+from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, GroupRequest
 
 pytestmark = pytest.mark.unit
 

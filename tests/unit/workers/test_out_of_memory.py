@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from verl.cluster.group import ActorGroup
+from verl.cluster.actors import ActorGroup
 from verl.cluster.local import LocalPool
 from verl.config.load import load_dict
 from verl.data.plan import RankPlan

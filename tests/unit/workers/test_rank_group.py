@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from verl.cluster.group import ActorGroup
+from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import ProcessLostError
 from verl.workers.train import PolicyGroup, TrainWorker

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
+from typing import Any, TypeVar
 
 from verl.cluster.hangs.deadlines import Deadline
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -104,6 +107,34 @@ class PendingCalls:
         while self.is_watched and not call.report and time.monotonic() < until:
             await asyncio.sleep(0.1)
         return f" Pending calls and stack traces: {call.report}" if call.report else ""
+
+
+class HeartbeatMonitor:
+    """Waits for work that may take any time as long as its process responds to pings.
+
+    The process is pinged at most once per `interval_s`, however many callers wait.
+    """
+
+    def __init__(self, ping: Callable[[], Awaitable[Any]], interval_s: float) -> None:
+        self._ping, self._interval_s = ping, interval_s
+        self._pending: asyncio.Future[Any] | None = None
+        self._pinged_at = float("-inf")
+
+    async def watch(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`, or raise what `ping` raises when the process does not respond."""
+        reply = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([reply], timeout=self._interval_s))[0]:
+                await self._check()
+            return reply.result()
+        finally:
+            reply.cancel()  # no effect if done
+
+    async def _check(self) -> None:
+        now = asyncio.get_running_loop().time()
+        if self._pending is None or (self._pending.done() and now - self._pinged_at >= self._interval_s):
+            self._pending, self._pinged_at = asyncio.ensure_future(self._ping()), now
+        await asyncio.shield(self._pending)
 
 
 PENDING_CALLS = PendingCalls()

@@ -17,7 +17,6 @@ from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.buffer import EpisodeBuffer, differs
-from verl.trainer.builder.episode_client import EpisodeClient
 from verl.trainer.builder.placement import TRAIN_SHARE, place_engines, place_reward_models
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_rl_run
@@ -35,6 +34,7 @@ from verl.trainer.setup import (
 )
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import (
+    algorithm_settings,
     build_planner,
     compute_dtype,
     deadlines,
@@ -45,7 +45,7 @@ from verl.trainer.worker_settings import (
 )
 from verl.weights.probe import TOLERANCES, Probe
 from verl.weights.sync import DeviceTransport, HostTransport, WeightSync
-from verl.workers.episode_pool import EpisodePool
+from verl.workers.episodes import EpisodeClient, EpisodePool
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
@@ -201,7 +201,10 @@ class RLBuilder:
     def build_episode_client(self, data: RunData, pool: EpisodePool, supervisor: EngineSupervisor) -> EpisodeClient:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
         failures = FailureTracker(self.config.reward.max_failure_rate, samples, self.console.advice)
-        return EpisodeClient(self.config, pool, supervisor, failures, data.stop_token_ids)
+        greedy_baseline = algorithm_settings(self.config).estimator == "remax"
+        return EpisodeClient(
+            self.config, pool, supervisor, failures, data.stop_token_ids, greedy_baseline=greedy_baseline
+        )
 
     def build_buffer(self, episodes: EpisodeClient, stream: PromptStream) -> EpisodeBuffer:
         dynamic = self.config.algorithm.filter_groups

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from verl.agents.episode import Generate, Transcript
-from verl.agents.runner import EpisodeRunner
+from verl.agents.deterministic_batcher import Generate
+from verl.agents.episode import EpisodeRunner, Transcript
 from verl.rewards.overlong import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
 

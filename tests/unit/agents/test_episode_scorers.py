@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from verl.agents.episode import Transcript
-from verl.agents.scoring import score_by_function, score_by_model, weighted_sum
+from verl.agents.episode import Transcript, score_by_function, score_by_model, weighted_sum
 from verl.rewards.models.interface import ScoringFailure
 from verl.types import Failed, Prompt, Scored
 

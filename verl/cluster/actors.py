@@ -1,19 +1,69 @@
-"""Calls to actors with deadlines, and groups of actors that are called together."""
+"""Actors and object references, with Ray or within one process (`local.py`): calls with deadlines, a client for one
+actor, and groups of actors that are called together."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import random
+import socket
 from collections.abc import Sequence
 from typing import Any
 
+import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from verl.cluster.handles import get_all, kill_actor
-from verl.cluster.hangs import CallTarget, Deadline, Progress, format_report_hint, register_actor, track_call
+from verl.cluster.hangs import (
+    DEFAULT_DEADLINES,
+    CallTarget,
+    Deadline,
+    Deadlines,
+    Progress,
+    format_report_hint,
+    register_actor,
+    track_call,
+)
 from verl.cluster.hangs.pending_calls import PendingCall
+from verl.cluster.local import LocalActor, LocalRef
 from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
 DEATH_DETECTION_S = 30.0  # upper bound
+_POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
+_PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
+
+
+def put(value: Any) -> Any:
+    """Put a value into the object store and return its reference."""
+    return ray.put(value) if ray.is_initialized() else LocalRef(value)
+
+
+def get_all(references: Sequence[Any], timeout: float) -> list[Any]:
+    """Return the referenced values. Blocks; raises `GetTimeoutError` after `timeout` seconds."""
+    local = [reference.get() for reference in references if isinstance(reference, LocalRef)]
+    return local if len(local) == len(references) else ray.get(list(references), timeout=timeout)
+
+
+def kill_actor(actor: Any, *, restarts: bool = False) -> None:
+    """Kill an actor's process; with `restarts` Ray starts a new one under the same handle."""
+    if isinstance(actor, LocalActor):
+        actor._exit()
+    else:
+        ray.kill(actor, no_restart=not restarts)
+
+
+def get_node_address() -> str:
+    """Return the address at which other processes of the run reach this one."""
+    return ray.util.get_node_ip_address() if ray.is_initialized() else "127.0.0.1"
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    generator = random.SystemRandom()  # unseeded: ranks and runs that share a seed must not share ports
+    while True:
+        port = generator.choice(_PORTS)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
 
 
 async def await_reply(
@@ -138,3 +188,46 @@ class ActorGroup:
         """Kill the actors' processes."""
         for actor in self.actors:
             kill_actor(actor)
+
+
+class RemoteActor:
+    """An actor with `start`, `has_started` and `close`. Can be pickled; subclasses add its methods."""
+
+    kind: str
+
+    def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+        self.actor, self.deadlines = actor, deadlines
+        self.target = CallTarget(self.kind, index)
+        self._started = False
+
+    async def start(self) -> None:
+        register_actor(self.actor, self.target)
+        await self._call("start", deadline=self.deadlines.start)
+        self._started = True
+
+    async def end(self) -> None:
+        """Kill the process, whatever its state; return once a new one, not yet started, has replaced it."""
+        with track_call("be replaced", target=self.target, deadline=self.deadlines.start):
+            if not await self._is_new():
+                kill_actor(self.actor, restarts=True)
+                while not await self._is_new():
+                    await asyncio.sleep(_POLL_S)
+
+    async def _is_new(self) -> bool:
+        try:
+            return not await asyncio.wait_for(self._call("has_started", deadline=None), _REPLY_S)
+        except (ProcessLostError, asyncio.TimeoutError):
+            return False
+
+    async def close(self) -> None:
+        """Kill the process for good, after it has ended its children if it has started."""
+        try:
+            if self._started:
+                await self._call("close", deadline=self.deadlines.close)
+        finally:
+            kill_actor(self.actor)
+
+    async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
+        """Call a method; without a deadline the caller must watch over it."""
+        reply = getattr(self.actor, method).remote(*args)
+        return await await_reply(reply, action=method, target=self.target, deadline=deadline, progress=progress)
