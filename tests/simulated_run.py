@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 from simulated_clock import Deadlock, simulate
 from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel, answer_to
 
-from verl.data.samplers import SequentialSampler
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import EngineError, ProcessLostError, VerlError
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor

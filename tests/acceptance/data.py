@@ -91,7 +91,7 @@ class Reader:
 
         from verl.config.load import load_dict
         from verl.data.dataset import PromptDataset
-        from verl.data.stream import PromptStream
+        from verl.data.samplers import PromptStream
         from verl.trainer.preflight import check_files
         from verl.trainer.run_data import read_data
 

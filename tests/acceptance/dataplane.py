@@ -26,8 +26,7 @@ from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan, UpdateSizes
-from verl.data.samplers import ShuffledSampler
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream, ShuffledSampler
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
 from verl.workers.episodes import put_sample

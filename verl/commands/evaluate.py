@@ -118,7 +118,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_Row]:
-    from verl.data.columns import extract_reward_fields
+    from verl.data.dataset import extract_reward_fields
     from verl.data.files import find_files, open_rows
 
     for path in find_files(files):

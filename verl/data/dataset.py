@@ -16,7 +16,6 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
-from verl.data.columns import extract_reward_fields, resolve_data_source
 from verl.data.files import BlockCache, JsonlRows, Rows, find_files, open_rows
 from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.validate import PathLike, describe_missing_column, list_entries
@@ -26,6 +25,10 @@ from verl.types import Prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+TRUTHS = ("ground_truth", "answer")
+"""Columns of the ground truth if `reward_model` has none; the first that exists is used."""
+_SOURCES = ("data_source", "reward_model")
+"""The columns that may hold the data source of a row."""
 STREAMED_ROWS = 1_000_000
 STREAMED_BYTES = 2**30
 SAMPLE = 64  # rows of a streamed data set that are checked before a run
@@ -282,9 +285,42 @@ class PromptDataset:
         )
 
 
-_SOURCES = ("data_source", "reward_model")
-"""The columns that may hold the data source of a row."""
-
-
 def _are_large(files: Sequence[Rows]) -> bool:
     return sum(map(len, files)) >= STREAMED_ROWS or sum(file.bytes for file in files) >= STREAMED_BYTES
+
+
+def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return `data_source`, `ground_truth` and `extra_info` from all columns of a row except the prompt.
+
+    >>> extract_reward_fields({"data_source": "sums", "reward_model": {"ground_truth": "46"}, "level": 2})
+    {'data_source': 'sums', 'ground_truth': '46', 'extra_info': {'level': 2}}
+    """
+    source = resolve_data_source(fields.pop("data_source", None), fields.get("reward_model"))
+    extra, model, truth = fields.pop("extra_info", None), fields.pop("reward_model", None), None
+    if isinstance(model, Mapping):
+        model = dict(model)
+        truth = model.pop("ground_truth", None)
+        model.pop("data_source", None)
+        fields |= {**(model.pop("extra_info", None) or {}), **model}
+    elif isinstance(model, str) and model.lstrip().startswith("{"):
+        raise DataError(
+            f"column 'reward_model' holds text, {model[:60]!r}; it must hold the fields themselves, such as "
+            '{"ground_truth": ...}. Write the file again without json.dumps or str around them'
+        )
+    elif model is not None:
+        fields["reward_model"] = model
+    for column in TRUTHS:
+        if truth is None:
+            truth = fields.pop(column, None)
+    if isinstance(extra, Mapping):
+        fields |= extra
+    elif extra is not None:
+        fields["extra_info"] = extra
+    return {"data_source": source, "ground_truth": truth, "extra_info": fields}
+
+
+def resolve_data_source(column: Any, reward_model: Any) -> str:
+    """Return the data source of a row: its column, or the field of `reward_model`, or ""."""
+    if column is None and isinstance(reward_model, Mapping):
+        column = reward_model.get("data_source")
+    return "" if column is None else str(column)

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import encode, read_prompt, render
-from verl.data.columns import TRUTHS, extract_reward_fields
+from verl.data.dataset import TRUTHS, extract_reward_fields
 from verl.data.files import READ_AT_ONCE, JsonlRows, Rows, find_files, open_rows
 from verl.data.validate import describe_missing_column, find_data_warnings
 from verl.errors import DataError

@@ -13,7 +13,7 @@ from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
 from verl.config.sft_validation import find_hints
 from verl.data.plan import MicroBatchLimit
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream
 from verl.sft.batches import split_batch
 from verl.sft.data import SFTData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
 from verl.sft.trainer import SFTTrainer

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, DataError, RewardError, WeightSyncError
 from verl.types import SampleHandle
 

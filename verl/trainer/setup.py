@@ -18,7 +18,7 @@ from verl.cluster.session import connect, detect_device, disconnect, write_timel
 from verl.config.batch_sizes import count_train_ranks
 from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer

@@ -184,7 +184,7 @@ class RolloutWorker:
 
     def _encode(self, index: int, row: Mapping[str, Any]) -> Prompt:
         from verl.data.chat import encode_prompts
-        from verl.data.columns import extract_reward_fields
+        from verl.data.dataset import extract_reward_fields
         from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
 
         fields = dict(row)

@@ -13,12 +13,12 @@ from verl.data.samplers import (
     BufferedShuffleSampler,
     CurriculumSampler,
     CustomSampler,
+    PromptStream,
     Sampler,
     SequentialSampler,
     ShuffledSampler,
     WeightedSampler,
 )
-from verl.data.stream import PromptStream
 from verl.errors import DataError
 
 pytestmark = pytest.mark.unit

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.samplers import SequentialSampler
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DataError, RewardError, WeightSyncError
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import SampleHandle

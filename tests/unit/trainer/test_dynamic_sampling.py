@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.data.samplers import SequentialSampler
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import ConfigError, RewardError, VerlError
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import SampleHandle

@@ -11,7 +11,7 @@ from verl.cluster.hangs import MARGIN_S
 from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
-from verl.data.stream import PromptStream
+from verl.data.samplers import PromptStream
 from verl.rewards.failures import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
