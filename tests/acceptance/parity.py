@@ -20,7 +20,7 @@ from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.errors import WeightSyncError
 from verl.tracking.console import Console
-from verl.trainer.builder.rl_builder import build_trainer
+from verl.trainer.rl_builder import build_trainer
 from verl.weights.sync import HostTransport, Receiver, Source
 
 LIMIT = 1e-4

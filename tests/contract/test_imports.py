@@ -11,7 +11,7 @@ pytestmark = pytest.mark.contract
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("verl.trainer.builder.rl_builder", ("torch", "transformers", "vllm")),
+        ("verl.trainer.rl_builder", ("torch", "transformers", "vllm")),
         ("verl.commands.train", ("torch", "transformers", "vllm", "ray")),
         ("verl.config.load", ("torch", "transformers", "vllm", "ray")),
         ("verl.commands.demo", ("torch", "transformers", "vllm", "ray")),

@@ -127,8 +127,8 @@ async def _start_engines(
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
-    from verl.trainer.builder.placement import place_engines
     from verl.trainer.restarts import RestartTracker
+    from verl.trainer.rl_builder import place_engines
     from verl.trainer.setup import start_runtime
     from verl.trainer.worker_settings import deadlines
 

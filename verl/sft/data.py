@@ -13,9 +13,10 @@ from verl.data.validate import find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
 from verl.sft.batches import ExampleDataset, RankBatch
 from verl.sft.examples import Example, ExampleReader, find_missing_header
-from verl.trainer.preflight import data_splits, find_model_problems, raise_problems
+from verl.trainer.preflight import find_model_problems, raise_problems
 from verl.trainer.run_data import (
     check_length,
+    data_splits,
     find_stop_tokens,
     length_cache_dir,
     open_tokenizer,

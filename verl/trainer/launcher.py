@@ -27,7 +27,7 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
     `reward` is a function object, instead of the path of its file in the settings.
     """
-    from verl.trainer.builder.rl_builder import build_trainer  # imports Ray, after the settings have been checked
+    from verl.trainer.rl_builder import build_trainer  # imports Ray, after the settings have been checked
 
     console.banner(render_sizes(derive_sizes(config)), title="sizes of a step")
     return await run(

@@ -9,13 +9,12 @@ from typing import Any
 
 from verl.config.features import uses_critic, uses_reward_function
 from verl.config.schema.root import Config
-from verl.config.schema.sft import SftConfig
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
-from verl.trainer.prompt_sampler import load_sampler
+from verl.trainer.run_data import data_splits, load_sampler
 from verl.trainer.worker_settings import reward_pool_settings
 from verl.training.families import family_problems
 
@@ -73,12 +72,6 @@ def raise_problems(problems: Sequence[VerlError]) -> None:
         lines = [f"{len(problems)} things are wrong with the data:", *(f"  - {problem}" for problem in problems)]
         raise DataError("\n".join(lines))
     raise ConfigError([text for problem in problems for text in (getattr(problem, "problems", None) or [str(problem)])])
-
-
-def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
-    """Return the paths and patterns of the data files by split, of the splits that have any."""
-    entries = {"train": config.data.train_files, "val": config.data.val_files}
-    return {split: [files] if isinstance(files, str) else files for split, files in entries.items() if files}
 
 
 def _find_model_problems(config: Config) -> Iterator[str]:

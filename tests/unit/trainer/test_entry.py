@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from verl.config.load import load
-from verl.trainer.builder.rl_builder import with_absolute_paths
 from verl.trainer.launcher import with_sweep_folder
+from verl.trainer.rl_builder import with_absolute_paths
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit

@@ -15,9 +15,9 @@ from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
-from verl.trainer.builder import rl_builder
-from verl.trainer.builder.rl_builder import build_trainer
+from verl.trainer import rl_builder
 from verl.trainer.preflight import check_rl_run
+from verl.trainer.rl_builder import build_trainer
 from verl.trainer.setup import Runtime
 
 pytestmark = pytest.mark.unit

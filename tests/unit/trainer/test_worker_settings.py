@@ -15,7 +15,7 @@ from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.overlong import OverlongPenalty
-from verl.trainer.builder.rl_builder import with_absolute_paths
+from verl.trainer.rl_builder import with_absolute_paths
 from verl.trainer.setup import device_hints
 from verl.trainer.worker_settings import (
     algorithm_settings,

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any, TypeVar
 
+from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs import MARGIN_S
-from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
+from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
@@ -17,7 +18,6 @@ from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.trainer.buffer import EpisodeBuffer, differs
-from verl.trainer.builder.placement import TRAIN_SHARE, place_engines, place_reward_models
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_rl_run
 from verl.trainer.restarts import RestartTracker
@@ -38,7 +38,9 @@ from verl.trainer.worker_settings import (
     build_planner,
     compute_dtype,
     deadlines,
+    engine_settings,
     episode_settings,
+    reward_model_settings,
     rollout_dtype,
     train_settings,
     transport_name,
@@ -51,6 +53,7 @@ from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
 PROBE_LENGTH = 24
+TRAIN_SHARE = 0.5  # part of a device that Ray reserves for its train worker
 RANKS_PER_EPISODE_WORKER = 8
 
 T = TypeVar("T")
@@ -269,6 +272,48 @@ class RLBuilder:
     def _note(self, lines: Sequence[str]) -> None:
         for line in lines:
             self.console.note(line)
+
+
+def place_engines(config: Config, pool: PlacementPool, device: str, **changes: Any) -> list[RemoteEngine]:
+    """Reserve processes for the rollout engines, spread over the devices; `changes` replace engine settings."""
+    rollout = config.actor_rollout_ref.rollout
+    width = rollout.tensor_model_parallel_size
+    count = count_engines(config)
+    return [
+        RemoteEngine.spawn(
+            pool,
+            index,
+            device=index * width % pool.count,
+            share=_engine_share(config) / -(-count * width // pool.count),
+            name=rollout.name,
+            settings=engine_settings(config, device, index) | changes,
+            deadlines=deadlines(config),
+        )
+        for index in range(count)
+    ]
+
+
+def place_reward_models(config: Config, pool: PlacementPool, device: str) -> list[RemoteRewardModel]:
+    """Reserve processes for the replicas of the reward model, from the last device down."""
+    model = config.reward.reward_model
+    if not model.enable:
+        return []
+    share = (1 - TRAIN_SHARE - _engine_share(config)) / -(-model.replicas // pool.count)
+    return [
+        RemoteRewardModel.spawn(
+            pool,
+            index,
+            device=pool.count - 1 - index % pool.count,
+            share=share,
+            settings=reward_model_settings(config, device, index),
+            deadlines=deadlines(config),
+        )
+        for index in range(model.replicas)
+    ]
+
+
+def _engine_share(config: Config) -> float:
+    return (1 - TRAIN_SHARE) / (2 if config.reward.reward_model.enable else 1)
 
 
 def with_absolute_paths(config: Config) -> Config:
