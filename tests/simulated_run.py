@@ -20,8 +20,7 @@ from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import Completion, SampleHandle, SamplingParams
-from verl.weights.probe import Probe
-from verl.weights.sync import HostTransport, WeightSync
+from verl.weights.sync import HostTransport, Probe, WeightSync
 
 __all__ = ["Outcome", "Scenario", "Violation", "run_seed"]
 

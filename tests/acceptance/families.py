@@ -34,7 +34,7 @@ from verl.errors import VerlError
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import pack
-from verl.weights.probe import Probe
+from verl.weights.sync import Probe
 from verl.workers.train import TrainSettings, TrainWorker
 
 BOUND = 1e-4

@@ -23,7 +23,7 @@ import _common
 import references as ref
 import torch
 
-from verl.algorithms import advantages, kl, prepass
+from verl.algorithms import advantages, prepass
 from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
 from verl.algorithms.correction import (
     Correction,
@@ -32,7 +32,7 @@ from verl.algorithms.correction import (
     mismatch_moments,
     rejection_mask,
 )
-from verl.algorithms.losses import PER_SEQUENCE, LossInputs
+from verl.algorithms.losses import KL_KINDS, PER_SEQUENCE, LossInputs, kl_penalty
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
@@ -394,7 +394,7 @@ def kl_form(form):
         batch = with_policies(draw, random_batch(draw))
         values, slopes = kl_rows(batch, form)
         lp = flat(batch, "lp").requires_grad_()
-        ours = kl.kl_penalty(lp, flat(batch, "ref"), form)
+        ours = kl_penalty(lp, flat(batch, "ref"), form)
         (gradient,) = torch.autograd.grad(ours.sum(), lp)
         return max(
             difference(ours.tolist(), [value for row in values for value in row]),
@@ -541,7 +541,7 @@ def overlong(draw: random.Random) -> float:
     return difference(compute_overlong_penalty(*numbers), ref.compute_overlong_penalty(*numbers))
 
 
-KL_FORMS = [name + plus for name in kl.KINDS for plus in ("", "+")]
+KL_FORMS = [name + plus for name in KL_KINDS for plus in ("", "+")]
 TOKEN_LOSSES = {
     **{name: lambda batch, n, name=name: ref.token_losses(batch, name, n) for name in ref.TOKEN_LOSSES},
     "gspo": ref.gspo,

@@ -1,4 +1,4 @@
-"""Policy losses: one function per formula, from log-probs to a loss per token; `aggregate` reduces them.
+"""Policy losses and KL estimates: one function per formula, from log-probs to one value per token, for `aggregate`.
 
 A loss maps `LossInputs` and `LossOptions` to a `PolicyLoss`. To use your own, set
 `actor_rollout_ref.actor.policy_loss.loss_mode=package.module:function`.
@@ -152,6 +152,41 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
     plain = (values - returns).square()
     clipped = (torch.clamp(values, old_values - clip, old_values + clip) - returns).square()
     return 0.5 * torch.maximum(plain, clipped), clipped > plain
+
+
+EXACT_KL = "full"
+"""The exact KL, summed over the whole vocabulary: `verl.training.logprobs.vocabulary_kl`."""
+
+KL_KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+"""Accepted name -> estimator of the KL."""
+
+
+def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+    """Return the KL estimate of each token [T], with x = lp_ref - lp.
+
+    `k1`: -x; `abs`: |x|; `k2`: x^2/2; `k3`: exp(x)-x-1 with x clamped to +-20 and the value to +-10. A trailing `+`
+    keeps that value but takes the gradient of `k2`, whose expectation is the gradient of the true KL.
+    """
+    name = kind.removesuffix("+")
+    if name not in KL_KINDS:
+        raise ValueError(f"kl_loss_type: {kind!r} is not one of {', '.join(KL_KINDS)}, each with or without '+'")
+    value = _estimate_kl(logprobs, ref_logprobs, KL_KINDS[name])
+    if not kind.endswith("+"):
+        return value
+    k2 = _estimate_kl(logprobs, ref_logprobs, "k2")
+    return value.detach() + k2 - k2.detach()
+
+
+def _estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:
+    x = ref_logprobs - logprobs
+    if name == "k1":
+        return -x
+    if name == "abs":
+        return x.abs()
+    if name == "k2":
+        return 0.5 * x.square()
+    x = x.clamp(-20.0, 20.0)
+    return (x.exp() - x - 1.0).clamp(-10.0, 10.0)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, o: LossOptions) -> PolicyLoss:

@@ -13,8 +13,16 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
 from verl.algorithms.aggregate import Totals, aggregate
-from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossInputs, LossOptions, PolicyLoss, value_loss
+from verl.algorithms.losses import (
+    EXACT_KL,
+    LOSSES,
+    PER_SEQUENCE,
+    LossInputs,
+    LossOptions,
+    PolicyLoss,
+    kl_penalty,
+    value_loss,
+)
 from verl.custom_functions import load_function
 
 
@@ -101,7 +109,7 @@ class PolicyObjective:
         return loss, metrics
 
     def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
-        if self.kl_type == EXACT:
+        if self.kl_type == EXACT_KL:
             return _require(output.kl, "kl")
         return kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
 

@@ -13,8 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.errors import WeightSyncError
 from verl.model_safety import attention_for
 from verl.types import Completion, SamplingParams
-from verl.weights.bucket import WeightBucket, unpack
-from verl.weights.hf_names import load_hf, to_hf
+from verl.weights.bucket import WeightBucket, load_hf, to_hf, unpack
 
 
 class HfEngine:

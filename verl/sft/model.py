@@ -12,8 +12,7 @@ from torch import Tensor
 from verl.algorithms.objective import ModelOutput, sft
 from verl.data.flat_batch import FlatBatch
 from verl.sft.batches import RankBatch
-from verl.training.contents import select_contents
-from verl.training.engine import TrainEngine
+from verl.training.engine import TrainEngine, select_contents
 
 
 class SFTModel:

@@ -45,8 +45,7 @@ from verl.trainer.worker_settings import (
     train_settings,
     transport_name,
 )
-from verl.weights.probe import TOLERANCES, Probe
-from verl.weights.sync import DeviceTransport, HostTransport, WeightSync
+from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
 from verl.workers.episodes import EpisodeClient, EpisodePool
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import Totals
+from verl.algorithms.objective import ModelOutput
 from verl.data.flat_batch import FlatBatch
+from verl.data.plan import RaggedIndices
 
 Output = TypeVar("Output")
 """`ModelOutput` for a policy, `ValueOutput` for a critic."""
@@ -79,3 +81,35 @@ class TrainEngine(Protocol[Output]):
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore a `state`. Parts that it lacks are left unchanged."""
         ...
+
+
+def compute_logprobs(engine: TrainEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
+    """Compute the log-probs [T] of a batch, one micro-batch after another."""
+    return restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
+
+
+def restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
+    """Return per-token values of micro-batches in the order of the batch's tokens [T]."""
+    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
+    values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default dtype
+    values[indices] = torch.cat([values[:0], *parts])
+    return values
+
+
+CONTENTS = {"model": ("model", "base"), "optimizer": ("optimizer",), "extra": ("schedule", "rng", "policy")}
+"""Setting -> parts of an engine's state."""
+
+
+def select_contents(
+    states: Mapping[str, dict[str, Any]], contents: Mapping[str, Collection[str]] | None
+) -> dict[str, dict[str, Any]]:
+    """Return the wanted parts of each folder's state, all of them by default; folders without any are left out.
+
+    >>> select_contents({"actor": {"model": 1, "rng": 2}, "critic": {"model": 3}}, {"actor": ["extra"], "critic": []})
+    {'actor': {'rng': 2}}
+    """
+    selected = {}
+    for folder, state in states.items():
+        wanted = {part for content in (contents or {}).get(folder, CONTENTS) for part in CONTENTS.get(content, ())}
+        selected[folder] = {part: value for part, value in state.items() if part in wanted}
+    return {folder: state for folder, state in selected.items() if state}

@@ -33,7 +33,7 @@ from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
-from verl.weights.hf_names import to_hf
+from verl.weights.bucket import to_hf
 
 
 class FsdpEngine:

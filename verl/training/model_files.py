@@ -26,7 +26,7 @@ from verl.training.lora import HEAD, fingerprint
 from verl.training.model import ScoredBackbone
 from verl.training.model_loader import select_model_class
 from verl.training.settings import Head
-from verl.weights.hf_names import to_hf
+from verl.weights.bucket import to_hf
 
 
 def read_model_files(

@@ -21,12 +21,18 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import EngineError
 from verl.model_safety import MODEL_ATTENTION, PICKLED, local_path, model_problems
-from verl.training import attention
 from verl.training.families import LAYER_TYPES
 from verl.training.lora import add_adapter
-from verl.training.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
+from verl.training.model import (
+    PACKED_ATTENTION,
+    PackedCausalLM,
+    PackedModel,
+    PackedValueModel,
+    ScoredBackbone,
+    register_attention,
+)
 from verl.training.settings import Head, LoraSettings
-from verl.weights.hf_names import check_names
+from verl.weights.bucket import check_names
 
 
 def load_model(
@@ -45,7 +51,7 @@ def load_model(
     """
     for problem in model_problems(local_path(path), trust_remote_code=trust_remote_code):
         raise EngineError(problem)
-    attention.register()
+    register_attention()
     disable_progress_bar()
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
@@ -118,7 +124,7 @@ def _enable_packing(model: PackedModel, path: str) -> None:
     tokens = torch.arange(sum(lengths)) * 7919 % config.get_text_config().vocab_size
     positions = torch.cat([torch.arange(length) for length in lengths])
     unpacked = [model.forward_unpacked(sequence) for sequence in tokens.split(list(lengths))]
-    model.backbone.set_attn_implementation(attention.NAME)
+    model.backbone.set_attn_implementation(PACKED_ATTENTION)
     expected, largest = torch.cat([values for values, _ in unpacked]), max(size for _, size in unpacked)
     gap = float((model.forward_packed(tokens, positions, lengths) - expected).abs().max())
     limit = math.sqrt(torch.finfo(model.backbone.dtype).eps) * largest + 1e-5  # log-probs are float32

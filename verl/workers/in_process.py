@@ -159,8 +159,7 @@ class RolloutWorker:
 
     async def _sync_weights(self) -> None:
         """Load the model's weights into the engine, unless they are unchanged."""
-        from verl.weights.bucket import pack
-        from verl.weights.hf_names import to_hf
+        from verl.weights.bucket import pack, to_hf
 
         weights = to_hf(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
         buckets = list(pack(weights, max_bytes=BUCKET_BYTES, dtype=self._dtype))
@@ -295,7 +294,7 @@ class TrainerWorker:
         """
         from verl.data.plan import Planner, UpdateSizes
         from verl.training.schedule import Schedule
-        from verl.weights.hf_names import load_hf
+        from verl.weights.bucket import load_hf
         from verl.workers.optimizer_state import expose_moments
 
         if not self._is_open:

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from verl.algorithms.kl import KINDS, kl_penalty
+from verl.algorithms.losses import KL_KINDS, kl_penalty
 
 pytestmark = pytest.mark.unit
 
@@ -17,13 +17,13 @@ FORMULAS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 def test_each_estimator_is_its_formula(kind):
-    expected = [FORMULAS[KINDS[kind]](float(ref - lp)) for lp, ref in zip(LP, REF, strict=True)]
+    expected = [FORMULAS[KL_KINDS[kind]](float(ref - lp)) for lp, ref in zip(LP, REF, strict=True)]
     assert kl_penalty(LP, REF, kind).tolist() == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KL_KINDS)
 def test_plus_takes_the_value_forward_and_the_slope_of_k2_backward(kind):
     logprobs = LP.clone().requires_grad_()
     value = kl_penalty(logprobs, REF, f"{kind}+")

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
-from verl.algorithms.kl import kl_penalty
-from verl.algorithms.losses import LossOptions, PolicyLoss, vanilla
+from verl.algorithms.losses import LossOptions, PolicyLoss, kl_penalty, vanilla
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, make_loss_inputs, sft
 
 pytestmark = pytest.mark.unit

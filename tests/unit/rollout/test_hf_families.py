@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
-from verl.weights.bucket import pack
-from verl.weights.hf_names import to_hf
+from verl.weights.bucket import pack, to_hf
 
 pytestmark = pytest.mark.unit
 

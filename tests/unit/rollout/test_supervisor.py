@@ -9,8 +9,7 @@ from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, with_timeout
-from verl.weights.probe import Probe
-from verl.weights.sync import HostTransport, WeightSync
+from verl.weights.sync import HostTransport, Probe, WeightSync
 
 pytestmark = pytest.mark.unit
 

@@ -1,8 +1,7 @@
 import pytest
 import torch
 
-from verl.training.compiled import Compiled
-from verl.training.logprobs import LastLayer, compiled_kernels, token_logprobs
+from verl.training.logprobs import Compiled, LastLayer, compiled_kernels, token_logprobs
 
 pytestmark = pytest.mark.unit
 

@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from verl.errors import EngineError
-from verl.training import attention
+from verl.training import model as packed_model
 from verl.training.model_loader import load_model
 
 pytestmark = pytest.mark.unit
@@ -90,8 +90,8 @@ def test_rounding_of_large_logits_is_no_reason_to_refuse_a_model(tmp_path):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("make", [loud, lambda path: saved(path, "llama")], ids=["loud", "plain"])
 def test_sequences_that_see_each_other_stop_the_start(tmp_path, monkeypatch, make, dtype):
-    real = attention.packing_kwargs
-    monkeypatch.setattr(attention, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
+    real = packed_model.packing_kwargs
+    monkeypatch.setattr(packed_model, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
     with pytest.raises(EngineError, match="log-probs of packed sequences differ"):
         load_model(make(tmp_path), dtype=dtype)
 

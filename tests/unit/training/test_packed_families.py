@@ -7,7 +7,7 @@ import transformers
 from tiny import FAMILIES, WINDOW, save_family
 
 from verl.training.model_loader import load_model
-from verl.weights.hf_names import check_names, to_hf
+from verl.weights.bucket import check_names, to_hf
 
 pytestmark = pytest.mark.unit
 

@@ -9,7 +9,7 @@ from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.objective import ValueObjective
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training import attention
+from verl.training import model as packed_model
 from verl.training.model_loader import load_model
 
 pytestmark = pytest.mark.unit
@@ -140,7 +140,7 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut_and_packed(tmp_path, mo
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sequences_that_see_each_other_are_refused_though_all_values_are_zero(tmp_path, monkeypatch, dtype):
-    real = attention.packing_kwargs
-    monkeypatch.setattr(attention, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
+    real = packed_model.packing_kwargs
+    monkeypatch.setattr(packed_model, "packing_kwargs", lambda lengths, device: real([sum(lengths)], device))
     with pytest.raises(EngineError, match=r"\(qwen2\): hidden states of packed sequences differ"):
         load_model(saved(tmp_path, tiny_qwen2()), dtype=dtype, head="value")

@@ -7,7 +7,7 @@ import torch
 from tiny import FAMILIES, save_family
 from transformers import AutoModelForCausalLM
 
-from verl.weights.hf_names import load_hf, to_hf
+from verl.weights.bucket import load_hf, to_hf
 
 pytestmark = pytest.mark.unit
 

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
-from verl.weights.probe import Probe, compare
-from verl.weights.sync import DeviceTransport, HostTransport, Transport, WeightSync
+from verl.weights.sync import DeviceTransport, HostTransport, Probe, Transport, WeightSync, compare_logprobs
 
 pytestmark = pytest.mark.unit
 
@@ -96,11 +95,11 @@ async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
     with pytest.raises(WeightSyncError, match="lost, renamed, cast or not repacked"):
-        compare(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
+        compare_logprobs(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
 
 
 def test_rounding_within_the_tolerance_passes_and_is_reported() -> None:
-    assert compare(PROBE, [[0.0, 1.0]], {0: [[0.0, 1.0005]]}, version=1) == pytest.approx(0.00025)
+    assert compare_logprobs(PROBE, [[0.0, 1.0]], {0: [[0.0, 1.0005]]}, version=1) == pytest.approx(0.00025)
 
 
 def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:

@@ -10,8 +10,7 @@ from torch import Tensor
 from verl.algorithms.objective import ModelOutput, OutcomeObjective
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, Updates
-from verl.training.engine import TrainEngine
-from verl.training.policy.micro_batches import batch_logprobs
+from verl.training.engine import TrainEngine, compute_logprobs
 
 
 class PrimeRewardModel:
@@ -30,10 +29,10 @@ class PrimeRewardModel:
 
     def prepare(self, batch: FlatBatch, cuts: RaggedIndices, scores: Tensor) -> Tensor:
         """Return the rewards of all tokens [T] under the current weights; the scores [B] are kept for `update`."""
-        ref = batch_logprobs(self._reference, batch, cuts)
+        ref = compute_logprobs(self._reference, batch, cuts)
         outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
         self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        log_ratio = torch.where(batch.mask, batch_logprobs(self.model, batch, cuts) - ref, 0.0)
+        log_ratio = torch.where(batch.mask, compute_logprobs(self.model, batch, cuts) - ref, 0.0)
         return self._coef * self._beta * log_ratio.double()
 
     def update(self, updates: Updates) -> Iterator[dict[str, float]]:

@@ -17,8 +17,7 @@ from torch import Tensor
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
-from verl.algorithms.kl import EXACT, kl_penalty
-from verl.algorithms.losses import LOSSES, LossFunction
+from verl.algorithms.losses import EXACT_KL, LOSSES, LossFunction, kl_penalty
 from verl.algorithms.objective import ModelOutput, PolicyObjective, ValueObjective, ValueOutput, make_loss_inputs
 from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
@@ -26,9 +25,7 @@ from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RankPlan
 from verl.errors import ConfigError
-from verl.training.contents import select_contents
-from verl.training.engine import TrainEngine
-from verl.training.policy.micro_batches import batch_logprobs, restore_order
+from verl.training.engine import TrainEngine, compute_logprobs, restore_order, select_contents
 from verl.training.policy.prime import PrimeRewardModel
 from verl.types import Sample
 
@@ -133,11 +130,11 @@ class PolicyTrainer:
     def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, Tensor | None]:
         """Add log-probs and values to a batch; also return the exact KL [T], if the reward needs it."""
         cuts = plan.forward
-        exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT else None
+        exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT_KL else None
         outputs = self.actor.forward(batch.split(cuts), reference=exact)
         batch = batch.with_(old_logprobs=restore_order(batch, cuts, [output.logprobs for output in outputs]))
         if self.reference is not None:
-            batch = batch.with_(ref_logprobs=batch_logprobs(self.reference, batch, plan.reference))
+            batch = batch.with_(ref_logprobs=compute_logprobs(self.reference, batch, plan.reference))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(cuts))]
             batch = batch.with_(values=restore_order(batch, cuts, values))
@@ -209,7 +206,7 @@ class PolicyTrainer:
 
     def _update_actor(self, plan: RankPlan) -> Iterator[dict[str, float]]:
         prepass = PREPASSES.get(self.algorithm.loss_mode)
-        is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT
+        is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT_KL
         update = partial(self.actor.update, loss=self._objective, reference=self.reference if is_exact else None)
         for step, parts in enumerate(plan.policy):
             if prepass is None:
