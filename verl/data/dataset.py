@@ -7,7 +7,7 @@ are read.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import TRUNCATIONS, PromptError, encode_prompts, truncate
-from verl.data.files import BlockCache, JsonlRows, Rows, find_files, open_rows
+from verl.data.files import Files, FileSet, JsonlRows
 from verl.data.lengths import TokenCounter, measure_lengths
-from verl.data.validate import PathLike, describe_missing_column, list_entries
+from verl.data.validate import describe_missing_column
 from verl.errors import DataError
 from verl.types import Prompt
 
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 TRUTHS = ("ground_truth", "answer")
 """Columns of the ground truth if `reward_model` has none; the first that exists is used."""
-_SOURCES = ("data_source", "reward_model")
-"""The columns that may hold the data source of a row."""
-STREAMED_ROWS = 1_000_000
-STREAMED_BYTES = 2**30
 SAMPLE = 64  # rows of a streamed data set that are checked before a run
 SAMPLED_FILES = 8
 
@@ -85,7 +81,7 @@ class PromptOptions:
             raise DataError(f"data.truncation is {self.truncation!r}; it must be one of {', '.join(TRUNCATIONS)}")
 
 
-class PromptDataset:
+class PromptDataset(FileSet):
     """The prompts of one or several Parquet or JSONL files. `dataset[i]` is a `Prompt`, whose `row` counts over all
     files, dropped rows included; None if a streamed prompt is dropped.
 
@@ -98,7 +94,7 @@ class PromptDataset:
 
     def __init__(
         self,
-        files: PathLike | Sequence[PathLike],
+        files: Files,
         tokenizer: PreTrainedTokenizerBase,
         options: PromptOptions,
         *,
@@ -106,16 +102,15 @@ class PromptDataset:
         cache_dir: Path | None = None,
         kept: npt.NDArray[np.int64] | range | None = None,
     ) -> None:
+        super().__init__(files, streaming=options.streaming)
         self._tokenizer, self._options, self._limit = tokenizer, options, options.max_prompt_length
-        is_streamed = self._open_files(files)
-        rows = int(self._ends[-1])
-        rows = min(rows, options.max_samples) if options.max_samples >= 0 else rows
-        if rows == 0:
-            names = ", ".join(str(file.path) for file in self.files)
-            raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
+        for file in self.files:
+            if problem := describe_missing_column(file, options.prompt_key, "prompt_key"):
+                raise DataError(problem)
+        rows = self.count_rows(options.max_samples)
         self.kept: npt.NDArray[np.int64] | range
         truncated, from_cache = 0, False
-        if is_streamed:
+        if self.is_streamed:
             self.kept = range(rows)
         elif kept is not None:
             self.kept = kept
@@ -125,25 +120,10 @@ class PromptDataset:
                 self.files, rows, options.prompt_key, counter, processes=num_workers, folder=cache_dir
             )
             self.kept, truncated = self._drop_overlong(lengths)
-        count = len(self.kept)
-        self.report = DataReport(self._name, rows, rows - count, truncated, count, self._limit, from_cache, is_streamed)
-
-    def _open_files(self, files: PathLike | Sequence[PathLike]) -> bool:
-        """Open the files, and return whether they are streamed."""
-        entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
-        paths = [path for entry in entries for path in entry]
-        cache, is_streamed = BlockCache(), bool(self._options.streaming)
-        self.files = [open_rows(path, cache, streamed=is_streamed) for path in paths]
-        if self._options.streaming is None and _are_large(self.files):
-            is_streamed = True
-            self.files = [open_rows(path, cache, streamed=True) for path in paths]
-        for file in self.files:
-            if problem := describe_missing_column(file, self._options.prompt_key, "prompt_key"):
-                raise DataError(problem)
-        self._ends = np.cumsum([len(file) for file in self.files])
-        self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
-        self._name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
-        return is_streamed
+        kept_rows = len(self.kept)
+        self.report = DataReport(
+            self.name, rows, rows - kept_rows, truncated, kept_rows, self._limit, from_cache, self.is_streamed
+        )
 
     def __len__(self) -> int:
         return len(self.kept)
@@ -161,7 +141,7 @@ class PromptDataset:
     @property
     def bytes_per_row(self) -> float:
         """The approximate size of a row in memory."""
-        return sum(file.bytes for file in self.files) / int(self._ends[-1])
+        return self.bytes / self.total_rows
 
     def block_ends(self) -> npt.NDArray[np.int64]:
         """Return the ends of the blocks in which a streamed data set is read; a block is within one file."""
@@ -180,10 +160,7 @@ class PromptDataset:
 
     def column(self, name: str) -> list[Any]:
         """Return the value of a column for every prompt; None if a file has no such column."""
-        values: list[Any] = []
-        for file in self.files:
-            has = name in file.columns or isinstance(file, JsonlRows)
-            values += [value for part in file.values(name) for value in part] if has else [None] * len(file)
+        values = [value for file in self.files for value in file.values(name)]
         return [values[row] for row in self.kept]
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
@@ -191,9 +168,8 @@ class PromptDataset:
         values = self.column(name)
         for row, value in zip(self.kept, values, strict=True):
             if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-                file, local = self._locate(int(row))
                 raise DataError(
-                    f"{file.location(local)}, column '{name}': {value!r} is not a finite number, which "
+                    f"{self.location(int(row))}, column '{name}': {value!r} is not a finite number, which "
                     "data.curriculum_key requires; fix the row, or name another column"
                 )
         return np.array(values, np.float64)
@@ -208,31 +184,28 @@ class PromptDataset:
         prompts = [self[row] for row in rows]
         if not any(prompts):
             raise DataError(
-                f"{self._name}: all {len(prompts)} prompts that were checked are longer than "
+                f"{self.name}: all {len(prompts)} prompts that were checked are longer than "
                 f"data.max_prompt_length={self._limit}. Raise it"
             )
         return prompts
 
     def sources(self) -> list[str]:
         """Return the `data_source` of every prompt; "" if a row has none."""
-        sources: list[str] = []
-        for file in self.files:
-            names = tuple(name for name in _SOURCES if name in file.columns or isinstance(file, JsonlRows))
-            if not names:
-                sources += [""] * len(file)
-                continue
-            rows = (row for chunk in file.values(names) for row in chunk)
-            sources += [resolve_data_source(*(row.get(name) for name in _SOURCES)) for row in rows]
+        names = ("data_source", "reward_model")
+        rows = (row for file in self.files for row in file.values(names))
+        sources = [resolve_data_source(*map(row.get, names)) for row in rows]
         return [sources[row] for row in self.kept]
 
     def __getitem__(self, index: int) -> Prompt | None:
         row = int(self.kept[index])
-        file, local = self._locate(row)
-        fields = file.row(local)
+        fields = self.row(index)
         raw = fields.pop(self._options.prompt_key, None)
-        token_ids = self._encode(file, local, raw)
+        try:
+            [token_ids] = encode_prompts(self._tokenizer, [raw], self._options.chat_template_kwargs)
+        except PromptError as error:
+            raise DataError(f"{self.location(row)}, column '{self._options.prompt_key}': {error}") from None
         if len(token_ids) > self._limit:
-            if self._options.filter_overlong and self.report.streamed:
+            if self._options.filter_overlong and self.is_streamed:
                 return None
             if self._options.truncation == "error":
                 raise DataError(self._too_long(row, len(token_ids), 1))
@@ -240,12 +213,12 @@ class PromptDataset:
         try:
             reward_fields = extract_reward_fields(fields)
         except DataError as error:
-            raise DataError(f"{file.location(local)}: {error}") from None
+            raise DataError(f"{self.location(row)}: {error}") from None
         return Prompt(row, token_ids, **reward_fields, raw=raw)
 
     def row(self, index: int) -> dict[str, Any]:
         """Return all columns of the row of a prompt, as in its file."""
-        file, local = self._locate(int(self.kept[index]))
+        file, local = self.locate(int(self.kept[index]))
         return file.row(local)
 
     def _drop_overlong(self, lengths: npt.NDArray[np.int32]) -> tuple[npt.NDArray[np.int64], int]:
@@ -258,35 +231,18 @@ class PromptDataset:
             return np.arange(rows), len(long)
         if len(long) == rows:
             raise DataError(
-                f"{self._name}: all {rows:,} prompts are longer than data.max_prompt_length={self._limit} "
+                f"{self.name}: all {rows:,} prompts are longer than data.max_prompt_length={self._limit} "
                 f"(the shortest has {lengths.min()} tokens, the longest {lengths.max()}). "
                 f"Set data.max_prompt_length={lengths.max()} to keep them all"
             )
         return np.delete(np.arange(rows), long), 0
 
-    def _encode(self, file: Rows, local: int, prompt: Any) -> list[int]:
-        try:
-            [token_ids] = encode_prompts(self._tokenizer, [prompt], self._options.chat_template_kwargs)
-        except PromptError as error:
-            raise DataError(f"{file.location(local)}, column '{self._options.prompt_key}': {error}") from None
-        return token_ids
-
-    def _locate(self, row: int) -> tuple[Rows, int]:
-        which = int(np.searchsorted(self._ends, row, side="right"))
-        file = self.files[which]
-        return file, row - int(self._ends[which]) + len(file)
-
     def _too_long(self, row: int, length: int, count: int) -> str:
-        file, local = self._locate(row)
         return (
-            f"{file.location(local)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
+            f"{self.location(row)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
             + (f", as do {count - 1} others" if count > 1 else "")
             + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
         )
-
-
-def _are_large(files: Sequence[Rows]) -> bool:
-    return sum(map(len, files)) >= STREAMED_ROWS or sum(file.bytes for file in files) >= STREAMED_BYTES
 
 
 def extract_reward_fields(fields: dict[str, Any]) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import difflib
 import glob
 import json
 import os
+from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +30,12 @@ CACHED_BYTES = 256 * 2**20  # decoded blocks, over all files of a data set
 BLOCK_ROWS = 4096  # a streamed row group of at least twice this many rows is split
 BLOCK_BYTES = 16 * 2**20  # ... as is one of at least twice this many bytes
 BUFFER_BYTES = 2**18  # read buffer of each column of a streamed file
+STREAMED_ROWS = 1_000_000  # files with as many rows are streamed, unless the settings decide
+STREAMED_BYTES = 2**30  # ... as are those of this size
 
+PathLike = str | os.PathLike[str]
+Files: TypeAlias = "PathLike | Sequence[PathLike]"
+"""Paths and patterns, as in `data.train_files`."""
 
 Columns: TypeAlias = "str | tuple[str, ...]"
 """One column, or several: then a value is a dict."""
@@ -43,7 +49,7 @@ def to_python(chunk: ColumnChunk) -> list[Any]:
     return chunk if isinstance(chunk, list) else chunk.to_pylist()
 
 
-class Rows(Protocol):
+class Rows(ABC):
     """The rows of one file, and the ends of the blocks in which they are read."""
 
     path: Path
@@ -52,33 +58,83 @@ class Rows(Protocol):
     """The approximate size of all rows in memory."""
     block_ends: npt.NDArray[np.int64]
 
+    @abstractmethod
     def __len__(self) -> int: ...
+
+    @abstractmethod
+    def row(self, index: int) -> dict[str, Any]:
+        """Return all columns of one row."""
+
+    @abstractmethod
+    def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
+        """Yield one or several columns, from first row to last, in chunks of at most `READ_AT_ONCE` rows.
+
+        A column that the file lacks is None, or missing from the dicts.
+        """
+
+    @abstractmethod
+    def location(self, index: int) -> str:
+        """Return the location of a row, for messages."""
 
     def has(self, column: str) -> bool:
         """Return whether any row has the column; `columns` are those known without reading all rows."""
-        ...
+        return column in self.columns
 
-    def row(self, index: int) -> dict[str, Any]:
-        """Return all columns of one row."""
-        ...
+    def values(self, column: Columns) -> Iterator[Any]:
+        """Yield the value of one or several columns in every row."""
+        for chunk in self.iter_chunks(column):
+            yield from to_python(chunk)
 
-    def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
-        """Yield one or several columns, from first row to last, in chunks of at most `READ_AT_ONCE` rows."""
-        ...
 
-    def values(self, column: Columns) -> Iterator[list[Any]]:
-        """Yield the same as Python objects."""
-        ...
+class FileSet:
+    """Some files as one sequence of rows. A subclass defines which of them are used, and as what.
 
-    def location(self, index: int) -> str:
+    `streaming=None` streams large files: see `open_rows`.
+    """
+
+    def __init__(self, files: Files, *, streaming: bool | None = False) -> None:
+        entries = [find_files(entry) for entry in list_entries(files)] or [find_files([])]
+        paths = [path for entry in entries for path in entry]
+        cache, self.is_streamed = BlockCache(), bool(streaming)
+        self.files = [open_rows(path, cache, streamed=self.is_streamed) for path in paths]
+        self.total_rows = sum(map(len, self.files))
+        self.bytes = sum(file.bytes for file in self.files)
+        if streaming is None and (self.total_rows >= STREAMED_ROWS or self.bytes >= STREAMED_BYTES):
+            self.is_streamed = True
+            self.files = [open_rows(path, cache, streamed=True) for path in paths]
+        self.name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
+        self._ends = np.cumsum([len(file) for file in self.files])
+        self._entry_ends = self._ends[np.cumsum([len(entry) for entry in entries]) - 1]
+
+    def locate(self, row: int) -> tuple[Rows, int]:
+        """Return the file of a row, counted over all files, and its index there."""
+        which = int(np.searchsorted(self._ends, row, side="right"))
+        file = self.files[which]
+        return file, row - int(self._ends[which]) + len(file)
+
+    def location(self, row: int) -> str:
         """Return the location of a row, for messages."""
-        ...
+        file, index = self.locate(row)
+        return file.location(index)
+
+    def count_rows(self, max_samples: int) -> int:
+        """Return how many rows are used, -1 for all of them; raise `DataError` if there are none."""
+        rows = self.total_rows if max_samples < 0 else min(self.total_rows, max_samples)
+        if rows == 0:
+            names = ", ".join(str(file.path) for file in self.files)
+            raise DataError(f"{names}: no rows. Fill the file, or check data.train_max_samples and val_max_samples")
+        return rows
 
 
-def find_files(files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[Path]:
+def list_entries(files: Files) -> list[PathLike]:
+    """Return the entries of a setting as a list; each is a path or a pattern."""
+    return [files] if isinstance(files, str | os.PathLike) else list(files)
+
+
+def find_files(files: Files) -> list[Path]:
     """Return existing files for one or several paths; `~` and patterns such as `data/*.parquet` are expanded."""
     paths: list[Path] = []
-    for name in [files] if isinstance(files, (str, os.PathLike)) else files:
+    for name in list_entries(files):
         path = Path(name).expanduser()
         matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path)))]
         matches = [match for match in matches if match.is_file()]
@@ -146,7 +202,7 @@ class _Scan:
         return pa.Table.from_batches(batches)
 
 
-class ParquetRows:
+class ParquetRows(Rows):
     """A Parquet file, decoded block by block on demand.
 
     A block is a row group. In a streamed file a large row group is split (some writers put a million rows into one), to
@@ -180,21 +236,18 @@ class ParquetRows:
     def __len__(self) -> int:
         return int(self._group_ends[-1]) if len(self._group_ends) else 0
 
-    def has(self, column: str) -> bool:
-        return column in self.columns
-
     def row(self, index: int) -> dict[str, Any]:
         block = int(np.searchsorted(self.block_ends, index, side="right"))
         start = int(self.block_ends[block - 1]) if block else 0
         return self._decode(block, start).slice(index - start, 1).to_pylist()[0]
 
     def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
-        names = [column] if isinstance(column, str) else list(column)
+        names = [name for name in ([column] if isinstance(column, str) else column) if name in self.columns]
         for batch in self._file.iter_batches(READ_AT_ONCE, columns=names):
-            yield batch.column(0) if isinstance(column, str) else batch.to_struct_array()
-
-    def values(self, column: Columns) -> Iterator[list[Any]]:
-        return map(to_python, self.iter_chunks(column))
+            if not names:
+                yield [None if isinstance(column, str) else {}] * len(batch)
+            else:
+                yield batch.column(0) if isinstance(column, str) else batch.to_struct_array()
 
     def location(self, index: int) -> str:
         return f"{self.path}, row {index}"
@@ -217,7 +270,7 @@ class ParquetRows:
         return scan.read(start - first, stop - first)
 
 
-class JsonlRows:
+class JsonlRows(Rows):
     """A file with one JSON object per line, without blank lines. Opening it reads it once, to find the lines."""
 
     def __init__(self, path: Path) -> None:
@@ -263,9 +316,6 @@ class JsonlRows:
         return row
 
     def iter_chunks(self, column: Columns) -> Iterator[ColumnChunk]:
-        return self.values(column)
-
-    def values(self, column: Columns) -> Iterator[list[Any]]:
         for start in range(0, len(self), READ_AT_ONCE):
             rows = [self.row(index) for index in range(start, min(start + READ_AT_ONCE, len(self)))]
             if isinstance(column, str):

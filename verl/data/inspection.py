@@ -6,19 +6,19 @@ lengths are in characters.
 
 from __future__ import annotations
 
-import os
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from verl.data.chat import encode, read_prompt, render
 from verl.data.dataset import TRUTHS, extract_reward_fields
-from verl.data.files import READ_AT_ONCE, JsonlRows, Rows, find_files, open_rows
+from verl.data.files import READ_AT_ONCE, Files, FileSet, JsonlRows, Rows
 from verl.data.validate import describe_missing_column, find_data_warnings
 from verl.errors import DataError
 
@@ -61,36 +61,25 @@ class InspectionReport:
     problems: list[DataProblem]
 
 
-@dataclass(slots=True)
-class _RowCounter:
-    """Rows with one kind of problem: their count, the first of them, and its message."""
-
-    count: int = 0
-    first: int = 0
-    message: str = ""
-
-    def add(self, row: int, message: str = "") -> None:
-        if not self.count:
-            self.first, self.message = row, message
-        self.count += 1
+_Fields: TypeAlias = "dict[str, Any] | DataError"
+"""The columns of a row, or why it cannot be read."""
 
 
 @dataclass(slots=True)
 class _Findings:
-    """The findings of a pass so far."""
+    """The findings of a pass so far. A problem of rows has a kind: its rows are counted, and the first is described."""
 
-    unreadable: _RowCounter = field(default_factory=_RowCounter)
-    unusable: _RowCounter = field(default_factory=_RowCounter)
-    blank: _RowCounter = field(default_factory=_RowCounter)
-    no_ground_truth: _RowCounter = field(default_factory=_RowCounter)
-    untemplated: _RowCounter = field(default_factory=_RowCounter)  # strings without the chat template
-    duplicate: _RowCounter = field(default_factory=_RowCounter)
+    counts: Counter[str] = field(default_factory=Counter)
+    firsts: dict[str, tuple[int, str]] = field(default_factory=dict)
     sources: Counter[str] = field(default_factory=Counter)
-    lengths: array[int] = field(default_factory=lambda: array("q"))
     prompts: dict[int, int] = field(default_factory=dict)  # hash of a prompt -> the first row that has it
 
+    def add(self, kind: str, row: int, text: str) -> None:
+        self.counts[kind] += 1
+        self.firsts.setdefault(kind, (row, text))
 
-class DataFiles:
+
+class DataInspector(FileSet):
     """Some Parquet or JSONL files, and how a run would read them. Read-only.
 
     `describe_scorer` names the scorer of a data source, or None; `explain_no_scorer` then describes the fix.
@@ -98,7 +87,7 @@ class DataFiles:
 
     def __init__(
         self,
-        files: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        files: Files,
         *,
         prompt_key: str = "prompt",
         tokenizer: PreTrainedTokenizerBase | None = None,
@@ -106,10 +95,10 @@ class DataFiles:
         describe_scorer: Callable[[str], str | None],
         explain_no_scorer: Callable[[str], str],
     ) -> None:
+        super().__init__(files)
         self.prompt_key, self.tokenizer = prompt_key, tokenizer
         self.describe_scorer, self._explain_no_scorer = describe_scorer, explain_no_scorer
         self._template_kwargs = dict(template_kwargs or {})
-        self.files: list[Rows] = [open_rows(path) for path in find_files(files)]
         missing = {file.path: describe_missing_column(file, prompt_key, "prompt_key") for file in self.files}
         self._missing = {path: problem for path, problem in missing.items() if problem is not None}
 
@@ -121,9 +110,6 @@ class DataFiles:
     @property
     def unit(self) -> str:
         return "characters" if self.tokenizer is None else "tokens"
-
-    def __len__(self) -> int:
-        return sum(map(len, self.files))
 
     def describe_columns(self) -> dict[str, str]:
         """Return how each column is used."""
@@ -140,9 +126,9 @@ class DataFiles:
 
     def row(self, row: int) -> RowPreview:
         """Return one row as training would see it, counted over all files."""
-        if not 0 <= row < len(self):
-            raise DataError(f"--row {row}: rows go from 0 to {len(self) - 1:,}")
-        file, index = self._locate(row)
+        if not 0 <= row < self.total_rows:
+            raise DataError(f"--row {row}: rows go from 0 to {self.total_rows - 1:,}")
+        file, index = self.locate(row)
         location = file.location(index)
         try:
             fields = file.row(index)
@@ -160,16 +146,17 @@ class DataFiles:
 
     def inspect(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> InspectionReport:
         """Inspect all rows, or the first `limit`; `long_ones_stop`: whether a prompt that is too long stops a run."""
-        found, rows = _Findings(), 0
-        for file, chunk in self._chunks(limit):
-            texts_or_none = [self._inspect_row(found, file, row, fields) for row, fields in enumerate(chunk, rows)]
+        findings, counts, rows = _Findings(), array("q"), 0
+        pending = islice(self._iter_rows(), limit)
+        while chunk := list(islice(pending, READ_AT_ONCE)):
+            texts_or_none = [self._inspect_row(findings, row, *file_row) for row, file_row in enumerate(chunk, rows)]
             texts = [text for text in texts_or_none if text is not None]
-            found.lengths.extend(map(len, texts if self.tokenizer is None else encode(self.tokenizer, texts)))
+            counts.extend(map(len, texts if self.tokenizer is None else encode(self.tokenizer, texts)))
             rows += len(chunk)
-        lengths = np.array(found.lengths, np.int64)
+        lengths = np.array(counts, np.int64)
         problems = [DataProblem(problem) for problem in self._missing.values()]
-        problems += [DataProblem(warning, fatal=not len(self)) for warning in find_data_warnings(self.files)]
-        problems += self._list_problems(found)
+        problems += [DataProblem(warning, fatal=not self.total_rows) for warning in find_data_warnings(self.files)]
+        problems += self._list_problems(findings)
         if self.tokenizer is not None and long_ones_stop and (count := int((lengths > max_prompt_length).sum())):
             problems.append(
                 DataProblem(
@@ -178,9 +165,9 @@ class DataFiles:
                     "data.truncation=left, right or middle",
                 )
             )
-        return InspectionReport(rows, lengths, found.sources, problems)
+        return InspectionReport(rows, lengths, findings.sources, problems)
 
-    def _inspect_row(self, found: _Findings, file: Rows, row: int, fields: dict[str, Any] | DataError) -> str | None:
+    def _inspect_row(self, findings: _Findings, row: int, file: Rows, fields: _Fields) -> str | None:
         """Record the findings of one row; return the text of its prompt, if it is usable."""
         try:
             if isinstance(fields, DataError):
@@ -188,76 +175,50 @@ class DataFiles:
             prompt = fields.pop(self.prompt_key, None)
             rewards = extract_reward_fields(fields)
         except DataError as error:
-            found.unreadable.add(row, str(error).removeprefix(f"{self._describe_row(row)}: "))
+            findings.add("unreadable", row, str(error).removeprefix(f"{self.location(row)}: "))
             return None
-        found.sources[rewards["data_source"]] += 1
+        findings.sources[rewards["data_source"]] += 1
         if rewards["ground_truth"] is None:
-            found.no_ground_truth.add(row)
+            findings.add("no ground truth", row, "no ground truth")
         if file.path in self._missing:
             return None
         try:
             text = self._render(prompt)
         except DataError as error:
-            found.unusable.add(row, str(error))
+            findings.add("unusable", row, str(error))
             return None
         if isinstance(prompt, str) and self._template_adds and not any(mark in text for mark in self.marks):
-            found.untemplated.add(row)
+            findings.add(
+                "untemplated",
+                row,
+                "the prompt is a string without special tokens, to which the chat template is not applied",
+            )
         if _is_blank(prompt):
-            found.blank.add(row)
-        elif (first := found.prompts.setdefault(hash(text), row)) != row:
-            found.duplicate.add(row, self._describe_row(first))
+            findings.add("blank", row, "the prompt is blank")
+        elif (first := findings.prompts.setdefault(hash(text), row)) != row:
+            findings.add("duplicate", row, f"the prompt is a duplicate of {self.location(first)}")
         return text
 
-    def _list_problems(self, found: _Findings) -> Iterator[DataProblem]:
-        if found.unreadable.count:
-            yield DataProblem(f"{self._describe_rows(found.unreadable)}: {found.unreadable.message}")
-        if found.unusable.count:
-            yield DataProblem(f"{self._describe_rows(found.unusable)}: {found.unusable.message}")
-        if found.blank.count:
-            yield DataProblem(
-                f"{self._describe_rows(found.blank)}: the prompt is blank", "fill it, or remove the row", fatal=False
-            )
-        for source in found.sources:
-            if self.describe_scorer(source) is None:
+    def _list_problems(self, findings: _Findings) -> Iterator[DataProblem]:
+        scorers = {source: self.describe_scorer(source) for source in findings.sources}
+        is_custom = not any(str(scorer).startswith("verl.rewards.") for scorer in scorers.values())
+        no_truth_fix = 'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'
+        kinds = {  # fix, and whether it is fatal
+            "unreadable": ("", True),
+            "unusable": ("", True),
+            "blank": ("fill it, or remove the row", False),
+            "no ground truth": (no_truth_fix + "; the scorer gets None" * is_custom, not is_custom),
+            "untemplated": ('to apply it, write the prompt as [{"role": "user", "content": ...}]', False),
+            "duplicate": ("remove one of them, unless it is intended", False),
+        }
+        for kind, (fix, fatal) in kinds.items():
+            if count := findings.counts[kind]:
+                row, text = findings.firsts[kind]
+                first = f"{count:,} rows, the first " * (count > 1) + self.location(row)
+                yield DataProblem(f"{first}: {text}", fix, fatal)
+        for source, scorer in scorers.items():
+            if scorer is None:
                 yield DataProblem(self._explain_no_scorer(source))
-        if found.no_ground_truth.count:
-            is_custom = not any(
-                str(self.describe_scorer(source)).startswith("verl.rewards.") for source in found.sources
-            )
-            yield DataProblem(
-                f"{self._describe_rows(found.no_ground_truth)}: no ground truth",
-                'write it as reward_model: {"ground_truth": ...}, or into a column ground_truth or answer'
-                + ("; the scorer gets None" if is_custom else ""),
-                fatal=not is_custom,
-            )
-        if found.untemplated.count:
-            yield DataProblem(
-                f"{self._describe_rows(found.untemplated)}: the prompt is a string without special tokens, to which "
-                "the chat template is not applied",
-                'to apply it, write the prompt as [{"role": "user", "content": ...}]',
-                fatal=False,
-            )
-        if found.duplicate.count:
-            yield DataProblem(
-                f"{self._describe_rows(found.duplicate)}: the prompt is a duplicate of {found.duplicate.message}",
-                "remove one of them, unless it is intended",
-                fatal=False,
-            )
-
-    def _describe_rows(self, rows: _RowCounter) -> str:
-        first = self._describe_row(rows.first)
-        return f"{rows.count:,} rows, the first {first}" if rows.count > 1 else first
-
-    def _describe_row(self, row: int) -> str:
-        file, index = self._locate(row)
-        return file.location(index)
-
-    def _locate(self, row: int) -> tuple[Rows, int]:
-        for file in self.files:
-            if row < len(file):
-                break
-            row -= len(file)
-        return file, row
 
     def _render(self, prompt: Any) -> str:
         if self.tokenizer is not None:
@@ -267,32 +228,18 @@ class DataFiles:
             return read
         return "\n".join(f"{message['role']}: {message.get('content', '')}" for message in read)
 
-    def _chunks(self, limit: int | None) -> Iterator[tuple[Rows, list[dict[str, Any] | DataError]]]:
-        left = len(self) if limit is None else limit
+    def _iter_rows(self) -> Iterator[tuple[Rows, _Fields]]:
+        """Yield the relevant columns of all rows; a JSON line is read whole, and one that is invalid is an error."""
+        columns = tuple(dict.fromkeys((self.prompt_key, "data_source", "reward_model", *TRUTHS)))
         for file in self.files:
-            for chunk in self._read(file):
-                if left <= 0:
-                    return
-                yield file, chunk[:left]
-                left -= len(chunk)
-
-    def _read(self, file: Rows) -> Iterator[list[dict[str, Any] | DataError]]:
-        """Read only the relevant columns of a Parquet file; a JSON line is read whole."""
-        if isinstance(file, JsonlRows):
-            for start in range(0, len(file), READ_AT_ONCE):
-                yield [_row_or_error(file, index) for index in range(start, min(start + READ_AT_ONCE, len(file)))]
-            return
-        wanted = (self.prompt_key, "data_source", "reward_model", *TRUTHS)
-        names = [column for column in file.columns if column in wanted] or file.columns[:1]
-        for columns in zip(*(file.values(name) for name in names), strict=True):
-            yield [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _row_or_error(file: Rows, index: int) -> dict[str, Any] | DataError:
-    try:
-        return file.row(index)
-    except DataError as error:
-        return error
+            if not isinstance(file, JsonlRows):
+                yield from ((file, fields) for fields in file.values(columns))
+                continue
+            for index in range(len(file)):
+                try:
+                    yield file, file.row(index)
+                except DataError as error:
+                    yield file, error
 
 
 def _is_blank(prompt: Any) -> bool:

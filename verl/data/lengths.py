@@ -184,34 +184,24 @@ Submit = Callable[[ColumnChunk], "Future[Lengths]"]
 
 @contextmanager
 def _start_measuring(counter: LengthMeasurer, processes: int) -> Iterator[Submit]:
-    """Yield a function that measures chunks in some processes, or (0) at once in this one."""
-    if not processes:
-
-        def measure_here(chunk: ColumnChunk) -> Future[Lengths]:
-            done: Future[Lengths] = Future()
-            try:
-                done.set_result(counter(chunk))
-            except DataError as error:
-                done.set_exception(error)
-            return done
-
-        yield measure_here
-        return
+    """Yield a function that measures chunks in some processes, or (0) in a thread of this one."""
     with ExitStack() as closing:
         idle: SimpleQueue[_Process] = SimpleQueue()
         for _ in range(processes):
             idle.put(closing.enter_context(_Process(counter)))
-        threads = ThreadPoolExecutor(processes)
+        threads = ThreadPoolExecutor(max(1, processes))
         closing.callback(threads.shutdown, cancel_futures=True)
 
-        def measure_remotely(chunk: ColumnChunk) -> Lengths:
+        def measure(chunk: ColumnChunk) -> Lengths:
+            if not processes:
+                return counter(chunk)
             process = idle.get()
             try:
                 return process(chunk)
             finally:
                 idle.put(process)
 
-        yield lambda chunk: threads.submit(measure_remotely, chunk)
+        yield lambda chunk: threads.submit(measure, chunk)
 
 
 class _Process:

@@ -11,11 +11,12 @@ are no loader processes whose state would have to be saved.
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import lru_cache
 from math import gcd, lcm
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,19 +26,36 @@ from verl.errors import DataError
 MAX_ROUND = 10_000  # draws within which the sources have exactly their weights
 
 
-class Sampler(Protocol):
+class Sampler(ABC):
     """Maps positions 0, 1, 2, ... to rows; an epoch has `length` positions."""
 
-    length: int
+    length = 0
 
+    def __init__(self, length: int, identity: dict[str, Any]) -> None:
+        self.length, self._identity = _require_rows(length), identity
+
+    @abstractmethod
     def row(self, position: int) -> int: ...
 
     def identity(self) -> dict[str, Any]:
         """Return what makes two samplers equal, by the names of the settings."""
-        ...
+        return {"length": self.length, **self._identity}
 
 
-class SequentialSampler:
+class _EpochSampler(Sampler):
+    """The rows of each epoch as an array."""
+
+    def __init__(self, length: int, identity: dict[str, Any], order: Callable[[int], npt.NDArray[Any]]) -> None:
+        super().__init__(length, identity)
+        # Two epochs: near their boundary, positions of both are requested in turn.
+        self._order = lru_cache(maxsize=2)(order)
+
+    def row(self, position: int) -> int:
+        epoch, offset = divmod(position, self.length)
+        return int(self._order(epoch)[offset])
+
+
+class SequentialSampler(Sampler):
     """Rows in the order of the files.
 
     >>> [SequentialSampler(3).row(position) for position in range(4)]
@@ -45,32 +63,21 @@ class SequentialSampler:
     """
 
     def __init__(self, length: int) -> None:
-        self.length = _require_rows(length)
+        super().__init__(length, {"shuffle": False})
 
     def row(self, position: int) -> int:
         return position % self.length
 
-    def identity(self) -> dict[str, Any]:
-        return {"length": self.length, "shuffle": False}
 
-
-class ShuffledSampler:
+class ShuffledSampler(_EpochSampler):
     """A new permutation every epoch, the same on every machine and with every version of numpy."""
 
     def __init__(self, length: int, seed: int) -> None:
-        self.length, self._seed = _require_rows(length), seed
-        # Two epochs: near their boundary, positions of both are requested in turn.
-        self._permutation = lru_cache(maxsize=2)(lambda epoch: _random(seed, epoch).permutation(length).astype("i4"))
-
-    def row(self, position: int) -> int:
-        epoch, offset = divmod(position, self.length)
-        return int(self._permutation(epoch)[offset])
-
-    def identity(self) -> dict[str, Any]:
-        return {"length": self.length, "shuffle": True, "seed": self._seed}
+        identity = {"shuffle": True, "seed": seed}
+        super().__init__(length, identity, lambda epoch: _random(seed, epoch).permutation(length).astype("i4"))
 
 
-class BufferedShuffleSampler:
+class BufferedShuffleSampler(Sampler):
     """For files larger than memory: blocks in random order, and rows shuffled within a window of some blocks.
 
     The blocks of an epoch, in a new random order, are split into windows of `buffer` rows, and each window is shuffled.
@@ -79,8 +86,9 @@ class BufferedShuffleSampler:
     """
 
     def __init__(self, block_ends: npt.NDArray[np.int64], buffer: int, seed: int) -> None:
-        self.length = _require_rows(int(block_ends[-1]) if len(block_ends) else 0)
-        self._buffer, self._seed, self._blocks_checksum = buffer, seed, _checksum(block_ends)
+        identity = {"shuffle": True, "seed": seed, "shuffle_buffer_size": buffer, "blocks": _checksum(block_ends)}
+        super().__init__(int(block_ends[-1]) if len(block_ends) else 0, identity)
+        self._buffer = buffer
         starts = np.concatenate([[0], block_ends[:-1]])
         sizes = block_ends - starts
 
@@ -104,12 +112,8 @@ class BufferedShuffleSampler:
         block = int(np.searchsorted(ends, offset, side="right"))
         return int(block_ends[block] - (ends[block] - offset))
 
-    def identity(self) -> dict[str, Any]:
-        buffer = {"shuffle_buffer_size": self._buffer, "blocks": self._blocks_checksum}
-        return {"length": self.length, "shuffle": True, "seed": self._seed, **buffer}
 
-
-class CurriculumSampler:
+class CurriculumSampler(_EpochSampler):
     """A curriculum: every epoch from the lowest value to the highest; equal values are shuffled if there is a seed.
 
     >>> sampler = CurriculumSampler(np.array([3.0, 1.0, 2.0]), "level", seed=None)
@@ -118,33 +122,19 @@ class CurriculumSampler:
     """
 
     def __init__(self, values: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
-        self.length, self._key, self._seed, self._values_checksum = (
-            _require_rows(len(values)),
-            key,
-            seed,
-            _checksum(values),
-        )
-
         def rank(epoch: int) -> npt.NDArray[np.int32]:
             rows = np.arange(len(values)) if seed is None else _random(seed, epoch).permutation(len(values))
             return rows[np.argsort(values[rows], kind="stable")].astype("i4")
 
-        self._ranked = lru_cache(maxsize=2)(rank)
-
-    def row(self, position: int) -> int:
-        epoch, offset = divmod(position, self.length)
-        return int(self._ranked(epoch)[offset])
-
-    def identity(self) -> dict[str, Any]:
-        shuffle = {"shuffle": False} if self._seed is None else {"shuffle": True, "seed": self._seed}
-        return {"length": self.length, "curriculum_key": self._key, "numbers": self._values_checksum, **shuffle}
+        shuffle = {"shuffle": False} if seed is None else {"shuffle": True, "seed": seed}
+        super().__init__(len(values), {"curriculum_key": key, "numbers": _checksum(values), **shuffle}, rank)
 
 
 SamplerFunction = Callable[[int, int, int, Callable[[str], list[Any]]], Sequence[int]]
 """(epoch, seed, row count, column name -> its value in each row) -> the rows of that epoch, in order."""
 
 
-class CustomSampler:
+class CustomSampler(_EpochSampler):
     """The order given by the user's function: `sampler(epoch, seed, rows, column)` returns the rows of one epoch.
 
     Rows may be left out or repeated, but all epochs must have the same length. The function must be pure, since it is
@@ -154,28 +144,15 @@ class CustomSampler:
     def __init__(
         self, sampler: SamplerFunction, name: str, rows: int, seed: int, column: Callable[[str], list[Any]]
     ) -> None:
-        self._sampler, self._name, self._rows, self._seed, self._column = (
-            sampler,
-            name,
-            _require_rows(rows),
-            seed,
-            column,
-        )
-        self._order = lru_cache(maxsize=2)(self._call)
-        self.length = 0
-        self.length = len(self._order(0))
-        if not np.array_equal(self._order(0), self._call(0)):
+        self._sampler, self._name, self._rows, self._seed, self._column = sampler, name, rows, seed, column
+        _require_rows(rows)
+        first = self._call(0)
+        super().__init__(len(first), {"sampler": name, "seed": seed, "rows": rows}, self._call)
+        if not np.array_equal(self._order(0), first):
             raise self._error(
                 "returned two different orders for epoch 0; a resumed run could not continue. Draw random numbers from "
                 "numpy.random.default_rng([seed, epoch])"
             )
-
-    def row(self, position: int) -> int:
-        epoch, offset = divmod(position, self.length)
-        return int(self._order(epoch)[offset])
-
-    def identity(self) -> dict[str, Any]:
-        return {"length": self.length, "sampler": self._name, "seed": self._seed, "rows": self._rows}
 
     def _call(self, epoch: int) -> npt.NDArray[np.int64]:
         order = np.asarray(self._sampler(epoch, self._seed, self._rows, self._column))
@@ -200,7 +177,7 @@ class CustomSampler:
         return DataError(f"data.sampler={self._name} {problem}")
 
 
-class WeightedSampler:
+class WeightedSampler(Sampler):
     """Several samplers by weight: of every `sum(weights)` draws, `weights[k]` come from sampler k, in random order.
 
     Weights are first scaled to the smallest integers. The rows of each sampler follow those of the one before it, and
@@ -213,9 +190,15 @@ class WeightedSampler:
 
     def __init__(self, samplers: Sequence[Sampler], weights: Sequence[float], seed: int) -> None:
         lengths = [sampler.length for sampler in samplers]
-        self.length = sum(lengths)
-        self._samplers, self._counts, self._starts = list(samplers), _to_integers(weights), np.cumsum([0, *lengths])
-        self._round, self._seed = sum(self._counts), seed
+        self._samplers, self._counts, self._starts = samplers, _to_integers(weights), np.cumsum([0, *lengths])
+        self._round = sum(self._counts)
+        identity = {
+            "lengths": lengths,
+            "entries": zlib.crc32(repr([sampler.identity() for sampler in samplers]).encode()),
+            "train_weights": self._counts,
+            "seed": seed,
+        }
+        super().__init__(sum(lengths), samplers[0].identity() | {"length": sum(lengths)} | identity)
 
         def draw(index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Return, for each draw of a round: its sampler, and how many draws of that sampler came before."""
@@ -232,16 +215,6 @@ class WeightedSampler:
         which, before = self._draws(index)
         k = int(which[offset])
         return int(self._starts[k]) + self._samplers[k].row(index * self._counts[k] + int(before[offset]))
-
-    def identity(self) -> dict[str, Any]:
-        return {
-            **self._samplers[0].identity(),
-            "length": self.length,
-            "lengths": [sampler.length for sampler in self._samplers],
-            "entries": zlib.crc32(repr([sampler.identity() for sampler in self._samplers]).encode()),
-            "train_weights": self._counts,
-            "seed": self._seed,
-        }
 
 
 class PromptStream:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Mapping, Sequence
 
-from verl.data.files import Rows, find_files, open_rows
+from verl.data.files import Files, Rows, find_files, list_entries, open_rows
 from verl.errors import DataError
 
-PathLike = str | os.PathLike[str]
 LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
 LIKELY = {
     "prompt_key": LIKELY_PROMPTS,
@@ -28,14 +26,7 @@ CONTENT = {
 MOST_SHOWN = 5
 
 
-def list_entries(files: PathLike | Sequence[PathLike]) -> list[PathLike]:
-    """Return the entries of a setting as a list; each is a path or a pattern."""
-    return [files] if isinstance(files, str | os.PathLike) else list(files)
-
-
-def find_file_problems(
-    files: PathLike | Sequence[PathLike], keys: Mapping[str, str], *, weighted: bool = False
-) -> list[str]:
+def find_file_problems(files: Files, keys: Mapping[str, str], *, weighted: bool = False) -> list[str]:
     """Return all problems of the files, as messages.
 
     `keys` are the required columns by the setting that names each: {"prompt_key": "question"}. With `weighted`, every

@@ -13,17 +13,17 @@ import numpy.typing as npt
 
 from verl.data.chat import PromptError
 from verl.data.dataset import DataReport
-from verl.data.files import BlockCache, ColumnChunk, Rows, find_files, open_rows, to_python
+from verl.data.files import ColumnChunk, Files, FileSet, to_python
 from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.plan import MicroBatchLimit
-from verl.data.validate import PathLike, describe_missing_column, list_entries
+from verl.data.validate import describe_missing_column
 from verl.errors import DataError
 from verl.sft.examples import Example, ExampleReader
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
 
-class ExampleDataset:
+class ExampleDataset(FileSet):
     """The examples of one or several Parquet or JSONL files; `dataset[row]` is an `Example`.
 
     All are read once at start, so that a bad row is found before training. `lengths [N]` counts the tokens of each.
@@ -32,7 +32,7 @@ class ExampleDataset:
 
     def __init__(
         self,
-        files: PathLike | Sequence[PathLike],
+        files: Files,
         reader: ExampleReader,
         *,
         max_length: int,
@@ -41,20 +41,14 @@ class ExampleDataset:
         num_workers: int | None = 0,
         cache_dir: Path | None = None,
     ) -> None:
+        super().__init__(files)
         self._reader, self._limit, self._truncation = reader, max_length, truncation
         self.tokenizer = reader.tokenizer
-        paths = [path for entry in list_entries(files) for path in find_files(entry)]
-        cache = BlockCache()
-        self.files = [open_rows(path, cache) for path in paths]
         for file in self.files:
             for setting, column in reader.keys.items():
                 if problem := describe_missing_column(file, column, setting, reader.keys):
                     raise DataError(problem)
-        self._ends = np.cumsum([len(file) for file in self.files])
-        name = paths[0].name if len(paths) == 1 else f"{len(paths)} files"
-        rows = int(self._ends[-1]) if max_samples < 0 else min(int(self._ends[-1]), max_samples)
-        if rows == 0:
-            raise DataError(f"{', '.join(map(str, paths))}: no rows. Fill the file, or name another")
+        rows = self.count_rows(max_samples)
         lengths, from_cache = measure_lengths(
             self.files,
             rows,
@@ -67,14 +61,14 @@ class ExampleDataset:
         if len(long) and truncation == "error":
             raise DataError(self._explain_too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max())))
         self.lengths = np.minimum(lengths, max_length)
-        self.report = DataReport(name, rows, 0, len(long), rows, max_length, from_cache)
+        self.report = DataReport(self.name, rows, 0, len(long), rows, max_length, from_cache)
         self._long = long
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Example:
-        file, local = self._locate(row)
+        file, local = self.locate(row)
         try:
             return self._reader(file.row(local)).truncate(self._limit, self._truncation)
         except DataError as error:
@@ -86,23 +80,16 @@ class ExampleDataset:
         empty = [row for row in checked if not self[row].mask.any()]
         if not empty:
             return []
-        file, local = self._locate(empty[0])
         return [
-            f"{self.report.name}: {len(empty):,} of {len(checked):,} truncated examples have no token left to train on "
-            f"(the first: {file.location(local)}): what precedes the response fills data.max_length={self._limit}. "
+            f"{self.name}: {len(empty):,} of {len(checked):,} truncated examples have no token left to train on "
+            f"(the first: {self.location(empty[0])}): what precedes the response fills data.max_length={self._limit}. "
             "Increase it, set data.truncation=left, or remove such rows"
         ]
 
-    def _locate(self, row: int) -> tuple[Rows, int]:
-        which = int(np.searchsorted(self._ends, row, side="right"))
-        file = self.files[which]
-        return file, row - int(self._ends[which]) + len(file)
-
     def _explain_too_long(self, row: int, length: int, count: int, longest: int) -> str:
-        file, local = self._locate(row)
         others = f"; {count - 1} more are too long (the longest: {longest})" if count > 1 else ""
         return (
-            f"{file.location(local)}: the example has {length} tokens, more than data.max_length={self._limit}"
+            f"{self.location(row)}: the example has {length} tokens, more than data.max_length={self._limit}"
             f"{others}. Set data.max_length={longest}, or data.truncation=right or left"
         )
 

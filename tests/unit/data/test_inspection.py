@@ -19,9 +19,9 @@ from hypothesis import strategies as st
 from tiny import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from verl.commands.data import bars, bins, show_report, show_rows
 from verl.data.dataset import PromptDataset, PromptOptions
-from verl.data.inspection import DataFiles, InspectionReport
-from verl.data.inspection_render import bars, bins, show_report, show_rows
+from verl.data.inspection import DataInspector, InspectionReport
 from verl.errors import DataError
 from verl.rewards.reward_function import describe_scorer, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
@@ -51,8 +51,8 @@ def write(path: Path, rows: list[dict[str, Any]]) -> Path:
     return path
 
 
-def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: Any) -> DataFiles:
-    return DataFiles(
+def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: Any) -> DataInspector:
+    return DataInspector(
         files,
         tokenizer=tokenizer,
         describe_scorer=lambda source: describe_scorer(source, RewardFunctionSettings(own)),
@@ -62,16 +62,16 @@ def look(files: Any, tokenizer: Any = None, own: str | None = None, **options: A
 
 
 def report(
-    data: DataFiles, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any
+    data: DataInspector, max_prompt_length: int = 100, long_ones_stop: bool = True, **options: Any
 ) -> InspectionReport:
     return data.inspect(max_prompt_length=max_prompt_length, long_ones_stop=long_ones_stop, **options)
 
 
-def shown(data: DataFiles, found: InspectionReport, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
+def shown(data: DataInspector, seen: InspectionReport, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
     out = rich.console.Console(file=io.StringIO(), width=80, highlight=False)
     settings = {"max_prompt_length": 100, "fate": "they are left out"} | options
     show_rows(data, out, rows, whole=whole)
-    show_report(data, found, out, **settings)
+    show_report(data, seen, out, **settings)
     return out.file.getvalue()
 
 
@@ -83,7 +83,7 @@ def test_a_row_is_what_training_would_see(tmp_path: Path, tokenizer: Any, suffix
         look([first, second], tokenizer),
         PromptDataset([first, second], tokenizer, PromptOptions(max_prompt_length=99)),
     )
-    assert len(data) == 3
+    assert data.total_rows == 3
     for number, prompt in enumerate(trained):
         row = data.row(number)
         assert row.token_ids == prompt.token_ids

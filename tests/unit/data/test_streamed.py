@@ -182,9 +182,9 @@ def test_what_is_large_is_streamed_unless_told_otherwise(
     paths = [write(tmp_path / name, ["1"] * 10) for name in ("a.parquet", "b.jsonl")]
     assert not is_large(paths)
     assert is_large(paths, streaming=True)
-    monkeypatch.setattr(dataset_module, "STREAMED_ROWS", 20)
+    monkeypatch.setattr(files, "STREAMED_ROWS", 20)
     assert is_large(paths)
     assert not is_large(paths, streaming=False)
     assert not is_large(paths[0])
-    monkeypatch.setattr(dataset_module, "STREAMED_BYTES", 100)
+    monkeypatch.setattr(files, "STREAMED_BYTES", 100)
     assert is_large(paths[0])

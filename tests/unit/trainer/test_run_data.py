@@ -13,7 +13,7 @@ from tiny import FAMILIES, chat_tokenizer, save_family, tiny_qwen2
 from verl.config.load import load_dict
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.root import Config
-from verl.data import dataset as dataset_module
+from verl.data import files as files_module
 from verl.data.chat import chat_template_hint
 from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
@@ -126,7 +126,7 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path / "a.parquet", 12, level=list(range(12)))
-    monkeypatch.setattr(dataset_module, "STREAMED_ROWS", 12)
+    monkeypatch.setattr(files_module, "STREAMED_ROWS", 12)
     data = read_data(config(train_files=path, val_files=path))
     assert data.datasets["train"].options.streaming
     assert not data.datasets["val"].options.streaming, "validation is measured"
