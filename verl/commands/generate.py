@@ -125,27 +125,19 @@ async def _start_engines(
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs import MARGIN_S
     from verl.rollout.replica_pool import EnginePool
-    from verl.rollout.supervisor import EngineSupervisor
     from verl.tracking.metrics import Metrics
     from verl.trainer.restarts import RestartTracker
-    from verl.trainer.rl_builder import place_engines
+    from verl.trainer.rl_builder import build_supervisor, place_engines
     from verl.trainer.setup import start_runtime
     from verl.trainer.worker_settings import deadlines
 
     restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
-    reply_timeout_s = limits.reply.seconds + MARGIN_S
     runtime = await closing.enter_async_context(start_runtime(config, console, restarts, Metrics()))
     engines = place_engines(config, runtime.pool, runtime.device, load_format="auto")
     for engine in engines:
         closing.push_async_callback(engine.close)
     await asyncio.gather(*(engine.start() for engine in engines))
-    supervisor = EngineSupervisor(
-        engines,
-        restarts.engine,
-        reply_timeout_s=reply_timeout_s,
-        start_timeout_s=limits.start.seconds + MARGIN_S,
-        max_restarts=restarts.settings.max_engine_restarts,
-    )
+    supervisor = build_supervisor(config, engines, restarts)
 
     async def sync_one(index: int) -> None:
         supervisor.mark_synced(index)
@@ -155,7 +147,7 @@ async def _start_engines(
         await supervisor.mark_ready(index, VERSION_FROM_DISK)
     supervisor.start(sync_one)
     closing.push_async_callback(supervisor.close)
-    stall_timeout_s = limits.generation.seconds + MARGIN_S
+    stall_timeout_s, reply_timeout_s = limits.generation.seconds + MARGIN_S, limits.reply.seconds + MARGIN_S
     return EnginePool(engines, stall_timeout_s=stall_timeout_s, reply_timeout_s=reply_timeout_s), supervisor
 
 

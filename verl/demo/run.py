@@ -96,8 +96,8 @@ async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None
     async with build_trainer(loaded.config, console, model_ready=wait_for_warmup) as loop:
         await loop.fit()
         shutil.copytree(assets.model, assets.folder / "trained", dirs_exist_ok=True)
-        policy = loop.task.policy
-        write_weights(assets.folder / "trained", [item async for item in _read_weights(policy)])  # type: ignore[arg-type]
+        weights = [item async for item in _read_weights(loop.task.policy)]
+        write_weights(assets.folder / "trained", weights)
 
 
 async def _read_weights(source: Source) -> AsyncIterator[tuple[str, torch.Tensor]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,18 +19,10 @@ from verl.sft.data import SFTData, SFTDataLoader, ValidationLoader, check_sft_fi
 from verl.sft.trainer import SFTTrainer
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
-from verl.tracking.metrics import Metrics, timer
+from verl.tracking.metrics import timer
 from verl.trainer.memory_advice import format_memory_advice, list_offload_settings
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.setup import (
-    build_checkpointer,
-    device_hints,
-    open_tracker,
-    resolve_path,
-    resume,
-    start_runtime,
-    with_changes,
-)
+from verl.trainer.setup import RunBuilder, device_hints, resolve_path, with_changes
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.workers.train import RankSettings
@@ -42,51 +34,28 @@ async def build_sft_trainer(
 ) -> AsyncIterator[TrainLoop[SFTTrainer]]:
     """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes."""
     async with AsyncExitStack() as closing:
-        yield await SFTBuilder(config, console, restarts or RestartTracker(console), closing).build()
+        restarts = restarts or RestartTracker(console)
+        yield await SFTBuilder(with_absolute_paths(config), console, restarts, closing).build()
 
 
-class SFTBuilder:
-    """The stages of building a run. Every stage registers with `closing` how to undo it."""
-
-    def __init__(self, config: SftConfig, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
-        self.config, self.console, self.restarts = with_absolute_paths(config), console, restarts
-        self.times = Metrics()
-        self._closing = closing
+class SFTBuilder(RunBuilder[SftConfig]):
+    """The stages of building a run."""
 
     async def build(self) -> TrainLoop[SFTTrainer]:
         check_sft_files(self.config)
         await self.start_runtime()
-        model = self.spawn_train_workers()
+        model = self.spawn_train_workers(SFTWorkerGroup, share=1.0)
         data = await self.load_data()
         schedule = build_schedule(self.config, data)
-        self._note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_hints)])
+        self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_hints)])
         await self.start_train_workers(model, schedule)
         stream = PromptStream(data.order)
-        version = await resume(self.config, model, stream, self.console)
-        self.restarts.resumed(version)
-        tracker = open_tracker(self.config, self.console, schedule, version)
-        self._closing.callback(tracker.close)
-        tracker.log(self.times, version)
+        version = await self.resume(model, stream, schedule)
         split = partial(split_batch, ranks=count_train_ranks(self.config), limit=_micro_batch_limit(self.config))
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
         validation = None if data.val is None else ValidationLoader(data.val, schedule.batch, split)
-        trainer = SFTTrainer(loader, model, validation)
-        checkpointer = build_checkpointer(self.config, model, self.console)
-        return TrainLoop(trainer, schedule, checkpointer, tracker, self.console, self.restarts, version)
-
-    async def start_runtime(self) -> None:
-        """Connect to the cluster. From here on the settings fit the devices that exist."""
-        runtime = await self._closing.enter_async_context(
-            start_runtime(self.config, self.console, self.restarts, self.times)
-        )
-        self.config, self.pool, self.device = runtime.config, runtime.pool, runtime.device
-
-    def spawn_train_workers(self) -> SFTWorkerGroup:
-        ranks, limits = count_train_ranks(self.config), deadlines(self.config)
-        model = SFTWorkerGroup.spawn(self.pool, ranks, share=1.0, deadlines=limits)
-        self._closing.callback(model.close)
-        return model
+        return self.build_loop(SFTTrainer(loader, model, validation), model, schedule, version)
 
     async def load_data(self) -> SFTData:
         with timer(self.times, "start_data"):
@@ -94,11 +63,7 @@ class SFTBuilder:
 
     async def start_train_workers(self, model: SFTWorkerGroup, schedule: LoopSchedule) -> None:
         with timer(self.times, "start_train_workers"):
-            self._note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
-
-    def _note(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.console.note(line)
+            self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
 
 
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:

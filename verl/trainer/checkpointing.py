@@ -8,43 +8,38 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import LATEST, CheckpointDir, find_corruption
 from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 
+if TYPE_CHECKING:
+    from verl.workers.train import RankGroup
+
 T = TypeVar("T")
 Verify = Callable[[str], Awaitable[list[str]]]
 """The directory of a checkpoint -> what is wrong with its files."""
 
 
-class SavedPolicy(Protocol):
-    """The trained model over all ranks."""
-
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        """Copy what a checkpoint holds; it is written, and committed with `trainer`, after this returns."""
-
-    async def poll_save(self, *, wait: bool) -> float | None:
-        """The seconds that writing took what `save` began, None while it goes on; raises what went wrong with it."""
-
-
 class Checkpointer:
     """Writes checkpoints. Training waits while the state is copied, and while the previous checkpoint is still being
-    written; an error in writing is raised by the next call."""
+    written; an error in writing is raised by the next call. Each records `run`, since two runs may share one folder."""
 
     def __init__(
         self,
-        policy: SavedPolicy,
+        policy: RankGroup,
         checkpoints: CheckpointDir,
         console: Console,
         *,
+        run: Mapping[str, str] | None = None,
         keep: int | None = None,
         deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._policy, self._checkpoints, self._console, self._keep = policy, checkpoints, console, keep
+        self._run = {} if run is None else {"run": run}
         self._writing: tuple[int, float] | None = None  # version, and the seconds that its copy took
         self._deadline, self._clock = deadline, clock
         self.longest_s = 0.0  # the longest save so far
@@ -58,7 +53,7 @@ class Checkpointer:
         started = self._clock()
         directory = await self._on_disk("begin a checkpoint", lambda: self._checkpoints.begin(version))
         self._begun = version
-        await self._policy.save(str(directory), trainer)
+        await self._policy.save(str(directory), {**self._run, **trainer})
         ended = self._clock()
         self._writing = version, ended - started
         return ended - called

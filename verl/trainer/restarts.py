@@ -28,10 +28,6 @@ class RestartTracker:
         self._engine_seconds = 0.0
 
     @property
-    def settings(self) -> FaultsConfig:
-        return self._settings
-
-    @property
     def has_restarted(self) -> bool:
         return self._restarts > 0
 

@@ -16,22 +16,14 @@ from verl.data.samplers import PromptStream
 from verl.rewards.failures import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
-from verl.tracking.metrics import Metrics, timer
+from verl.tracking.metrics import timer
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_rl_run
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.run_data import RunData, read_data
-from verl.trainer.setup import (
-    build_checkpointer,
-    device_hints,
-    open_tracker,
-    resolve_path,
-    resume,
-    start_runtime,
-    with_changes,
-)
+from verl.trainer.setup import RunBuilder, device_hints, resolve_path, with_changes
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import (
     algorithm_settings,
@@ -77,17 +69,11 @@ async def build_trainer(
         yield await builder.build(reward, model_ready)
 
 
-class RLBuilder:
-    """The stages of building a run, and the parts they have built so far.
-
-    Every stage registers with `closing` how to undo it. Engines and reward models start in the background while the
-    data is read.
-    """
+class RLBuilder(RunBuilder[Config]):
+    """The stages of building a run. Engines and reward models start in the background while the data is read."""
 
     def __init__(self, config: Config, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
-        self.config, self.console, self.restarts = with_absolute_paths(config), console, restarts
-        self.times = Metrics()
-        self._closing = closing
+        super().__init__(with_absolute_paths(config), console, restarts, closing)
         self._starting: list[asyncio.Task[None]] = []
 
     async def build(
@@ -98,8 +84,11 @@ class RLBuilder:
         with timer(self.times, "start_reward_check"):
             await check_rl_run(self.config, reward)
         await self.start_runtime()
-        engines, reward_models = self.start_engines(), self.start_reward_models()
-        policy = self.spawn_train_workers()
+        engines = place_engines(self.config, self.pool, self.device)
+        self._start_in_background("engines", engines)
+        reward_models = place_reward_models(self.config, self.pool, self.device)
+        self._start_in_background("reward_models", reward_models)
+        policy = self.spawn_train_workers(PolicyGroup, TRAIN_SHARE)
         data = await self.load_data()
         schedule = self.build_schedule(data)
         settings = train_settings(self.config, schedule.total_steps, self.device)
@@ -108,17 +97,13 @@ class RLBuilder:
         async def start_train_workers() -> None:
             if model_ready is not None:
                 await self._timed("model", model_ready)
-            self._note(await self._timed("train_workers", lambda: policy.start(settings)))
+            self.note(await self._timed("train_workers", lambda: policy.start(settings)))
 
         start_episode_workers = self._timed("episode_workers", episode_pool.start)
         await asyncio.gather(*self._starting, start_train_workers(), start_episode_workers)
         stream = PromptStream(data.order)
-        version = await resume(self.config, policy, stream, self.console)
-        self.restarts.resumed(version)
-        tracker = open_tracker(self.config, self.console, schedule, version)
-        self._closing.callback(tracker.close)
-        tracker.log(self.times, version)
-        supervisor = self.build_supervisor(engines)
+        version = await self.resume(policy, stream, schedule)
+        supervisor = build_supervisor(self.config, engines, self.restarts)
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
@@ -129,50 +114,22 @@ class RLBuilder:
             self.build_evaluator(episodes, data),
             self.console,
         )
-        checkpointer = build_checkpointer(self.config, policy, self.console)
-        return TrainLoop(trainer, schedule, checkpointer, tracker, self.console, self.restarts, version)
-
-    async def start_runtime(self) -> None:
-        """Connect to the cluster. From here on the settings fit the devices that exist."""
-        runtime = await self._closing.enter_async_context(
-            start_runtime(self.config, self.console, self.restarts, self.times)
-        )
-        self.config, self.pool, self.device = runtime.config, runtime.pool, runtime.device
-
-    def start_engines(self) -> list[RemoteEngine]:
-        engines = place_engines(self.config, self.pool, self.device)
-        self._start_in_background("engines", engines)
-        return engines
-
-    def start_reward_models(self) -> list[RemoteRewardModel]:
-        models = place_reward_models(self.config, self.pool, self.device)
-        self._start_in_background("reward_models", models)
-        return models
-
-    def spawn_train_workers(self) -> PolicyGroup:
-        ranks, limits = count_train_ranks(self.config), deadlines(self.config)
-        policy = PolicyGroup.spawn(self.pool, ranks, share=TRAIN_SHARE, deadlines=limits)
-        self._closing.callback(policy.close)
-        return policy
+        return self.build_loop(trainer, policy, schedule, version)
 
     async def load_data(self) -> RunData:
         """Read the data in a thread, unless the workers run in this process too: their imports would collide."""
-
-        async def load() -> RunData:
-            if self.config.trainer.local:
-                return read_data(self.config)
-            return await asyncio.to_thread(read_data, self.config)
-
-        data = await self._timed("data", load)
-        self._note(data.reports)
+        with timer(self.times, "start_data"):
+            is_local = self.config.trainer.local
+            data = read_data(self.config) if is_local else await asyncio.to_thread(read_data, self.config)
+        self.note(data.reports)
         return data
 
     def build_schedule(self, data: RunData) -> LoopSchedule:
         trainer, batch = self.config.trainer, self.config.data.train_batch_size
         steps = count_total_steps(self.config, data.order.length)
         epochs = steps * batch / data.order.length
-        self._note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
-        self._note(device_hints(self.config, self.device, find_hints))
+        self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
+        self.note(device_hints(self.config, self.device, find_hints))
         return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def spawn_episode_workers(
@@ -189,16 +146,6 @@ class RLBuilder:
         )
         self._closing.callback(pool.close)
         return pool
-
-    def build_supervisor(self, engines: Sequence[RemoteEngine]) -> EngineSupervisor:
-        limits = deadlines(self.config)
-        return EngineSupervisor(
-            engines,
-            self.restarts.engine,
-            reply_timeout_s=limits.reply.seconds + MARGIN_S,
-            start_timeout_s=limits.start.seconds + MARGIN_S,
-            max_restarts=self.restarts.settings.max_engine_restarts,
-        )
 
     def build_episode_client(self, data: RunData, pool: EpisodePool, supervisor: EngineSupervisor) -> EpisodeClient:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
@@ -268,9 +215,16 @@ class RLBuilder:
         with timer(self.times, f"start_{name}"):
             return await stage()
 
-    def _note(self, lines: Sequence[str]) -> None:
-        for line in lines:
-            self.console.note(line)
+
+def build_supervisor(config: Config, engines: Sequence[RemoteEngine], restarts: RestartTracker) -> EngineSupervisor:
+    limits = deadlines(config)
+    return EngineSupervisor(
+        engines,
+        restarts.engine,
+        reply_timeout_s=limits.reply.seconds + MARGIN_S,
+        start_timeout_s=limits.start.seconds + MARGIN_S,
+        max_restarts=config.trainer.faults.max_engine_restarts,
+    )
 
 
 def place_engines(config: Config, pool: PlacementPool, device: str, **changes: Any) -> list[RemoteEngine]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
-from verl.data.plan import Plan, Planner
-from verl.rewards.failures import FailureTracker
+from verl.data.plan import Planner
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
@@ -14,21 +13,8 @@ from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
-
-
-class Policy(Protocol):
-    """The trained model over all ranks."""
-
-    async def prepare(self, plan: Plan) -> dict[str, float]: ...
-    async def update(self, plan: Plan) -> dict[str, float]: ...
-
-
-class Episodes(Protocol):
-    """The episode workers, as far as a step needs to know about them."""
-
-    failures: FailureTracker
-
-    async def preview(self, split: str) -> str: ...
+from verl.workers.episodes import EpisodeClient
+from verl.workers.train import PolicyGroup
 
 
 class RLTrainer:
@@ -38,9 +24,9 @@ class RLTrainer:
         self,
         buffer: EpisodeBuffer,
         planner: Planner,
-        policy: Policy,
+        policy: PolicyGroup,
         weights: WeightSync,
-        episodes: Episodes,
+        episodes: EpisodeClient,
         evaluator: Evaluator | None,
         console: Console,
     ) -> None:

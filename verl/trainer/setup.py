@@ -23,14 +23,16 @@ from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import RunInfo, Sink, open_sinks
-from verl.trainer.checkpointing import Checkpointer, SavedPolicy, find_checkpoint
+from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.train_loop import LoopSchedule
+from verl.trainer.train_loop import LoopSchedule, TrainLoop, TrainTask
 from verl.trainer.worker_settings import deadlines
 from verl.workers.train import RankGroup
 
 C = TypeVar("C", Config, SftConfig)
 S = TypeVar("S", bound=Section)
+T = TypeVar("T", bound=TrainTask)
+G = TypeVar("G", bound=RankGroup)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,31 +145,56 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
     return open_sinks([*config.trainer.logger, "jsonl"], run, console)
 
 
-def build_checkpointer(config: Config | SftConfig, policy: SavedPolicy, console: Console) -> Checkpointer:
+class RunBuilder(Generic[C]):
+    """The stages that building any run begins and ends with. Each registers with `closing` how to undo it."""
+
+    def __init__(self, config: C, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
+        self.config: C = config
+        self.console, self.restarts, self._closing = console, restarts, closing
+        self.times = Metrics()
+
+    async def start_runtime(self) -> None:
+        """Connect to the cluster. From here on the settings fit the devices that exist."""
+        runtime = start_runtime(self.config, self.console, self.restarts, self.times)
+        started = await self._closing.enter_async_context(runtime)
+        self.config, self.pool, self.device = started.config, started.pool, started.device
+
+    def spawn_train_workers(self, group: type[G], share: float) -> G:
+        workers = group.spawn(self.pool, count_train_ranks(self.config), share=share, deadlines=deadlines(self.config))
+        self._closing.callback(workers.close)
+        return workers
+
+    async def resume(self, workers: RankGroup, stream: PromptStream, schedule: LoopSchedule) -> int:
+        """Load the checkpoint to resume from, if there is one, and open the metric loggers; return its version."""
+        version = await resume(self.config, workers, stream, self.console)
+        self.restarts.resumed(version)
+        self.tracker = open_tracker(self.config, self.console, schedule, version)
+        self._closing.callback(self.tracker.close)
+        self.tracker.log(self.times, version)
+        return version
+
+    def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
+        checkpointer = build_checkpointer(self.config, workers, self.console)
+        return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version)
+
+    def note(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.console.note(line)
+
+
+def build_checkpointer(config: Config | SftConfig, workers: RankGroup, console: Console) -> Checkpointer:
     return Checkpointer(
-        WithRunInfo(policy, config),
+        workers,
         CheckpointDir(config.trainer.checkpoint_dir),
         console,
+        run=_signature(config),
         keep=config.trainer.max_ckpts_to_keep,
         deadline=deadlines(config).checkpoint,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class WithRunInfo:
-    """A model whose checkpoints record the command and the model they come from: two runs may share one folder."""
-
-    policy: SavedPolicy
-    config: Config | SftConfig
-
-    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        await self.policy.save(directory, {"run": _signature(self.config), **trainer})
-
-    async def poll_save(self, *, wait: bool) -> Any:
-        return await self.policy.poll_save(wait=wait)
-
-
 def _signature(config: Config | SftConfig) -> dict[str, str]:
+    """Return the command and the model, which checkpoints record."""
     if isinstance(config, SftConfig):
         return {"command": "sft", "model": resolve_path(config.model.path)}
     return {"command": "train", "model": resolve_path(config.actor_rollout_ref.model.path)}

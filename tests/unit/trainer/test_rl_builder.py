@@ -15,7 +15,7 @@ from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
-from verl.trainer import rl_builder
+from verl.trainer import rl_builder, setup
 from verl.trainer.preflight import check_rl_run
 from verl.trainer.rl_builder import build_trainer
 from verl.trainer.setup import Runtime
@@ -63,7 +63,7 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
         raise DataError("a row is wrong")
 
     monkeypatch.setattr(rl_builder, "check_rl_run", passes)
-    monkeypatch.setattr(rl_builder, "start_runtime", runtime)
+    monkeypatch.setattr(setup, "start_runtime", runtime)
     monkeypatch.setattr(rl_builder, "place_engines", lambda *_: [Engine("engine", closed)])
     monkeypatch.setattr(rl_builder, "place_reward_models", lambda *_: [Engine("reward model", closed)])
     monkeypatch.setattr(rl_builder.PolicyGroup, "spawn", lambda *_, **__: Workers("train workers", closed))

@@ -15,7 +15,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
-from verl.trainer.setup import WithRunInfo, open_tracker, resume
+from verl.trainer.setup import build_checkpointer, open_tracker, resume
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
@@ -82,8 +82,7 @@ class Stream:
 
 
 async def save_as(config: Config | SftConfig) -> None:
-    directory = CheckpointDir(config.trainer.checkpoint_dir).begin(3)
-    await WithRunInfo(Ranks(), config).save(str(directory), {"data": {"position": 3}})  # type: ignore[arg-type]
+    await build_checkpointer(config, Ranks(), Console()).save(3, {"data": {"position": 3}})  # type: ignore[arg-type]
 
 
 async def resumed(config: Config | SftConfig) -> int:
