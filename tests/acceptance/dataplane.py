@@ -23,7 +23,7 @@ import ray
 from _common import finish
 
 from verl.cluster.actors import ActorGroup
-from verl.cluster.hangs import DEFAULT_DEADLINES
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.data.samplers import PromptStream, ShuffledSampler

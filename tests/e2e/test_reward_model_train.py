@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2ForSequenceClassification
 
 from verl.cluster.device_pool import DevicePool
-from verl.cluster.hangs import Deadline
+from verl.cluster.hangs.pending_calls import Deadline
 from verl.cluster.session import connect, disconnect
 from verl.demo.assets import make_tokenizer
 from verl.demo.folder import Assets
@@ -126,7 +126,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
     try:
         devices = DevicePool(1, "cpu", fix="")
         settings = RewardModelSettings("fake", {}, batch=4, deadline_s=60)
-        models = [RemoteRewardModel.spawn(devices, number, device=0, share=0.5, settings=settings) for number in (0, 1)]
+        models = [RemoteRewardModel.spawn(devices, number, settings, device=0, share=0.5) for number in (0, 1)]
         await asyncio.gather(*(model.start() for model in models))
         pool = RewardModelPool(models)
         assert await asyncio.gather(*(pool.score([number]) for number in range(8))) == [*range(8)]

@@ -14,8 +14,8 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl.cluster.actors import ActorGroup, await_reply
-from verl.cluster.hangs import CallTarget, Deadline, register_actor, watch_for_hangs
-from verl.cluster.hangs.registry import ClusterInspector
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline
+from verl.cluster.hangs.registry import locate_processes, register_actor, watch_for_hangs
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.e2e
@@ -63,7 +63,7 @@ async def test_hanging_ranks_on_two_nodes_are_named_and_a_stopped_one_is_recogni
     with watch_for_hangs(tmp_path, notes.append, notes.append):
         actors = [place(node, rank, "rank") for rank, node in enumerate(nodes)]
         pids = ray.get([actor.pid.remote() for actor in actors])
-        while len(ClusterInspector().locate([CallTarget("rank", 0), CallTarget("rank", 1)])) < 2:
+        while len(locate_processes([CallTarget("rank", 0), CallTarget("rank", 1)])) < 2:
             await asyncio.sleep(0.05)
         group = ActorGroup("rank", actors)
         os.kill(pids[1], signal.SIGSTOP)

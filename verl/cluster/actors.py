@@ -8,28 +8,31 @@ import contextlib
 import random
 import socket
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
 
-from verl.cluster.hangs import (
+from verl.cluster.device_pool import PlacementPool
+from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
     CallTarget,
     Deadline,
     Deadlines,
+    PendingCall,
     Progress,
     format_report_hint,
-    register_actor,
     track_call,
 )
-from verl.cluster.hangs.pending_calls import PendingCall
+from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor, LocalRef
 from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
+
+A = TypeVar("A", bound="RemoteActor")
 
 
 def put(value: Any) -> Any:
@@ -191,14 +194,29 @@ class ActorGroup:
 
 
 class RemoteActor:
-    """An actor with `start`, `has_started` and `close`. Can be pickled; subclasses add its methods."""
+    """A client of an actor with `start`, `has_started` and `close`. Can be pickled; subclasses add the methods."""
 
-    kind: str
+    kind: ClassVar[str]
+    actor_class: ClassVar[type]
 
     def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         self.actor, self.deadlines = actor, deadlines
         self.target = CallTarget(self.kind, index)
         self._started = False
+
+    @classmethod
+    def spawn(
+        cls: type[A],
+        pool: PlacementPool,
+        index: int,
+        *args: Any,
+        device: int,
+        share: float,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+    ) -> A:
+        """Spawn the actor with `args` on a share of a device, without waiting for its process."""
+        actor = pool.spawn(cls.actor_class, *args, device=device, share=share, is_async=True, restarts=True)
+        return cls(actor, index, deadlines)
 
     async def start(self) -> None:
         register_actor(self.actor, self.target)
@@ -228,6 +246,5 @@ class RemoteActor:
             kill_actor(self.actor)
 
     async def _call(self, method: str, *args: Any, deadline: Deadline | None, progress: Progress | None = None) -> Any:
-        """Call a method; without a deadline the caller must watch over it."""
         reply = getattr(self.actor, method).remote(*args)
         return await await_reply(reply, action=method, target=self.target, deadline=deadline, progress=progress)

@@ -12,7 +12,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
 from verl.cluster.local import LocalPool
 from verl.cluster.session import require_resource
 from verl.errors import EngineError
@@ -91,7 +91,7 @@ async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0
 
 
 def _count_responding(resource: str, reply_s: float) -> int:
-    ping = ray.remote(_ping)
+    ping = ray.remote(lambda: True)
     replies = {}
     for node in ray.nodes():
         if node["Alive"]:
@@ -99,14 +99,9 @@ def _count_responding(resource: str, reply_s: float) -> int:
             reply = ping.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote()
             replies[reply] = node["Resources"]
     ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=reply_s)
-    return sum(int(replies[reply].get(resource, 0)) for reply in ready if _has_responded(reply))
-
-
-def _ping() -> bool:
-    return True
-
-
-def _has_responded(reply: ray.ObjectRef) -> bool:
-    with contextlib.suppress(RayError):  # its node has died
-        return bool(ray.get(reply))
-    return False
+    count = 0
+    for reply in ready:
+        with contextlib.suppress(RayError):  # its node has died
+            ray.get(reply)
+            count += int(replies[reply].get(resource, 0))
+    return count

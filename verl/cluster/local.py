@@ -61,15 +61,12 @@ class _Method:
 
 
 class LocalPool:
-    """A `PlacementPool` with one device, this process, on which all actors are."""
+    """A pool with one device, this process, on which all actors are."""
 
     count = 1
 
     def spawn(self, actor: type, *args: Any, **_: Any) -> LocalActor:
         return LocalActor(actor(*args))
-
-    def close(self) -> None:
-        """Do nothing: nothing was reserved."""
 
 
 def detect_local_device() -> str:

@@ -180,11 +180,8 @@ def _keep_sigterm_handler() -> Iterator[None]:
     except SystemExit as error:  # from Ray's handler, during the start
         raise SystemExit(TERMINATED if error.code == signal.SIGTERM else error.code) from error
     finally:
-        signal.signal(signal.SIGTERM, _exit if before in (None, signal.SIG_DFL) else before)
-
-
-def _exit(*_: Any) -> None:
-    sys.exit(TERMINATED)
+        has_none = before in (None, signal.SIG_DFL)
+        signal.signal(signal.SIGTERM, (lambda *_: sys.exit(TERMINATED)) if has_none else before)
 
 
 def disconnect() -> None:

@@ -123,7 +123,7 @@ async def _start_engines(
     config: Config, console: Console, closing: AsyncExitStack
 ) -> tuple[EnginePool, EngineSupervisor]:
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
-    from verl.cluster.hangs import MARGIN_S
+    from verl.cluster.hangs.pending_calls import MARGIN_S
     from verl.rollout.replica_pool import EnginePool
     from verl.tracking.metrics import Metrics
     from verl.trainer.restarts import RestartTracker

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import LATEST, CheckpointDir, find_corruption
-from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs import MARGIN_S
+from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
@@ -187,7 +188,7 @@ class RLBuilder(RunBuilder[Config]):
             episodes.run_validation,
             data.val_sources,
             batch=self.config.data.val_batch_size,
-            preview=episodes.preview_validation,
+            preview=partial(episodes.preview, "val"),
         )
 
     def _build_probe(self, data: RunData) -> Probe:
@@ -236,10 +237,10 @@ def place_engines(config: Config, pool: PlacementPool, device: str, **changes: A
         RemoteEngine.spawn(
             pool,
             index,
+            rollout.name,
+            engine_settings(config, device, index) | changes,
             device=index * width % pool.count,
             share=_engine_share(config) / -(-count * width // pool.count),
-            name=rollout.name,
-            settings=engine_settings(config, device, index) | changes,
             deadlines=deadlines(config),
         )
         for index in range(count)
@@ -256,9 +257,9 @@ def place_reward_models(config: Config, pool: PlacementPool, device: str) -> lis
         RemoteRewardModel.spawn(
             pool,
             index,
+            reward_model_settings(config, device, index),
             device=pool.count - 1 - index % pool.count,
             share=share,
-            settings=reward_model_settings(config, device, index),
             deadlines=deadlines(config),
         )
         for index in range(model.replicas)

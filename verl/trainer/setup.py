@@ -12,7 +12,8 @@ from typing import Any, Generic, TypeVar
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.cluster.device_pool import DevicePool, count_live_devices
-from verl.cluster.hangs import CallTarget, Deadline, track_call, watch_for_hangs
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
+from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
-from verl.cluster.hangs import Deadlines
+from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,

@@ -15,18 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, resolve_futures
-from verl.cluster.actors import await_reply, kill_actor, put
+from verl.cluster.actors import RemoteActor, kill_actor, put
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs import (
+from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
     MARGIN_S,
     CallTarget,
     Deadline,
     Deadlines,
     HeartbeatMonitor,
-    register_actor,
-    report_failed_call,
 )
+from verl.cluster.hangs.registry import report_failed_call
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rewards.failures import FailureTracker
@@ -238,6 +237,25 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
     )
 
 
+class RemoteEpisodeWorker(RemoteActor):
+    """The client of one episode worker."""
+
+    kind = "episode worker"
+
+    def __init__(self, actor: Any, index: int, deadlines: Deadlines) -> None:
+        super().__init__(actor, index, deadlines)
+        self._heartbeat = HeartbeatMonitor(
+            partial(self._call, "ping", deadline=deadlines.reply), deadlines.reply.seconds
+        )
+
+    async def run(self, method: str, work: Any) -> Any:
+        """Run episodes without a deadline: engines and rewards have theirs, the worker only has to respond to pings."""
+        return await self._heartbeat.watch(self._call(method, work, deadline=None))
+
+    async def preview_sample(self, split: str, data_source: str | None) -> SamplePreview | None:
+        return await self._call("preview_sample", split, data_source, deadline=self.deadlines.reply)
+
+
 class EpisodePool:
     """All episode workers: takes group requests, returns sample handles.
 
@@ -248,12 +266,8 @@ class EpisodePool:
     def __init__(
         self, actors: Sequence[Any], *, deterministic: bool = False, deadlines: Deadlines = DEFAULT_DEADLINES
     ) -> None:
-        self._actors, self._deadlines = list(actors), deadlines
-        self._turn = itertools.cycle(range(len(self._actors)))
-        self._heartbeats = [
-            HeartbeatMonitor(partial(self._call, index, "ping", deadline=deadlines.reply), deadlines.reply.seconds)
-            for index in range(len(self._actors))
-        ]
+        self._workers = [RemoteEpisodeWorker(actor, index, deadlines) for index, actor in enumerate(actors)]
+        self._turn = itertools.cycle(self._workers)
         self._deterministic = deterministic
         self._round: list[tuple[GroupRequest, asyncio.Future[list[SampleHandle] | None]]] = []
         self._round_lock = asyncio.Lock()
@@ -276,15 +290,12 @@ class EpisodePool:
         return cls(actors, deterministic=deterministic, deadlines=settings.deadlines)
 
     async def start(self) -> None:
-        for index, actor in enumerate(self._actors):
-            register_actor(actor, _target(index))
-        starts = (self._call(index, "start", deadline=self._deadlines.start) for index in range(len(self._actors)))
-        await asyncio.gather(*starts)
+        await asyncio.gather(*(worker.start() for worker in self._workers))
 
     async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
         """Return the samples of one prompt in the order of the seeds, or None if its row is too long and left out."""
         if not self._deterministic:
-            return await self._run(next(self._turn), "run", request)
+            return await next(self._turn).run("run", request)
         loop = asyncio.get_running_loop()
         if not self._round:
             loop.call_soon(lambda: asyncio.ensure_future(self._run_round()))
@@ -295,32 +306,19 @@ class EpisodePool:
     async def _run_round(self) -> None:
         pending, self._round = self._round, []
         async with self._round_lock:
-            samples = self._run(0, "run_round", [request for request, _ in pending])
+            samples = self._workers[0].run("run_round", [request for request, _ in pending])
             await resolve_futures([result for _, result in pending], samples)
 
     async def preview_sample(self, split: str, data_source: str | None = None) -> SamplePreview | None:
         """Return one of the latest samples of a split and, if given, data source."""
-        for index in range(len(self._actors)):
-            preview = await self._call(index, "preview_sample", split, data_source, deadline=self._deadlines.reply)
-            if preview is not None:
+        for worker in self._workers:
+            if (preview := await worker.preview_sample(split, data_source)) is not None:
                 return preview
         return None
 
-    async def _run(self, index: int, method: str, work: Any) -> Any:
-        """Run episodes without a deadline: engines and rewards have theirs, the worker only has to respond to pings."""
-        return await self._heartbeats[index].watch(self._call(index, method, work, deadline=None))
-
-    async def _call(self, index: int, method: str, *args: Any, deadline: Deadline | None) -> Any:
-        reply = getattr(self._actors[index], method).remote(*args)
-        return await await_reply(reply, action=method, target=_target(index), deadline=deadline)
-
     def close(self) -> None:
-        for actor in self._actors:
-            kill_actor(actor)
-
-
-def _target(index: int) -> CallTarget:
-    return CallTarget("episode worker", index)
+        for worker in self._workers:
+            kill_actor(worker.actor)
 
 
 class EpisodeClient:
@@ -350,9 +348,6 @@ class EpisodeClient:
         handles = await self._run("val", row, row, self._config.actor_rollout_ref.rollout.val_kwargs.n)
         assert handles is not None, "validation prompts that are too long are dropped before the start"
         return handles
-
-    async def preview_validation(self, data_source: str) -> str:
-        return await self.preview("val", data_source)
 
     async def preview(self, split: str, data_source: str | None = None) -> str:
         """Describe one of the latest responses and its score; empty if there is none."""

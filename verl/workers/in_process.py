@@ -24,13 +24,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.cluster.actors import get_all
-from verl.cluster.hangs import UNLIMITED_S
+from verl.cluster.hangs.pending_calls import UNLIMITED_S
+from verl.cluster.local import detect_local_device
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.types import Prompt, Sample, SamplingParams
 from verl.workers.episodes import put_sample
 from verl.workers.inputs import check_model, find_tokenizer
 from verl.workers.rollout import make_engine
+from verl.workers.train import BUCKET_BYTES
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +42,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
-BUCKET_BYTES = 512 * 1024 * 1024
 _GROUPS = itertools.count()
 """Group numbers of prompts, unique over all workers."""
 
@@ -57,7 +58,20 @@ class Rollout:
 
 
 class RolloutWorker:
-    """An engine that generates responses with the model's current weights, and scores them."""
+    """An engine that generates responses with the model's current weights, and scores them.
+
+    Args:
+        model: The model; its current weights are used for every `generate`.
+        inference_engine: "vllm", on the first visible GPU, or "hf" (transformers: slow, in this process).
+        device: "cuda" or "cpu"; by default a GPU if there is one.
+        tokenizer: By default the one at the path that the model was loaded from.
+        reward: Reward function, as for the trainers. By default the built-in scorer of a prompt's `data_source`.
+        n: Responses per prompt.
+        max_new_tokens: Longest response, in tokens.
+        max_model_len: Longest prompt and response together; by default that of the model, at most 4,096.
+        temperature: Sampling temperature.
+        top_p: Nucleus sampling.
+    """
 
     def __init__(
         self,
@@ -73,20 +87,6 @@ class RolloutWorker:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
-        """Start the engine.
-
-        Args:
-            model: The model; its current weights are used for every `generate`.
-            inference_engine: "vllm", on the first visible GPU, or "hf" (transformers: slow, in this process).
-            device: "cuda" or "cpu"; by default a GPU if there is one.
-            tokenizer: By default the one at the path that the model was loaded from.
-            reward: Reward function, as for the trainers. By default the built-in scorer of a prompt's `data_source`.
-            n: Responses per prompt.
-            max_new_tokens: Longest response, in tokens.
-            max_model_len: Longest prompt and response together; by default that of the model, at most 4,096.
-            temperature: Sampling temperature.
-            top_p: Nucleus sampling.
-        """
         import torch
 
         check_model(model)
@@ -104,8 +104,11 @@ class RolloutWorker:
         model.save_pretrained(self._folder.name)
         self.tokenizer.save_pretrained(self._folder.name)
         max_model_len = max_model_len or min(4096, model.config.get_text_config().max_position_embeddings)
-        settings = _engine_settings(inference_engine, self._folder.name, device, max_model_len)
-        self._dtype = getattr(torch, settings["dtype"])
+        dtype = "float32" if device == "cpu" else "bfloat16"
+        settings: dict[str, Any] = {"model_path": self._folder.name, "dtype": dtype, "device": device}
+        if inference_engine == "vllm":
+            settings["max_model_len"] = max_model_len
+        self._dtype = getattr(torch, dtype)
         self._engine = make_engine(inference_engine, settings)
         self._checksums: list[int] = []
         self._version, self._is_open = -1, True
@@ -208,7 +211,23 @@ class RolloutWorker:
 
 
 class TrainerWorker:
-    """Trains a model on scored responses, with the engine and the algorithms of `verl train`."""
+    """Trains a model on scored responses, with the engine and the algorithms of `verl train`.
+
+    Layers compute in the model's dtype, weights and optimizer state are in float32; activations are checkpointed if the
+    model enables it.
+
+    Args:
+        model: The model; it holds the new weights after every step.
+        optimizer: An Adam or AdamW over `model.parameters()`, for its learning rate (also as schedulers change
+            it), betas, eps, weight decay and state. The engine steps with its own optimizer; `state_dict()` of
+            this one has its state.
+        device: "cuda", "cuda:N" or "cpu"; by default a GPU if there is one.
+        estimator: Advantage estimator: a name, or `package.module:function`.
+        clip_range: Clipping of the policy ratio.
+        temperature: Temperature at which the responses are sampled.
+        mini_batch_size: Prompts per optimizer step; by default all of a step.
+        micro_batch_tokens: Tokens per forward pass.
+    """
 
     def __init__(
         self,
@@ -222,44 +241,19 @@ class TrainerWorker:
         mini_batch_size: int | None = None,
         micro_batch_tokens: int = 16384,
     ) -> None:
-        """Load the model into the training engine. Layers compute in the model's dtype; activations are checkpointed
-        if the model enables it.
-
-        Args:
-            model: The model; it holds the new weights after every step.
-            optimizer: An Adam or AdamW over `model.parameters()`, for its learning rate (also as schedulers change
-                it), betas, eps, weight decay and state. The engine steps with its own optimizer; `state_dict()` of
-                this one has its state.
-            device: "cuda", "cuda:N" or "cpu"; by default a GPU if there is one.
-            estimator: Advantage estimator: a name, or `package.module:function`.
-            clip_range: Clipping of the policy ratio.
-            temperature: Temperature at which the responses are sampled.
-            mini_batch_size: Prompts per optimizer step; by default all of a step.
-            micro_batch_tokens: Tokens per forward pass.
-        """
         import torch
 
-        from verl.algorithms.advantages import ESTIMATORS
         from verl.algorithms.settings import AlgorithmSettings, LossOptions
-        from verl.custom_functions import load_function
         from verl.training.fsdp import FsdpEngine
         from verl.training.policy import PolicyTrainer
         from verl.training.process_group import close_process_group, init_process_group
         from verl.training.settings import FsdpSettings
-        from verl.workers.optimizer_state import load_moments
+        from verl.workers.optimizer_state import load_moments, read_optimizer
 
         check_model(model)
-        if estimator in ("gae", "remax"):
-            needs = {"gae": "a critic", "remax": "greedy responses"}[estimator]
-            raise ConfigError([f"estimator={estimator}: needs {needs}; use PPOTrainer, GRPOTrainer or verl train"])
-        algorithm = AlgorithmSettings(
-            estimator=estimator, loss_options=LossOptions(clip_low=clip_range, clip_high=clip_range)
-        )
-        try:
-            load_function(estimator, ESTIMATORS, "estimator")
-        except ValueError as error:
-            raise ConfigError([str(error)]) from error
-        settings, device = _read_optimizer(optimizer), _resolve_device(device)
+        _check_estimator(estimator)
+        loss = LossOptions(clip_low=clip_range, clip_high=clip_range)
+        settings, device = read_optimizer(optimizer), _resolve_device(device)
         if torch.distributed.is_initialized():
             raise EngineError(
                 "TrainerWorker: this process already has a process group; close() the other TrainerWorker first, or "
@@ -271,9 +265,11 @@ class TrainerWorker:
         try:
             with tempfile.TemporaryDirectory(prefix="verl-train-") as folder:
                 model.save_pretrained(folder)
-                settings |= {"device": device, "temperature": temperature, **_read_model(model)}
+                compute_dtype = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
+                settings |= {"device": device, "temperature": temperature, "compute_dtype": compute_dtype}
+                settings["gradient_checkpointing"] = model.is_gradient_checkpointing
                 self._engine = FsdpEngine(FsdpSettings(folder, **settings))
-            self._policy = PolicyTrainer(self._engine, algorithm)
+            self._policy = PolicyTrainer(self._engine, AlgorithmSettings(estimator=estimator, loss_options=loss))
             if optimizer is not None:
                 load_moments(self._engine, optimizer)
         except BaseException:
@@ -334,13 +330,11 @@ class TrainerWorker:
 
 
 def _resolve_device(device: str | None) -> str:
-    import torch
-
-    has_cuda = torch.cuda.is_available()
-    if device is not None and device.startswith("cuda") and not has_cuda:
+    available = detect_local_device()
+    if device is not None and device.startswith("cuda") and available == "cpu":
         warnings.warn(f"device={device!r}: CUDA is not available; using the CPU", stacklevel=3)
         return "cpu"
-    return device or ("cuda" if has_cuda else "cpu")
+    return device or available
 
 
 def resolve_engine_device(name: str, device: str) -> str:
@@ -356,32 +350,21 @@ def resolve_engine_device(name: str, device: str) -> str:
     return kind if name == "vllm" else device
 
 
-def _engine_settings(name: str, folder: str, device: str, max_model_len: int) -> dict[str, Any]:
-    settings = {"model_path": folder, "dtype": "float32" if device == "cpu" else "bfloat16", "device": device}
-    return {**settings, "max_model_len": max_model_len} if name == "vllm" else settings
-
-
 def _find_stop_tokens(model: PreTrainedModel, eos_token_id: int | None) -> tuple[int, ...]:
     ids = getattr(model.generation_config, "eos_token_id", None)
     return tuple(sorted({eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}))
 
 
-def _read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
-    import torch
+def _check_estimator(estimator: str) -> None:
+    from verl.algorithms.advantages import ESTIMATORS
+    from verl.custom_functions import load_function
 
-    if optimizer is None:
-        return {}
-    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
-        raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one parameter group"])
-    return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
-
-
-def _read_model(model: PreTrainedModel) -> dict[str, Any]:
-    """Return how the model computes; the engine keeps weights and optimizer state in float32."""
-    import torch
-
-    compute = "bfloat16" if model.dtype == torch.bfloat16 else "float32"
-    return {"compute_dtype": compute, "gradient_checkpointing": model.is_gradient_checkpointing}
+    if needs := {"gae": "a critic", "remax": "greedy responses"}.get(estimator):
+        raise ConfigError([f"estimator={estimator}: needs {needs}; use PPOTrainer, GRPOTrainer or verl train"])
+    try:
+        load_function(estimator, ESTIMATORS, "estimator")
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
 
 
 @contextmanager

@@ -1,9 +1,9 @@
-"""Exchange of optimizer state between the training engine and a user's optimizer, which is saved and restored."""
+"""Exchange of settings and state between the training engine's optimizer and the user's, which is the one saved."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,15 @@ from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.training.fsdp import FsdpEngine
+
+
+def read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
+    """Return the settings of the engine's optimizer."""
+    if optimizer is None:
+        return {}
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
+        raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one parameter group"])
+    return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
 
 
 def expose_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:

@@ -7,15 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from verl.cluster.actors import RemoteActor, kill_actor
-from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs import DEFAULT_DEADLINES, MARGIN_S, Deadlines, HeartbeatMonitor, report_restart
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
+from verl.cluster.hangs.registry import report_restart
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
-from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, ReplicaHandle, ReplicaPool
+from verl.rollout.replica_pool import MAX_LOSSES, PoisonRequestError, Replica, ReplicaPool
 
 T = TypeVar("T")
 
@@ -95,20 +95,7 @@ class RemoteRewardModel(RemoteActor):
     """A reward model in a reward actor."""
 
     kind = "reward model"
-
-    @classmethod
-    def spawn(
-        cls,
-        pool: PlacementPool,
-        number: int,
-        *,
-        device: int,
-        share: float,
-        settings: RewardModelSettings,
-        deadlines: Deadlines = DEFAULT_DEADLINES,
-    ) -> RemoteRewardModel:
-        actor = pool.spawn(RewardActor, settings, device=device, share=share, is_async=True, restarts=True)
-        return cls(actor, number, deadlines)
+    actor_class = RewardActor
 
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         return await self._call("score", token_ids, deadline=None)  # the actor and the pool have deadlines
@@ -124,25 +111,7 @@ class RemoteRewardModel(RemoteActor):
         kill_actor(self.actor, restarts=True)
 
 
-class PooledRewardModel(ReplicaHandle, Protocol):
-    """The interface of a reward model that the pool needs; it is ready when it has started."""
-
-    async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure: ...
-
-    async def start(self) -> None:
-        """Return when it can score; at once if it already can."""
-        ...
-
-    async def end(self) -> None:
-        """End its process in any state; a new one can then be started."""
-        ...
-
-    async def report_lost(self, reason: str) -> None:
-        """Report that its process was lost and is started again."""
-        ...
-
-
-class RewardModelPool(ReplicaPool[PooledRewardModel]):
+class RewardModelPool(ReplicaPool[RemoteRewardModel]):
     """Several reward models behind one interface: each conversation goes to the one with the fewest outstanding tokens.
 
     The actors enforce the deadlines of batches; every `heartbeat_s` of a request the pool checks that the actor is
@@ -155,7 +124,7 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
 
     def __init__(
         self,
-        models: Sequence[PooledRewardModel],
+        models: Sequence[RemoteRewardModel],
         *,
         heartbeat_s: float = DEFAULT_DEADLINES.reply.seconds,
         recovery_timeout_s: float = DEFAULT_DEADLINES.start.seconds + MARGIN_S,
@@ -188,10 +157,10 @@ class RewardModelPool(ReplicaPool[PooledRewardModel]):
         except EngineError as error:
             return _make_failure(str(error))
 
-    async def _await_reply(self, replica: Replica[PooledRewardModel], request: asyncio.Future[T]) -> T:
+    async def _await_reply(self, replica: Replica[RemoteRewardModel], request: asyncio.Future[T]) -> T:
         return await self._heartbeats[replica.index].watch(request)
 
-    async def _recover(self, replica: Replica[PooledRewardModel], hangs: bool) -> None:
+    async def _recover(self, replica: Replica[RemoteRewardModel], hangs: bool) -> None:
         """Start the model in the process that Ray restarts; first end a process that hangs or failed to start."""
         model, pause_s, reason = replica.handle, self._poll_interval_s, replica.reason
         with suppress(Exception):  # recover even if the report fails

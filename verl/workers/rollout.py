@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cluster.actors import RemoteActor
-from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
@@ -108,25 +107,11 @@ class RemoteEngine(RemoteActor):
     """A `RolloutEngine` in a rollout actor."""
 
     kind = "rollout engine"
+    actor_class = RolloutActor
 
     def __init__(self, actor: Any, index: int, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
         super().__init__(actor, index, deadlines)
         self._progress = Progress()  # a busy engine may be slow, as long as it finishes requests
-
-    @classmethod
-    def spawn(
-        cls,
-        pool: PlacementPool,
-        index: int,
-        *,
-        device: int,
-        share: float,
-        name: str,
-        settings: dict[str, Any],
-        deadlines: Deadlines = DEFAULT_DEADLINES,
-    ) -> RemoteEngine:
-        actor = pool.spawn(RolloutActor, name, settings, device=device, share=share, is_async=True, restarts=True)
-        return cls(actor, index, deadlines)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         return await self._call(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_objects, put
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadline, Deadlines
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadline, Deadlines
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError, EngineError
 from verl.tracking.metrics import resident_gib

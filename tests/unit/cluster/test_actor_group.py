@@ -9,7 +9,7 @@ import pytest
 from simulated_clock import simulate
 
 from verl.cluster.actors import ActorGroup
-from verl.cluster.hangs import DEFAULT_DEADLINES
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.errors import ProcessLostError
 
 pytestmark = pytest.mark.unit

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from verl.cluster.actors import ActorGroup, get_all, get_objects, kill_actor, put
-from verl.cluster.hangs import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
 from verl.cluster.local import LocalPool
 
 pytestmark = pytest.mark.unit

@@ -10,9 +10,17 @@ from simulated_clock import simulate
 
 from verl.cluster import actors
 from verl.cluster.actors import await_reply
-from verl.cluster.hangs import DEFAULT_DEADLINES, CallTarget, Deadline, Deadlines, HeartbeatMonitor, Progress
 from verl.cluster.hangs.detector import TICK_S, HangDetector, StalledCall
-from verl.cluster.hangs.pending_calls import PendingCalls, format_targets
+from verl.cluster.hangs.pending_calls import (
+    DEFAULT_DEADLINES,
+    CallTarget,
+    Deadline,
+    Deadlines,
+    HeartbeatMonitor,
+    PendingCalls,
+    Progress,
+    format_targets,
+)
 from verl.config.schema.trainer import DeadlinesConfig
 from verl.errors import ProcessLostError
 

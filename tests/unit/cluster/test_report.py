@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.cluster.hangs import CallTarget, Deadline
 from verl.cluster.hangs.detector import StalledCall, Watchdog
-from verl.cluster.hangs.pending_calls import PendingCalls
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCalls
 from verl.cluster.hangs.process_info import ProcessInfo
 from verl.cluster.hangs.report import ProcessLocation, Reporter, diagnose
 
@@ -81,21 +80,18 @@ def test_processes_that_never_started_and_nodes_that_do_not_respond_are_named() 
     ]
 
 
-class FakeInspector:
+def locate(targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
+    return {target: LOCATIONS[target] for target in targets if target in LOCATIONS}
+
+
+def inspect(locations: Mapping[CallTarget, ProcessLocation]) -> dict[CallTarget, list[ProcessInfo]]:
     """Rank 1 sleeps in a hook."""
-
-    def locate(self, targets: Sequence[CallTarget]) -> dict[CallTarget, ProcessLocation]:
-        return {target: LOCATIONS[target] for target in targets if target in LOCATIONS}
-
-    def inspect(self, locations: Mapping[CallTarget, ProcessLocation]) -> dict[CallTarget, list[ProcessInfo]]:
-        return {
-            target: process(target, *(IN_A_HOOK if target == RANKS[1] else IN_A_COLLECTIVE)) for target in locations
-        }
+    return {target: process(target, *(IN_A_HOOK if target == RANKS[1] else IN_A_COLLECTIVE)) for target in locations}
 
 
 def reporter(folder: Path, lines: list[str]) -> Reporter:
     return Reporter(
-        folder, lambda text: lines.append(f"note {text}"), lambda text: lines.append(f"! {text}"), FakeInspector()
+        folder, lambda text: lines.append(f"note {text}"), lambda text: lines.append(f"! {text}"), locate, inspect
     )
 
 

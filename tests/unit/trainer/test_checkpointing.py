@@ -13,8 +13,7 @@ import pytest
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
-from verl.cluster.hangs import Deadline
-from verl.cluster.hangs.pending_calls import PENDING_CALLS
+from verl.cluster.hangs.pending_calls import PENDING_CALLS, Deadline
 from verl.errors import CheckpointError
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint

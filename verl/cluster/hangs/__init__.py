@@ -5,24 +5,3 @@ actor (`registry`), which inspects the processes involved (`process_info`), name
 
 Imported by cluster, workers and trainer; imports config, errors and redaction only.
 """
-
-from verl.cluster.hangs.deadlines import DEFAULT_DEADLINES, MARGIN_S, UNLIMITED_S, Deadline, Deadlines
-from verl.cluster.hangs.pending_calls import CallTarget, HeartbeatMonitor, Progress, format_report_hint, track_call
-from verl.cluster.hangs.registry import register_actor, report_failed_call, report_restart, watch_for_hangs
-
-__all__ = [
-    "DEFAULT_DEADLINES",
-    "MARGIN_S",
-    "UNLIMITED_S",
-    "CallTarget",
-    "Deadline",
-    "Deadlines",
-    "HeartbeatMonitor",
-    "Progress",
-    "format_report_hint",
-    "register_actor",
-    "report_failed_call",
-    "report_restart",
-    "track_call",
-    "watch_for_hangs",
-]

@@ -9,8 +9,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from verl.cluster.hangs.deadlines import Deadline
-from verl.cluster.hangs.pending_calls import CallTarget, PendingCall, PendingCalls, format_targets
+from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCall, PendingCalls, format_targets
 
 TICK_S = 0.5
 REPEAT_S = 600.0

@@ -1,4 +1,5 @@
-"""The calls that this process waits for: each has an action, a target and a deadline, for the watchdog."""
+"""The calls that this process waits for: each has an action, a target and a deadline (`trainer.deadlines`), for the
+watchdog."""
 
 from __future__ import annotations
 
@@ -8,11 +9,56 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from verl.cluster.hangs.deadlines import Deadline
+from verl.config.schema.trainer import DeadlinesConfig
 
 T = TypeVar("T")
+
+UNLIMITED_S = 30 * 86_400.0
+
+MARGIN_S = 60.0
+"""Added to timeouts of others around the same call, so that the tracked call, which is reported, expires first."""
+
+
+class Deadline(NamedTuple):
+    """A duration and the setting that it comes from, for messages."""
+
+    seconds: float
+    setting: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.setting}={self.seconds:g}" if self.setting else f"{self.seconds:g} s"
+
+
+@dataclass(frozen=True, slots=True)
+class Deadlines:
+    """The deadlines of a run, one for each kind of call."""
+
+    devices: Deadline
+    start: Deadline
+    generation: Deadline
+    train: Deadline
+    weights: Deadline
+    checkpoint: Deadline
+    reply: Deadline
+    close: Deadline
+
+    @property
+    def longest_s(self) -> float:
+        return max(getattr(self, name).seconds for name in DeadlinesConfig.model_fields)
+
+    @classmethod
+    def from_config(cls, section: DeadlinesConfig) -> Deadlines:
+        return cls(**{name: Deadline(seconds, f"trainer.deadlines.{name}") for name, seconds in section})
+
+    @classmethod
+    def unlimited(cls) -> Deadlines:
+        """Return deadlines for a run in one process, where a debugger may stop everything."""
+        return cls(**{name: Deadline(UNLIMITED_S) for name in DeadlinesConfig.model_fields})
+
+
+DEFAULT_DEADLINES = Deadlines.from_config(DeadlinesConfig())
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -27,11 +73,7 @@ class CallTarget:
 
 
 def format_targets(targets: Sequence[CallTarget]) -> str:
-    """Return targets of one kind in short form.
-
-    >>> format_targets([CallTarget("train worker", index) for index in (0, 1, 2, 5)])
-    'train workers 0-2, 5'
-    """
+    """Return targets of one kind in short form: "train workers 0-2, 5"."""
     kind, indices = targets[0].kind, sorted({target.index for target in targets if target.index is not None})
     if len(indices) < 2:
         return str(targets[0])
@@ -84,12 +126,7 @@ class PendingCalls:
     def track_call(
         self, action: str, *, target: CallTarget, deadline: Deadline, progress: Progress | None = None, peers: int = 0
     ) -> Iterator[PendingCall]:
-        """Register a call while the block runs. The caller enforces the deadline itself.
-
-        >>> target = CallTarget("rollout engine", 0)
-        >>> with track_call("load weights", target=target, deadline=deadlines.weights) as call:
-        ...     await asyncio.wait([request], timeout=call.remaining_s)
-        """
+        """Register a call while the block runs. The caller enforces the deadline itself."""
         call = PendingCall(action, target, deadline, self.clock, progress or Progress(), peers)
         self._calls[id(call)] = call
         try:

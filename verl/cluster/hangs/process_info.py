@@ -169,13 +169,7 @@ def _run_py_spy(pid: int) -> tuple[str, str]:
 
 
 def _parse_threads(text: str) -> list[tuple[str, ...]]:
-    """Return the frames of each thread, the main thread first, from the output of faulthandler or py-spy.
-
-    >>> _parse_threads('Thread 0x1 (most recent call first):\n  File "x.py", line 3 in f')
-    [('f (x.py:3)',)]
-    >>> _parse_threads("Thread 7 (idle)\n    f (x.py:3)")
-    [('f (x.py:3)',)]
-    """
+    """Return the frames of each thread, the main thread first, from the output of faulthandler or py-spy."""
     threads: list[list[str]] = []
     for line in text.splitlines():
         if line.startswith(("Thread ", "Current thread ")):

@@ -9,6 +9,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from verl.cluster.hangs.deadlines import DEFAULT_DEADLINES, Deadline
 from verl.cluster.hangs.detector import REPEAT_S, StalledCall, Watchdog, format_pending
-from verl.cluster.hangs.pending_calls import PENDING_CALLS, CallTarget, Progress, track_call
+from verl.cluster.hangs.pending_calls import (
+    DEFAULT_DEADLINES,
+    PENDING_CALLS,
+    CallTarget,
+    Deadline,
+    Progress,
+    track_call,
+)
 from verl.cluster.hangs.process_info import ProcessInfo, enable_stack_dumps, inspect_processes
 from verl.cluster.hangs.report import Locations, ProcessLocation, Reporter
 from verl.cluster.local import LocalActor
@@ -120,7 +127,8 @@ def watch_for_hangs(
     _registry = ray.remote(Registry).options(num_cpus=0, max_restarts=-1, scheduling_strategy=here).remote()
     target, loop, progress = CallTarget(CONTROLLER), asyncio.get_running_loop(), Progress()
     _register_process(target)
-    reporter = Reporter(folder, note, warn, ClusterInspector(), lambda: format_pending(CONTROLLER, PENDING_CALLS))
+    list_pending = partial(format_pending, CONTROLLER, PENDING_CALLS)
+    reporter = Reporter(folder, note, warn, locate_processes, inspect_located, list_pending)
     request = _registry.next_stalled.remote()  # one is always pending, instead of one per tick
 
     def on_tick() -> None:
@@ -143,28 +151,27 @@ def watch_for_hangs(
         _registry = None
 
 
-class ClusterInspector:
-    """The `ProcessInspector` of a run: inspects processes of this node directly, and others by a task on their node."""
+def locate_processes(targets: Sequence[CallTarget]) -> Locations:
+    with contextlib.suppress(RayError):
+        return ray.get(_registry.locate.remote(list(targets)), timeout=_LOCATE_S)
+    return {}
 
-    def locate(self, targets: Sequence[CallTarget]) -> Locations:
+
+def inspect_located(locations: Locations) -> dict[CallTarget, list[ProcessInfo]]:
+    """Inspect processes of this node directly, and others by a task on their node; those of nodes that do not respond
+    are left out."""
+    by_node: dict[str, dict[CallTarget, int]] = defaultdict(dict)
+    for target, location in locations.items():
+        by_node[location.node][target] = location.pid
+    here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
+    tasks = {node: _inspect_on(node, list(pids.values())) for node, pids in by_node.items()}
+    infos = dict(zip(here, inspect_processes(list(here.values())), strict=True))
+    if tasks:
+        ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_INSPECT_S)
+    for node, task in tasks.items():
         with contextlib.suppress(RayError):
-            return ray.get(_registry.locate.remote(list(targets)), timeout=_LOCATE_S)
-        return {}
-
-    def inspect(self, locations: Locations) -> dict[CallTarget, list[ProcessInfo]]:
-        """Inspect the processes; targets on nodes that do not respond are left out."""
-        by_node: dict[str, dict[CallTarget, int]] = defaultdict(dict)
-        for target, location in locations.items():
-            by_node[location.node][target] = location.pid
-        here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
-        tasks = {node: _inspect_on(node, list(pids.values())) for node, pids in by_node.items()}
-        infos = dict(zip(here, inspect_processes(list(here.values())), strict=True))
-        if tasks:
-            ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_INSPECT_S)
-        for node, task in tasks.items():
-            with contextlib.suppress(RayError):
-                infos |= dict(zip(by_node[node], ray.get(task, timeout=0), strict=True))
-        return infos
+            infos |= dict(zip(by_node[node], ray.get(task, timeout=0), strict=True))
+    return infos
 
 
 def _inspect_on(node: str, pids: list[int]) -> ray.ObjectRef:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from verl.cluster.hangs.detector import StalledCall
 from verl.cluster.hangs.pending_calls import CallTarget, format_targets
@@ -33,13 +32,6 @@ Processes = Mapping[CallTarget, Sequence[ProcessInfo]]
 """The process of each target, then its children. Targets that could not be inspected are missing."""
 
 
-class ProcessInspector(Protocol):
-    """Finds and inspects the processes behind targets."""
-
-    def locate(self, targets: Sequence[CallTarget]) -> Locations: ...
-    def inspect(self, locations: Locations) -> Processes: ...
-
-
 @dataclass
 class Reporter:
     """Reports the stalled calls of all processes of a run: to the console, and in `<folder>/<time>.txt`."""
@@ -47,7 +39,8 @@ class Reporter:
     folder: Path
     note: Callable[[str], None]
     warn: Callable[[str], None]
-    inspector: ProcessInspector
+    locate: Callable[[Sequence[CallTarget]], Locations]
+    inspect: Callable[[Locations], Processes]
     list_pending: Callable[[], Sequence[str]] = tuple  # of this process
 
     def report(self, stalled: StalledCall) -> str:
@@ -55,8 +48,8 @@ class Reporter:
         if not stalled.is_overdue:
             self.note(f"{stalled.describe()}; timeout after {stalled.deadline.seconds:g} s ({stalled.deadline})")
             return ""
-        locations = self.inspector.locate(stalled.targets)
-        processes = {} if stalled.cause else self.inspector.inspect(locations)
+        locations = self.locate(stalled.targets)
+        processes = {} if stalled.cause else self.inspect(locations)
         findings = [stalled.cause] if stalled.cause else diagnose(stalled, locations, processes)
         path = self._write(stalled, findings, locations, processes)
         first, more = findings[0].splitlines()[0], f" (and {len(findings) - 1} more)" if len(findings) > 1 else ""
