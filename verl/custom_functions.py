@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -14,11 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
-    """Return the function `name` of `known`, or import `package.module:function` or `file.py:function`.
-
-    >>> load_function("math:sqrt", {}, "algorithm.adv_estimator")
-    <built-in function sqrt>
-    """
+    """Return the function `name` of `known`, or import `package.module:function` or `file.py:function`."""
     if name in known:
         return known[name]
     if ":" not in name:
@@ -31,7 +29,7 @@ def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
 def _import_function(name: str, setting: str) -> Callable[..., Any]:
     path, _, attribute = name.rpartition(":")
     try:
-        module = _load_file(path) if path.endswith(".py") else importlib.import_module(path)
+        module = load_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
         function = getattr(module, attribute)
     except (ImportError, AttributeError, OSError) as error:
         raise ValueError(
@@ -43,11 +41,17 @@ def _import_function(name: str, setting: str) -> Callable[..., Any]:
     return function
 
 
-def _load_file(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    spec = importlib.util.spec_from_file_location(file.stem, file)
+def load_file(file: Path) -> ModuleType:
+    """Import a Python file under a unique name: one called `math.py` shadows nothing."""
+    name = f"verl_custom_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # so that its classes can be pickled
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module

@@ -25,10 +25,9 @@ from _common import Stopwatch, finish, metrics_of, sized_for_addition, train
 
 from verl.demo.assets import make_assets
 from verl.errors import RewardError
-from verl.rewards.failures import FailureTracker
 from verl.rewards.pool import worker_handle
 from verl.rewards.pool.pool import RewardPool
-from verl.rewards.result import Failed, Scored
+from verl.rewards.result import Failed, FailureTracker, Scored
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 FILE = Path(__file__).with_name("_hostile_rewards.py")

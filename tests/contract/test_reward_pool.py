@@ -115,6 +115,7 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
         ("return float('nan')", "invalid", "returned nan as the score"),
         ("os._exit(3)", "died", "exit code 3"),
         ("os.kill(os.getpid(), signal.SIGKILL)", "died", "SIGKILL"),
+        ("os.kill(os.getpid(), 40)", "died", "died of signal 40"),  # a real-time signal without a name
         ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "supervises it"),
         ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
         ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),

@@ -21,9 +21,8 @@ from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.pool.pool import open_rewards
-from verl.rewards.resolve import resolve_scorer
 from verl.rewards.result import Failed, RewardInput
-from verl.rewards.reward_function import RewardFunction, load_reward
+from verl.rewards.reward_function import RewardFunction, load_reward, resolve_scorer
 from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis, diagnose
 from verl.trainer.evaluator import Evaluator

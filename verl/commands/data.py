@@ -85,8 +85,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
-    from verl.rewards.resolve import resolve_scorer
-    from verl.rewards.reward_function import explain_no_scorer
+    from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 
     data = config.data
     inspector = DataInspector(

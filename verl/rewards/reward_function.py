@@ -10,25 +10,29 @@ This module runs the function in the current process; `pool/` runs it in process
 from __future__ import annotations
 
 import asyncio
+import bdb
 import difflib
-import hashlib
 import importlib
-import importlib.util
 import inspect
 import logging
+import pickle
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from verl import custom_functions
 from verl.errors import RewardError
 from verl.rewards import compose
-from verl.rewards.function_io import adapt_by_name, unpack_function
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, make_failure, parse_result, truncate
 from verl.rewards.settings import RewardFunctionSettings
+
+if TYPE_CHECKING:
+    from verl.config.schema.root import Config
 
 Scorer = Callable[..., Any]
 
@@ -50,14 +54,15 @@ BUILTIN_SCORERS: dict[str, str] = {
 """Data source -> module of its `compute_score`, for runs without a user function."""
 
 _SETTING = "reward.custom_reward_function"
+_PARAMETERS = ("prompt", "response", "ground_truth", "data_source", "extra_info")  # in any order, and any of them
 _BATCH_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+
+OUR_FILES = (custom_functions.__file__, compose.__file__, __file__, str(Path(__file__).parent / "pool" / "worker.py"))
+"""Files whose frames are left out of the stacks that users see."""
 
 
 class RewardFunction:
-    """Scores responses in this process. Load it in the process that scores: a function from a file cannot be pickled.
-
-    >>> score, metrics = await load_reward("my_reward.py").score("gsm8k", "... #### 72", "72")
-    """
+    """Scores responses in this process. It cannot be pickled: load it in the process that scores."""
 
     def __init__(self, scorer: Scorer, settings: RewardFunctionSettings) -> None:
         self.label, self.is_batched = settings.label, settings.is_batched
@@ -126,6 +131,16 @@ class RewardFunction:
         fix = "Use less memory, or increase reward.memory_mb" if isinstance(error, MemoryError) else ""
         return [make_failure("error", self.label, cause, request, fix) for request in requests]
 
+    async def score_request(self, request: RewardInput) -> RewardResult:
+        """Score one response without a deadline. Quitting the debugger raises."""
+        try:
+            returned = self.call([request])
+            return self.to_results(await returned if inspect.isawaitable(returned) else returned, [request])[0]
+        except bdb.BdbQuit:
+            raise
+        except Exception as error:  # noqa: BLE001 - a failure of the user's function is a result
+            return self.to_failures(error, [request])[0]
+
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, float]]:
@@ -137,13 +152,7 @@ class RewardFunction:
         Raises:
             RewardError: The function raised, or did not return a score.
         """
-        requests = [RewardInput(data_source, solution_str, ground_truth, extra_info)]
-        try:
-            returned = self.call(requests)
-            returned = await returned if inspect.isawaitable(returned) else returned
-        except Exception as error:
-            raise RewardError(self.to_failures(error, requests)[0].message) from error
-        [result] = self.to_results(returned, requests)
+        result = await self.score_request(RewardInput(data_source, solution_str, ground_truth, extra_info))
         if isinstance(result, Failed):
             raise RewardError(result.message)
         return result.score, result.metrics
@@ -162,12 +171,20 @@ def load_reward(
     return RewardFunction.load(RewardFunctionSettings(path, name, kwargs or {}))
 
 
-def describe_scorer(data_source: str, settings: RewardFunctionSettings) -> str | None:
-    """Return the name of what scores the rows of a data source, for messages; None if nothing does. Loads nothing.
+def resolve_scorer(config: Config, data_source: str) -> str | None:
+    """Return the name of what scores these rows in a run, like `describe_scorer`; it may be a reward model."""
+    from verl.config.features import uses_reward_function  # reward workers do not import the configuration
 
-    >>> describe_scorer("gsm8k", RewardFunctionSettings()), describe_scorer("mine", RewardFunctionSettings())
-    ('verl.rewards.scorers.gsm8k', None)
-    """
+    model, function = config.reward.reward_model, config.reward.custom_reward_function
+    if not uses_reward_function(config):
+        return f"reward model {model.model_path}"
+    settings = RewardFunctionSettings(function.path, function.name, functions=config.reward.functions)
+    scorer = describe_scorer(data_source, settings)
+    return f"{scorer} + reward model {model.model_path}" if scorer is not None and model.enable else scorer
+
+
+def describe_scorer(data_source: str, settings: RewardFunctionSettings) -> str | None:
+    """Return the name of what scores the rows of a data source, for messages; None if nothing does. Loads nothing."""
     paths = [part.get("path") for part in settings.functions] if settings.functions else [settings.path]
     if None in paths and not has_builtin_scorer(data_source):
         return None
@@ -206,14 +223,6 @@ def _load_function(settings: RewardFunctionSettings, path: str | None, name: str
     return partial(scorer, **builtin_kwargs[path]) if path in builtin_kwargs else scorer
 
 
-def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: RewardFunctionSettings) -> Scorer:
-    """Return the function as it will be called: by its parameters' names, or like `compute_score`."""
-    if not settings.is_batched and (by_name := adapt_by_name(scorer, label, kwargs)) is not None:
-        return by_name
-    _check_signature(scorer, label, kwargs, _BATCH_PARAMETERS if settings.is_batched else RewardInput._fields)
-    return scorer
-
-
 def _load_builtin(data_source: str, builtin_kwargs: Mapping[str, Mapping[str, Any]]) -> Scorer:
     if not has_builtin_scorer(data_source):
         raise RewardError(explain_no_scorer(data_source))
@@ -229,20 +238,10 @@ def _load_module(path: str) -> ModuleType:
             f"{_SETTING}.path={path}: no such file in {file.absolute().parent}. "
             "Set the path of a Python file that every node can read, or the name of an installed module"
         )
-    # A unique name, so that a file called `math.py` shadows nothing; in sys.modules, so that its classes pickle.
-    name = f"verl_reward_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}" if is_file else path
+    if is_file and file.suffix != ".py":
+        raise RewardError(f"{_SETTING}.path={path}: is not a Python file; its name must end in .py")
     try:
-        if not is_file:
-            return importlib.import_module(path)
-        spec = importlib.util.spec_from_file_location(name, file)
-        if spec is None or spec.loader is None:
-            raise RewardError(f"{_SETTING}.path={path}: is not a Python file; its name must end in .py")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-        return module
-    except RewardError:
-        raise
+        return custom_functions.load_file(file) if is_file else importlib.import_module(path)
     except ModuleNotFoundError as error:
         if is_file or error.name is None or not f"{path}.".startswith(f"{error.name}."):
             raise RewardError(f"{_SETTING}.path={path}: imports {error.name!r}, which is not installed here") from error
@@ -251,16 +250,18 @@ def _load_module(path: str) -> ModuleType:
             "Set the path of a Python file (my_reward.py) or the name of an installed module"
         ) from error
     except Exception as error:
-        sys.modules.pop(name, None)
-        trace = _format_user_traceback(error)
-        raise RewardError(f"{_SETTING}.path={path}: importing it failed\n{trace}") from error
+        raise RewardError(f"{_SETTING}.path={path}: importing it failed\n{_format_user_traceback(error)}") from error
 
 
-def _check_signature(scorer: Scorer, label: str, kwargs: Mapping[str, Any], parameters: Sequence[str]) -> None:
+def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: RewardFunctionSettings) -> Scorer:
+    """Return the function as it will be called: by its parameters' names, or like `compute_score`."""
     try:
         signature = inspect.signature(scorer)
     except (TypeError, ValueError):  # some builtins have no signature: the first call will show
-        return
+        return scorer
+    if not settings.is_batched and _is_called_by_name(signature, kwargs):
+        return _call_by_name(scorer, label, [name for name in _PARAMETERS if name in signature.parameters])
+    parameters = _BATCH_PARAMETERS if settings.is_batched else RewardInput._fields
     try:
         signature.bind(**dict.fromkeys(parameters), **kwargs)
     except TypeError as error:
@@ -271,6 +272,30 @@ def _check_signature(scorer: Scorer, label: str, kwargs: Mapping[str, Any], para
             f"{label}: has the signature {signature}, but is called by name with "
             f"{', '.join(parameters[:-1])} and {parameters[-1]}{extra} ({error}); {fix}"
         ) from None
+    return scorer
+
+
+def _is_called_by_name(signature: inspect.Signature, kwargs: Collection[str]) -> bool:
+    """Return whether it takes `response`, and requires only `_PARAMETERS` and `kwargs`."""
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return "response" in signature.parameters and all(
+        name in (*_PARAMETERS, *kwargs) or one.default is not one.empty or one.kind in variadic
+        for name, one in signature.parameters.items()
+    )
+
+
+def _call_by_name(scorer: Scorer, label: str, names: Sequence[str]) -> Scorer:
+    """Wrap a function of `names`, which are some of `_PARAMETERS`, to take the arguments of `compute_score`."""
+
+    def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **more: Any) -> Any:
+        prompt = _prompt_text(extra_info, label) if "prompt" in names else ""
+        values = dict(zip(_PARAMETERS, (prompt, solution_str, ground_truth, data_source, extra_info), strict=True))
+        return scorer(**{name: values[name] for name in names}, **more)
+
+    async def score_async(*args: Any, **kwargs: Any) -> Any:
+        return await score(*args, **kwargs)
+
+    return score_async if inspect.iscoroutinefunction(scorer) else score
 
 
 def _suggest_kwargs_fix(signature: inspect.Signature, kwargs: Mapping[str, Any]) -> str:
@@ -289,9 +314,48 @@ def _is_defined_in(module: ModuleType, value: Any) -> bool:
 
 def _format_user_traceback(error: BaseException) -> str:
     """Format the traceback from the user's first frame on."""
-    names = ("reward_function", "compose", "function_io", "pool/worker", "pool/in_process")
-    skipped = (*(str(Path(__file__).parent / f"{name}.py") for name in names), "<frozen importlib", asyncio.__path__[0])
+    skipped = (*OUR_FILES, "<frozen importlib", asyncio.__path__[0])
     tb = error.__traceback__
     while tb is not None and tb.tb_frame.f_code.co_filename.startswith(skipped):
         tb = tb.tb_next
     return "".join(traceback.format_exception(type(error), error, tb or error.__traceback__))
+
+
+def pack_function(function: Scorer) -> bytes:
+    """Pickle a function by value, with all it refers to: it need not be importable where it is loaded."""
+    import cloudpickle
+
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
+    if by_value:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(function))
+    except Exception as error:
+        name = getattr(function, "__qualname__", type(function).__qualname__)
+        raise RewardError(
+            f"{name}: cannot be sent to the reward workers: {error}. It may refer only to plain data and importable "
+            "objects; open files, models and locks inside the function"
+        ) from error
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def unpack_function(function: bytes | Scorer) -> Scorer:
+    """Invert `pack_function`; return a function that was not packed as it is."""
+    return pickle.loads(function) if isinstance(function, bytes) else function
+
+
+def _prompt_text(extra_info: Mapping[str, Any] | None, where: str) -> str:
+    """Return the prompt as text; of a conversation, its last message."""
+    raw = (extra_info or {}).get("raw_prompt")
+    if raw is None:
+        raise RewardError(f"{where}: takes `prompt`, but the row has no prompt (extra_info['raw_prompt'])")
+    return raw if isinstance(raw, str) else str(raw[-1]["content"])
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    installed = [Path(path).resolve() for path in set(sysconfig.get_paths().values())]
+    return file is None or any(Path(file).resolve().is_relative_to(path) for path in installed)

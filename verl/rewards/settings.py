@@ -14,8 +14,7 @@ class RewardFunctionSettings:
     `path` is a Python file or `package.module`; None chooses a built-in scorer by each row's data source. `kwargs` are
     passed to every call. `functions` are several functions to add up (`compose.combine`), instead of one. With a
     `batch_size`, the function is called with lists of up to that many responses. `builtin_kwargs` are further arguments
-    of built-in scorers, by module. `function` is a function object, or one packed by `function_io.pack_function`, that
-    is used instead of loading `path`.
+    of built-in scorers, by module. `function` is a function object, or a packed one, that is used instead of `path`.
     """
 
     path: str | None = None

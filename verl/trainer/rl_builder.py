@@ -14,7 +14,7 @@ from verl.config.batch_sizes import count_engines, count_total_steps, count_trai
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
-from verl.rewards.failures import FailureTracker
+from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer

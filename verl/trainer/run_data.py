@@ -27,8 +27,7 @@ from verl.data.samplers import (
 )
 from verl.data.validate import find_data_warnings
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.resolve import resolve_scorer
-from verl.rewards.reward_function import explain_no_scorer
+from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 from verl.training.families import family_note, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 

@@ -173,7 +173,7 @@ class RolloutWorker:
 
     async def _start_scoring(self) -> EpisodeScorer:
         from verl.agents.episode import score_by_function
-        from verl.rewards.pool.in_process import InProcessRewards
+        from verl.rewards.pool.pool import InProcessRewards
         from verl.rewards.settings import RewardFunctionSettings
 
         settings = RewardFunctionSettings()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import pickle
 import threading
 from collections import deque
@@ -18,10 +19,10 @@ from itertools import islice
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.pool.in_process import InProcessRewards
 from verl.rewards.pool.worker_handle import Call, WorkerHandle
 from verl.rewards.result import RewardInput, RewardResult
-from verl.rewards.settings import RewardPoolSettings
+from verl.rewards.reward_function import RewardFunction
+from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 
 _MAX_LOAD_FAILURES = 3
 _BATCH_WAIT_S = 0.02
@@ -171,6 +172,31 @@ class RewardPool:
             call = self._waiting.popleft()
             if call.future.running() or call.future.set_running_or_notify_cancel():
                 yield call
+
+
+class InProcessRewards:
+    """The interface of `RewardPool`, with the function on the caller's thread: it may stop at a breakpoint."""
+
+    deadline_s = math.inf
+
+    def __init__(self, settings: RewardFunctionSettings) -> None:
+        self._settings = settings
+
+    async def start(self) -> None:
+        self._reward = RewardFunction.load(self._settings)
+
+    async def score(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
+    ) -> RewardResult:
+        return await self._reward.score_request(RewardInput(data_source, solution_str, ground_truth, extra_info))
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
+
+    def __enter__(self) -> InProcessRewards:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
 
 
 RewardClient = RewardPool | InProcessRewards

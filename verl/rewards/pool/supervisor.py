@@ -18,11 +18,14 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 from verl.rewards.pool import worker
+from verl.rewards.process_usage import kill_processes, list_descendants
+from verl.rewards.reward_function import OUR_FILES
 
 START, READY, KILL = b"s", b"r", b"k"
 """Orders of the pool: start a worker on the attached socket; take its memory now as the baseline; kill it."""
@@ -35,6 +38,40 @@ _RETIRE_MEMORY = 0.6  # of the memory between baseline and limit: the worker is 
 _STACK_WAIT_S = 3.0
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+@dataclass(frozen=True, slots=True)
+class ExitReport:
+    """How a worker ended: its exit code (below 0: a signal), why it was killed by us, its last output and stack."""
+
+    exit_code: int | None
+    reason: str = ""
+    output: str = ""
+    stack: str = ""
+    is_supervisor_lost: bool = False
+
+    def was_killed(self) -> bool:
+        """Return whether it was probably killed by someone else, e.g. by the kernel's OOM killer."""
+        return self.is_supervisor_lost or (not self.reason and self.exit_code == -signal.SIGKILL)
+
+    def describe(self) -> str:
+        if self.reason:
+            return self.reason
+        assert self.exit_code is not None
+        if self.exit_code < 0:
+            names = {int(one): one.name for one in signal.Signals}  # most real-time signals have no name
+            return f"its process died of {names.get(-self.exit_code, f'signal {-self.exit_code}')}"
+        if self.exit_code == worker.SOCKET_CLOSED:
+            return "closed file descriptors that are not its own (os.closerange?)"
+        return f"ended its process with exit code {self.exit_code} (os._exit?)"
+
+    def add_details(self, cause: str) -> str:
+        """Append the user's part of the stack, and the last output."""
+        frames = [line for line in self.stack.splitlines() if line.lstrip().startswith("File ")]
+        is_ours = [any(file in line for file in (*OUR_FILES, "/asyncio/")) for line in frames]
+        if users := frames[: [*is_ours, True].index(True)]:
+            cause += "\nIts stack (innermost first):\n" + "\n".join(users[:12])
+        return f"{cause}\nIts last output:\n{self.output[-1000:]}" if self.output else cause
 
 
 def main(control_fd: int, memory_mb: int) -> NoReturn:
@@ -52,7 +89,7 @@ class _Supervisor:
     def __init__(self, control: socket.socket, memory_limit: int) -> None:
         self._control, self._memory_limit, self._parent = control, memory_limit, os.getppid()
         self._pid: int | None = None
-        self._status: int | None = None
+        self._exit_code: int | None = None
         self._output: _Tail
         self._stack: _Tail
         self._base_memory, self._base_processes, self._is_retiring, self._checked = 0, 0, False, 0.0
@@ -75,7 +112,7 @@ class _Supervisor:
             self._reap()
             if self._pid is None:
                 continue
-            if self._status is not None:
+            if self._exit_code is not None:
                 self._end_worker("")
             elif time.monotonic() - self._checked > _TICK_S:
                 self._check_limits()
@@ -83,9 +120,7 @@ class _Supervisor:
     def kill_all(self) -> None:
         """Kill and reap all descendants until none are left: those of a killed process become our children."""
         while True:
-            for pid in list_descendants(os.getpid()):
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
+            kill_processes(list_descendants(os.getpid()))
             if self._pid is not None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._pid, signal.SIGKILL)
@@ -107,7 +142,7 @@ class _Supervisor:
 
     def _start_worker(self, channel: socket.socket) -> None:
         output, stack = os.pipe(), os.pipe()
-        self._status, self._is_retiring, self._checked = None, False, time.monotonic()
+        self._exit_code, self._is_retiring, self._checked = None, False, time.monotonic()
         self._base_memory = self._base_processes = 0
         self._pid = os.fork()
         if self._pid == 0:
@@ -166,7 +201,7 @@ class _Supervisor:
             if pid == 0:
                 return True
             if pid == self._pid:
-                self._status = status
+                self._exit_code = os.waitstatus_to_exitcode(status)
 
     def _check_limits(self) -> None:
         """Kill a worker that exceeds a limit; have one that comes close replaced between calls."""
@@ -206,9 +241,8 @@ class _Supervisor:
         self.kill_all()
         self._read(self._output, is_last=True)
         self._read(self._stack, is_last=True)
-        self._pid, status = None, self._status
-        texts = {"output": self._output.text(), "stack": self._stack.text()}
-        self._send(exited={"status": status, "reason": reason, **texts})
+        self._pid = None
+        self._send(exited=asdict(ExitReport(self._exit_code, reason, self._output.text(), self._stack.text())))
 
     def _send(self, **message: Any) -> None:
         self._control.sendall(worker.encode(message))
@@ -242,19 +276,6 @@ class _Tail:
 
     def text(self) -> str:
         return self.data.decode(errors="replace").strip()
-
-
-def list_descendants(pid: int) -> list[int]:
-    """Return all processes below this one; none on systems other than Linux."""
-    descendants, unseen = [], [pid]
-    while unseen:
-        threads = f"/proc/{unseen.pop()}/task"
-        with contextlib.suppress(OSError):  # it has just ended
-            for thread in os.listdir(threads):
-                children = [int(child) for child in Path(f"{threads}/{thread}/children").read_text().split()]
-                descendants += children
-                unseen += children
-    return descendants
 
 
 def _measure_memory(pid: int) -> int:

@@ -11,9 +11,7 @@ import contextlib
 import itertools
 import json
 import logging
-import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -22,9 +20,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from verl.rewards.pool.exit_report import ExitReport
-from verl.rewards.pool.supervisor import KILL, READY, START, list_descendants
+from verl.rewards.pool.supervisor import KILL, READY, START, ExitReport
 from verl.rewards.pool.worker import HEADER
+from verl.rewards.process_usage import kill_processes, list_descendants
 from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, format_timeout, make_failure
 from verl.rewards.settings import RewardPoolSettings
 
@@ -186,9 +184,7 @@ class WorkerHandle:
         """Kill the supervisor, which may be stopped rather than dead, with its descendants."""
         assert self._supervisor is not None
         assert self._control_transport is not None
-        for pid in list_descendants(self._supervisor.pid):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_processes(list_descendants(self._supervisor.pid))
         self._supervisor.kill()
         self._supervisor.wait()
         self._control_transport.abort()

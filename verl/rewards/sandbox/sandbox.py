@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import isolation, usage
+from verl.rewards.process_usage import exceeds_disk, kill_processes, list_descendants, resident_bytes, total_memory
+from verl.rewards.sandbox import isolation
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
@@ -212,15 +213,15 @@ class _Monitor:
         return bool(data)
 
     def _find_exceeded_limit(self) -> str | None:
-        pids, memory_bytes = usage.list_descendants(self._process.pid), self._limits.memory_bytes
+        pids, memory_bytes = list_descendants(self._process.pid), self._limits.memory_bytes
         if not pids:
             return None
         if len(pids) > self._limits.processes + 4:
             return "processes"
-        if sum(map(usage.resident_bytes, pids)) > memory_bytes and usage.total_memory(pids) > memory_bytes:
+        if sum(map(resident_bytes, pids)) > memory_bytes and total_memory(pids) > memory_bytes:
             return "memory"
         folder = self._folder if self._kind == "limits" else None
-        return "disk" if usage.exceeds_disk(pids[0], folder, self._limits.disk_bytes) else None
+        return "disk" if exceeds_disk(pids[0], folder, self._limits.disk_bytes) else None
 
     def result(self) -> ProgramResult:
         ended = time.monotonic()
@@ -287,15 +288,9 @@ def _kill_all(process: subprocess.Popen[bytes], kind: str) -> None:
         if kind == "limits":
             process.terminate()
         else:
-            _kill(usage.list_descendants(process.pid))
+            kill_processes(list_descendants(process.pid))
         try:
             process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            _kill([*usage.list_descendants(process.pid), process.pid])
+            kill_processes([*list_descendants(process.pid), process.pid])
             process.wait()
-
-
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)

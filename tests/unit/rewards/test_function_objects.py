@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.function_io import pack_function, unpack_function
 from verl.rewards.pool.pool import RewardClient, RewardPool, open_rewards
-from verl.rewards.reward_function import RewardFunction
+from verl.rewards.reward_function import RewardFunction, pack_function, unpack_function
 from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
 from verl.types import Failed, Scored
 

@@ -1,11 +1,12 @@
-"""Processes, memory and disk space that a running program uses, read from /proc."""
+"""The processes below another one, read from /proc: the memory and disk space that they use, and their end."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-from collections.abc import Sequence
+import signal
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 _PAGE = resource.getpagesize()
@@ -14,13 +15,19 @@ _WRITABLE = ("/tmp", "/dev/shm")
 
 
 def list_descendants(pid: int) -> list[int]:
-    """Return all processes below `pid`, its children first."""
+    """Return all processes below `pid`, its children first; none on systems other than Linux."""
     pids = [pid]
     for parent in pids:  # grows meanwhile
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
                 pids += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
     return pids[1:]
+
+
+def kill_processes(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def resident_bytes(pid: int) -> int:

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.errors import RewardError
-from verl.rewards.failures import FailureTracker
-from verl.rewards.result import Failed, FailureKind, RewardResult, Scored, parse_result
+from verl.rewards.result import Failed, FailureKind, FailureTracker, RewardResult, Scored, parse_result
 
 pytestmark = pytest.mark.unit
 
