@@ -9,8 +9,8 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem
 from verl.config.schema import Config
+from verl.config.schema.rules import ACTOR, ROLLOUT
 
 _KEY = f"{ROLLOUT}.engine_kwargs.vllm"
 _MODEL = "actor_rollout_ref.model"
@@ -30,7 +30,7 @@ _RESERVED = ("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "
 """Engine arguments whose values verl depends on."""
 
 
-def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:
+def check_engine_arguments(config: Config) -> Iterator[str]:
     """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "vllm" or not rollout.engine_kwargs.vllm:
@@ -39,13 +39,13 @@ def check_engine_arguments(config: Config) -> Iterator[ConfigProblem]:
     for name in rollout.engine_kwargs.vllm:
         key = f"{_KEY}.{name}"
         if name in _SETTINGS:
-            yield ConfigProblem((_KEY,), f"{key}: has its own setting; set {_SETTINGS[name]} instead")
+            yield f"{key}: has its own setting; set {_SETTINGS[name]} instead"
         elif name in _RESERVED:
-            yield ConfigProblem((_KEY,), f"{key}: is set by verl and cannot be changed; remove it")
+            yield f"{key}: is set by verl and cannot be changed; remove it"
         elif known and name not in known:
             close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
             fix = f"did you mean {_SETTINGS.get(close[0], f'{_KEY}.{close[0]}')}?" if close else "remove it"
-            yield ConfigProblem((_KEY,), f"{key}: is not an engine argument of the installed vLLM; {fix}")
+            yield f"{key}: is not an engine argument of the installed vLLM; {fix}"
 
 
 @cache

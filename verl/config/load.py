@@ -8,7 +8,8 @@ and raised as one error.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path as File
@@ -38,7 +39,6 @@ from verl.config.paths import (
     set_path,
     suggest_key,
 )
-from verl.config.problems import ConfigProblem
 from verl.config.requirements import find_missing, find_unsupported
 from verl.config.run_types import GENERATE, RUN_TYPES, SFT, TRAIN, RunType
 from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, collect_settings
@@ -140,14 +140,11 @@ def _build(
     remember(tree)
     config, invalid = _validate(run_type, _select_known(run_type, tree, problems), problems)
 
-    def report(new: Iterable[ConfigProblem], texts: list[str]) -> None:
-        texts += [problem.text for problem in new if not invalid.intersection(problem.keys)]
-
+    conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
-        report(find_missing(config), problems)
-    report(find_unsupported(config), problems)
-    report(run_type.find_conflicts(config), problems)
-    report(run_type.find_hints(config), hints)
+        conflicts = [*find_missing(config), *conflicts]
+    problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]
+    hints += run_type.find_hints(config)
     return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep)
 
 
@@ -245,15 +242,10 @@ def _describe_unknown(run_type: RunType[C], path: Path, value: Any = None) -> st
         if other is not run_type and find_setting(path, other.root) is not None:
             return f"{key}: is a setting of `verl {other.command}`, not of `verl {run_type.command}`; remove it"
 
-    def accepts_value(candidate: str) -> bool:
-        return value is None or _accepts(run_type, candidate, value)
-
-    near = suggest_key(key, None, run_type.root, accepts_value) or suggest_key(
-        key, run_type.aliases.keys, run_type.root, accepts_value
-    )
+    near = suggest_key(key, run_type.root, run_type.aliases.keys)
     if near is not None:
-        fix = near if value is None else f"{near}={format_value(value) if accepts_value(near) else '...'}"
-        return f"{key}: is not a setting; did you mean {near}? Set {fix}"
+        given = "" if value is None else f"={format_value(value) if _accepts(run_type, near, value) else '...'}"
+        return f"{key}: is not a setting; did you mean {near}? Set {near}{given}"
     parent = find_setting(path[:-1], run_type.root) if len(path) > 1 else None
     if parent is not None and parent.section is not None:
         return f"{key}: is not a setting; {parent.key} has: {', '.join(parent.section.model_fields)}"
@@ -284,6 +276,10 @@ def _validate(run_type: RunType[C], tree: Tree, problems: list[str]) -> tuple[C,
     for key in invalid:
         delete_path(tree, tuple(key.split(".")))
     return run_type.root.model_validate(tree), set(invalid)
+
+
+def _names(text: str, key: str) -> bool:
+    return re.search(rf"(?<![\w.]){re.escape(key)}(?!\w)", text) is not None
 
 
 def _find_setting_of_error(run_type: RunType[C], loc: tuple[int | str, ...]) -> Setting:

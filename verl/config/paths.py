@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from difflib import SequenceMatcher
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any
 
 from verl.config.schema import Config, Section, Setting, collect_settings
@@ -11,11 +12,7 @@ from verl.config.schema import Config, Section, Setting, collect_settings
 Path = tuple[str, ...]
 Tree = dict[str, Any]
 
-_SIMILAR = 0.75  # minimum similarity of the last names of two keys
-_SAME = 0.85  # similarity above which they are the same name with a typo
-_LAST_WEIGHT = 0.65  # weight of the last name, against the full key
-_BONUS = 0.05  # for keys that are supported, and for keys of the policy
-_SECURITY = ("trust_remote_code", "require")
+_SECURITY = {"trust_remote_code", "require"}
 
 
 def join_path(path: Path) -> str:
@@ -78,33 +75,34 @@ def find_setting(path: Path, root: type[Section] = Config) -> Setting | None:
     return None
 
 
-def suggest_key(
-    key: str,
-    candidates: Iterable[str] | None = None,
-    root: type[Section] = Config,
-    accepts_value: Callable[[str], bool] = lambda candidate: True,
-) -> str | None:
-    """Return the known key that `key` was probably meant to be, compared by its last name first.
+def get_value(config: Section, key: str) -> object:
+    """Return the value of a setting by its dotted key."""
+    return get_path(config, tuple(key.split(".")))
 
-    A setting that does not accept the given value is suggested only if its name is nearly the same. Settings that
-    decide what code may run are never suggested.
+
+def is_overridden(config: Section, key: str) -> bool:
+    """Whether the setting has a value other than its default."""
+    setting = collect_settings(type(config))[key]
+    return setting.section is None and get_value(config, key) != setting.default
+
+
+def suggest_key(key: str, root: type[Section] = Config, aliases: Iterable[str] = ()) -> str | None:
+    """Return the setting, or alias, that `key` was probably meant to be: one with nearly the same last name.
+
+    Settings that decide what code may run are never suggested.
     """
-    settings = collect_settings(root)
-    if candidates is None:
-        candidates = [setting.key for setting in settings.values() if setting.section is None]
-    full, last = SequenceMatcher(b=key), SequenceMatcher(b=key.rpartition(".")[2])
-    ranked: list[tuple[float, float, str]] = []
-    for candidate in candidates:
-        name = candidate.rpartition(".")[2]
-        last.set_seq1(name)
-        if name in _SECURITY or last.real_quick_ratio() < _SIMILAR or (similarity := last.ratio()) < _SIMILAR:
-            continue
-        full.set_seq1(candidate)
-        is_supported = candidate in settings and settings[candidate].planned_parent is None
-        bonus = _BONUS * (is_supported + candidate.startswith("actor_rollout_ref."))
-        ranked.append((_LAST_WEIGHT * similarity + (1 - _LAST_WEIGHT) * full.ratio() + bonus, similarity, candidate))
-    ranked.sort(key=lambda item: (-item[0], item[2]))
-    return next((key for _, same, key in ranked if same >= _SAME or accepts_value(key)), None)
+    parent, _, last = key.rpartition(".")
+    by_name: dict[str, list[str]] = defaultdict(list)
+    for known in (*(setting.key for setting in collect_settings(root).values() if setting.section is None), *aliases):
+        by_name[known.rpartition(".")[2]].append(known)
+
+    def rate(known: str) -> float:
+        section, _, name = known.rpartition(".")
+        similarity = 2 * SequenceMatcher(None, name, last).ratio() + SequenceMatcher(None, section, parent).ratio()
+        return similarity + 0.2 * known.startswith("actor_rollout_ref.")  # the settings of the policy are used most
+
+    close = get_close_matches(last, by_name.keys() - _SECURITY, n=5, cutoff=0.8)
+    return max((known for name in close for known in by_name[name]), key=rate, default=None)
 
 
 def format_value(value: Any) -> str:

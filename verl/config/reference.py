@@ -52,7 +52,7 @@ def _settings(run_type: AnyRunType) -> Iterator[str]:
 def _row(setting: Setting) -> str:
     if setting.section is not None:
         return ""
-    mark = " **·**" if setting.planned is True or setting.planned_parent is not None else ""
+    mark = " **·**" if setting.planned is True else ""
     default = "required" if setting.required else f"`{format_value(setting.default)}`"
     type_name = describe_type(setting).replace("*", "\\*").replace("|", "\\|")
     return f"| `{setting.path[-1]}`{mark} | {type_name} | {default} | {document(setting)} |"

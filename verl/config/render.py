@@ -45,7 +45,7 @@ def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
     path = resolve_alias(tuple(key.split(".")), run_type.aliases)
     setting = find_setting(path, run_type.root)
     if setting is None:
-        near = suggest_key(join_path(path), root=run_type.root)
+        near = suggest_key(join_path(path), run_type.root)
         raise ConfigError(
             [f"{key}: is not a setting; " + (f"did you mean {near}?" if near else "run `verl config` to list them")]
         )
@@ -77,7 +77,7 @@ def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
     also = [short for short, full in run_type.aliases.keys.items() if full == setting.key]
     if also:
         lines.append(f"  also:    {', '.join(also)}")
-    if setting.planned is True or setting.planned_parent is not None:
+    if setting.planned is True:
         lines.append("  Not supported yet: only the default is accepted.")
     elif setting.planned:
         lines.append("  * not supported yet")
@@ -85,7 +85,7 @@ def _describe_setting(setting: Setting, run_type: AnyRunType) -> str:
 
 
 def _marks(setting: Setting) -> str:
-    return "[not supported yet] " if setting.planned is True and setting.planned_parent is None else ""
+    return "[not supported yet] " if setting.planned is True else ""
 
 
 def document(setting: Setting) -> str:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from typing import Any
 
 from verl.config.features import list_adapters
-from verl.config.paths import format_value
-from verl.config.problems import ROLLOUT, ConfigProblem, get_value, is_overridden
+from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
+from verl.config.schema.rules import ROLLOUT
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
@@ -25,62 +26,49 @@ _ALTERNATIVES = {
 """What to use instead of a planned setting."""
 
 
-def find_missing(config: Section) -> Iterator[ConfigProblem]:
+def find_missing(config: Section) -> Iterator[str]:
     """Yield required settings that are not given, and packages that are not installed."""
     assert isinstance(config, Config | SftConfig)
     for key, setting in collect_settings(type(config)).items():
         if setting.required and get_value(config, key) == MISSING:
-            yield ConfigProblem.at(key, f"is required; set {key}={_EXAMPLES[key]}")
+            yield f"{key}: is required; set {key}={_EXAMPLES[key]}"
     for section, peft in list_adapters(config):
         if peft.lora_rank > 0 and not _is_installed("peft"):
-            yield ConfigProblem.at(
-                f"{section}.lora_rank",
-                f'{peft.lora_rank} requires the package PEFT; pip install "verl[lora]", or set {section}.lora_rank=0 '
-                "to train all weights",
+            yield (
+                f'{section}.lora_rank: {peft.lora_rank} requires the package PEFT; pip install "verl[lora]", or set '
+                f"{section}.lora_rank=0 to train all weights"
             )
     for section, name in _list_engines(config):
         if name == "vllm" and (reason := _check_vllm()):
-            yield ConfigProblem.at(
-                f"{section}.name",
-                f'vllm {reason}; pip install "verl[vllm]", without GPUs "verl[cpu]", or set {section}.name=hf to use '
-                "transformers",
+            yield (
+                f'{section}.name: vllm {reason}; pip install "verl[vllm]", without GPUs "verl[cpu]", or set '
+                f"{section}.name=hf to use transformers"
             )
     loggers = config.trainer.logger
     absent = [name for name in loggers if name in _LOGGER_PACKAGES and not _is_installed(name)]
     rest = format_value([name for name in loggers if name not in absent] or ["console"])
     for name in absent:
-        yield ConfigProblem.at(
-            "trainer.logger", f"{name} requires a package; pip install {name}, or set trainer.logger={rest}"
-        )
+        yield f"trainer.logger: {name} requires a package; pip install {name}, or set trainer.logger={rest}"
 
 
-def find_unsupported(config: Section) -> Iterator[ConfigProblem]:
+def find_unsupported(config: Section) -> Iterator[str]:
     """Yield settings in use that are declared but not supported yet."""
-    settings = collect_settings(type(config))
-    for key, setting in settings.items():
-        if not setting.planned or setting.planned_parent is not None:
-            continue
-        if setting.section is not None:
-            used = [below for below in settings if below.startswith(f"{key}.") and is_overridden(config, below)]
-            if used:
-                given = ", ".join(f"{below}={format_value(get_value(config, below))}" for below in used)
-                yield ConfigProblem.at(key, f"is not supported yet ({given}); remove it, or add ~{key}", *used)
-        elif isinstance(setting.planned, tuple):
-            yield from _find_planned_values(config, setting)
-        elif is_overridden(config, key):
+    for key, setting in collect_settings(type(config)).items():
+        if isinstance(setting.planned, tuple):
+            yield from _find_planned_values(config, setting, setting.planned)
+        elif setting.planned and is_overridden(config, key):
             instead = f": {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else ""
             value, default = format_value(get_value(config, key)), format_value(setting.default)
-            yield ConfigProblem.at(key, f"{value} is not supported yet{instead}; set {key}={default}")
+            yield f"{key}: {value} is not supported yet{instead}; set {key}={default}"
 
 
-def _find_planned_values(config: Section, setting: Setting) -> Iterator[ConfigProblem]:
-    value, planned = get_value(config, setting.key), setting.planned
-    assert isinstance(planned, tuple)
+def _find_planned_values(config: Section, setting: Setting, planned: tuple[Any, ...]) -> Iterator[str]:
+    value = get_value(config, setting.key)
     for item in value if isinstance(value, list) else [value]:
         if item in planned:
             supported = ", ".join(str(choice) for choice in setting.choices if choice not in planned)
             fix = f"{setting.key}={format_value(setting.default)}"
-            yield ConfigProblem.at(setting.key, f"{item} is not supported yet (supported: {supported}); set {fix}")
+            yield f"{setting.key}: {item} is not supported yet (supported: {supported}); set {fix}"
 
 
 def _list_engines(config: Config | SftConfig) -> Iterator[tuple[str, str]]:

@@ -6,13 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from verl.config import sft_validation, validation
+from verl.config import validation
 from verl.config.aliases import SFT_ALIASES, TRAIN_ALIASES, Aliases
-from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
 
 C = TypeVar("C", bound=Section)
-Check = Callable[[C], Iterator[ConfigProblem]]
+Check = Callable[[C], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class RunType(Generic[C]):
 
 
 TRAIN = RunType("train", Config, TRAIN_ALIASES, validation.find_conflicts, validation.find_hints)
-SFT = RunType("sft", SftConfig, SFT_ALIASES, sft_validation.find_conflicts, sft_validation.find_hints)
+SFT = RunType("sft", SftConfig, SFT_ALIASES, validation.find_sft_conflicts, validation.find_sft_hints)
 GENERATE = RunType(
     "generate", Config, TRAIN_ALIASES, validation.find_generation_conflicts, validation.find_generation_hints
 )

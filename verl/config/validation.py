@@ -1,4 +1,8 @@
-"""Checks of settings against each other: conflicts, which are errors, and hints about probable mistakes."""
+"""Checks of settings against each other: conflicts, which are errors, and hints about probable mistakes.
+
+A conflict names in full each setting whose default could cause it: if one of these is itself invalid and was replaced
+by its default, the conflict is not reported.
+"""
 
 from __future__ import annotations
 
@@ -25,327 +29,273 @@ from verl.config.features import (
     uses_critic,
 )
 from verl.config.ignored import find_ignored_settings, find_unmet_condition
-from verl.config.problems import ACTOR, ROLLOUT, ConfigProblem, get_value, is_overridden
+from verl.config.paths import get_value, is_overridden
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import OptimConfig
+from verl.config.schema.rules import ACTOR, ROLLOUT
 
 _VAL = f"{ROLLOUT}.val_kwargs"
-_STEP_SIZES = (
-    *(f"{section}.{name}" for section in (ACTOR, "critic") for name in ("ppo_mini_batch_size", "ppo_epochs")),
-    *("data.train_batch_size", "trainer.critic_warmup", "algorithm.adv_estimator"),
-)
-"""The settings that determine the number of optimizer steps per step."""
 
 
 # --- conflicts
 
 
-def find_generation_conflicts(config: Config) -> Iterator[ConfigProblem]:
+def find_generation_conflicts(config: Config) -> Iterator[str]:
     """Yield conflicts that matter whenever responses are generated or scored, with or without training."""
     rollout, ranks = config.actor_rollout_ref.rollout, count_train_ranks(config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.max_model_len",
-            f"{rollout.max_model_len} must be at least data.max_prompt_length + data.max_response_length = {longest}; "
-            f"set {ROLLOUT}.max_model_len={longest}",
-            *("data.max_prompt_length", "data.max_response_length"),
+        yield (
+            f"{ROLLOUT}.max_model_len: {rollout.max_model_len} must be at least data.max_prompt_length + "
+            f"data.max_response_length = {longest}; set {ROLLOUT}.max_model_len={longest}"
         )
     if rollout.max_num_batched_tokens is not None and rollout.max_num_batched_tokens < rollout.max_num_seqs:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.max_num_batched_tokens",
-            f"{rollout.max_num_batched_tokens} must be at least max_num_seqs ({rollout.max_num_seqs}), one token each; "
-            f"set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}",
-            f"{ROLLOUT}.max_num_seqs",
+        yield (
+            f"{ROLLOUT}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
+            f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}"
         )
     if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > ranks:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.num_engines",
-            f"{rollout.num_engines} must not exceed the {ranks} devices of the run (trainer.nnodes x "
-            f"trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}",
-            *("trainer.n_gpus_per_node", "trainer.nnodes"),
+        yield (
+            f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
+            f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}"
         )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
     if is_overridden(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
-        yield ConfigProblem.at(
-            "reward.sandbox.seconds",
-            f"{seconds:g} must be below reward.deadline_s={deadline:g}, the limit for scoring a response with all its "
-            f"tests; set reward.deadline_s={max(60, 4 * seconds):g}",
-            "reward.deadline_s",
+        yield (
+            f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, the limit for scoring "
+            f"a response with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}"
         )
     yield from check_engine_arguments(config)
 
 
-def find_conflicts(config: Config) -> Iterator[ConfigProblem]:
+def find_conflicts(config: Config) -> Iterator[str]:
     """Yield settings that cannot work together."""
     rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
     yield from find_generation_conflicts(config)
     if rollout.temperature == 0:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.temperature",
-            f"0 makes all responses to a prompt equal, so nothing can be learned; set {ROLLOUT}.temperature=1.0",
+        yield (
+            f"{ROLLOUT}.temperature: 0 makes all responses to a prompt equal, so nothing can be learned; set "
+            f"{ROLLOUT}.temperature=1.0"
         )
     if rollout.val_kwargs.do_sample is True and rollout.val_kwargs.temperature == 0:
-        yield ConfigProblem.at(
-            f"{_VAL}.temperature",
-            f"0 must be above 0 with do_sample=true; set {_VAL}.temperature=1.0",
-            f"{_VAL}.do_sample",
-        )
+        yield f"{_VAL}.temperature: 0 must be above 0 with do_sample=true; set {_VAL}.temperature=1.0"
     if reward_model.enable and reward_model.model_path is None:
-        yield ConfigProblem.at(
-            "reward.reward_model.enable",
-            "true requires a model; set reward.reward_model.model_path=my-org/reward-model",
-            "reward.reward_model.model_path",
+        yield (
+            "reward.reward_model.enable: true requires a model; set reward.reward_model.model_path=my-org/reward-model"
         )
-    yield from find_run_conflicts(config)
+    yield from _find_run_conflicts(config)
     yield from _check_order(config)
     yield from _check_transports(config)
     yield from _check_warmups(config)
     yield from algorithm_validation.find_conflicts(config)
 
 
-def find_run_conflicts(config: Config | SftConfig) -> Iterator[ConfigProblem]:
+def _find_run_conflicts(config: Config | SftConfig) -> Iterator[str]:
     """Yield conflicts of the settings that every run has."""
     trainer = config.trainer
     section, checkpoint = get_checkpoint_settings(config)
     if saves_hf(config) and "model" not in checkpoint.save_contents:
-        yield ConfigProblem.at(
-            f"{section}.save_contents",
-            "trainer.save_hf and hf_model require the weights of the checkpoint; add model, or set "
-            "trainer.save_hf=False and remove hf_model",
-            "trainer.save_hf",
+        yield (
+            f"{section}.save_contents: trainer.save_hf and hf_model require the weights of the checkpoint; add model, "
+            "or set trainer.save_hf=False and remove hf_model"
         )
     for section, peft in list_adapters(config):
         if peft.peft_type == "lora" and peft.lora_rank == 0:
-            yield ConfigProblem.at(
-                f"{section}.lora_rank",
-                f"0 means no adapter, but peft_type=lora; set {section}.lora_rank=16",
-                f"{section}.peft_type",
-            )
+            yield f"{section}.lora_rank: 0 means no adapter, but peft_type=lora; set {section}.lora_rank=16"
         if peft.lora_rank > 0 and not peft.target_modules:
-            yield ConfigProblem.at(
-                f"{section}.target_modules",
-                f"names no module for the adapter; set {section}.target_modules=all-linear",
-                f"{section}.lora_rank",
-            )
+            yield f"{section}.target_modules: names no module for the adapter; set {section}.target_modules=all-linear"
     if trainer.test_freq > 0 and config.data.val_files is None:
-        yield ConfigProblem.at(
-            "trainer.test_freq",
-            f"{trainer.test_freq} requires validation data; set data.val_files=test.parquet",
-            "data.val_files",
-        )
+        yield f"trainer.test_freq: {trainer.test_freq} requires validation data; set data.val_files=test.parquet"
     if trainer.resume_mode == "path" and trainer.resume_from_path is None:
-        yield ConfigProblem.at(
-            "trainer.resume_mode",
-            f"path requires a checkpoint; set trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100",
-            "trainer.resume_from_path",
+        yield (
+            "trainer.resume_mode: path requires a checkpoint; set "
+            f"trainer.resume_from_path={trainer.checkpoint_dir}/global_step_100"
         )
 
 
-def _check_order(config: Config) -> Iterator[ConfigProblem]:
+def _check_order(config: Config) -> Iterator[str]:
     """Check the order of the training prompts and the weights of their files."""
     data = config.data
     files = 1 if isinstance(data.train_files, str) else len(data.train_files)
     weights = data.train_weights
     if weights is not None and len(weights) != files:
-        yield ConfigProblem.at(
-            "data.train_weights",
-            f"{len(weights)} weights for {files} entries of data.train_files; give one per entry; set "
-            f"data.train_weights=[{','.join(['1'] * files)}]",
-            "data.train_files",
+        yield (
+            f"data.train_weights: {len(weights)} weights for {files} entries of data.train_files; give one per entry; "
+            f"set data.train_weights=[{','.join(['1'] * files)}]"
         )
     elif weights is not None and min(weights) <= 0:
-        yield ConfigProblem.at(
-            "data.train_weights",
-            f"{min(weights):g} must be above 0; remove the file from data.train_files and set "
-            f"data.train_weights=[{','.join(f'{weight:g}' for weight in weights if weight > 0)}]",
+        yield (
+            f"data.train_weights: {min(weights):g} must be above 0; remove the file from data.train_files and set "
+            f"data.train_weights=[{','.join(f'{weight:g}' for weight in weights if weight > 0)}]"
         )
     for name in ("train_weights", "curriculum_key"):
         if data.sampler is not None and getattr(data, name) is not None:
-            yield ConfigProblem.at(
-                f"data.{name}",
-                f"data.sampler={data.sampler} decides the order; set data.{name}=null, or data.sampler=null",
-                "data.sampler",
+            yield (
+                f"data.{name}: data.sampler={data.sampler} decides the order; set data.{name}=null, or "
+                "data.sampler=null"
             )
     for name in ("sampler", "curriculum_key"):
         if data.streaming is True and getattr(data, name) is not None:
-            yield ConfigProblem.at(
-                f"data.{name}",
-                f"{getattr(data, name)} reads all rows before the first step, and data.streaming=true does not; set "
-                "data.streaming=false",
-                "data.streaming",
+            yield (
+                f"data.{name}: {getattr(data, name)} reads all rows before the first step, and data.streaming=true "
+                "does not; set data.streaming=false"
             )
 
 
-def _check_transports(config: Config) -> Iterator[ConfigProblem]:
+def _check_transports(config: Config) -> Iterator[str]:
     """Check that weights and adapters can reach the engines."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
     transport, max_rank = rollout.weight_transport, VLLM_LORA_RANKS[-1]
     is_direct = transport in ("nccl", "ipc")
     if is_direct and (config.trainer.device == "cpu" or rollout.name == "hf"):
-        reason, key = f"rollout.name=vllm, but rollout.name={rollout.name}", f"{ROLLOUT}.name"
+        reason = f"rollout.name=vllm, but rollout.name={rollout.name}"
         if config.trainer.device == "cpu":
-            reason, key = "accelerators, but trainer.device=cpu", "trainer.device"
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.weight_transport", f"{transport} requires {reason}; set {ROLLOUT}.weight_transport=host", key
-        )
+            reason = "accelerators, but trainer.device=cpu"
+        yield f"{ROLLOUT}.weight_transport: {transport} requires {reason}; set {ROLLOUT}.weight_transport=host"
     if rank == 0 or rollout.lora_transport != "adapter":
         return
-    for key, is_unfit, reason in (
-        (f"{ROLLOUT}.name", rollout.name == "hf", "rollout.name=hf loads full models"),
-        (f"{ROLLOUT}.weight_transport", is_direct, f"weight_transport={transport} sends full models"),
-        (f"{ACTOR}.peft.lora_rank", rank > max_rank, f"vLLM supports ranks up to {max_rank}"),
+    for is_unfit, reason in (
+        (rollout.name == "hf", "rollout.name=hf loads full models"),
+        (is_direct, f"weight_transport={transport} sends full models"),
+        (rank > max_rank, f"vLLM supports ranks up to {max_rank}"),
     ):
         if is_unfit:
-            yield ConfigProblem.at(
-                f"{ROLLOUT}.lora_transport",
-                f"adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged",
-                key,
-            )
+            yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
 
 
-def _check_warmups(config: Config) -> Iterator[ConfigProblem]:
+def _check_warmups(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
     updates = None if steps is None else count_optimizer_steps(config, count_policy_steps(config, steps))
     if updates != 0:  # 0: trainer.critic_warmup is too long, which is reported by itself
-        yield from check_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, steps, updates, _STEP_SIZES)
+        yield from _check_warmup(ACTOR, config.actor_rollout_ref.actor.optim, steps, updates)
     if uses_critic(config):
         updates = None if steps is None else count_critic_optimizer_steps(config, steps)
-        yield from check_warmup("critic.optim", config.critic.optim, steps, updates, _STEP_SIZES)
+        yield from _check_warmup("critic", config.critic.optim, steps, updates)
 
 
-def check_warmup(
-    section: str, optim: OptimConfig, steps: int | None, updates: int | None, sizes: tuple[str, ...] = ()
-) -> Iterator[ConfigProblem]:
-    """Check that the warm-up ends within the run, and before its last step if the learning rate decays after it.
-
-    Args:
-        section: The key of the optimizer's settings.
-        optim: Those settings.
-        steps: Steps of the run, if known.
-        updates: Optimizer steps of the run, if known.
-        sizes: The settings that determine `updates`.
-    """
+def _check_warmup(model: str, optim: OptimConfig, steps: int | None, updates: int | None) -> Iterator[str]:
+    """Check that the warm-up ends within the run, and before its last step if the learning rate decays after it."""
+    section = f"{model}.optim" if model else "optim"
+    how = f" (data.train_batch_size, {model}.ppo_mini_batch_size, {model}.ppo_epochs)" if model else ""
     warmup, ratio, schedule = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type
-    depends_on = (f"{section}.lr_scheduler_type", "trainer.total_training_steps", *sizes)
     if warmup is not None:
         longest = warmup if updates is None else updates - (schedule != "constant")
         if warmup > longest:
-            yield ConfigProblem.at(
-                f"{section}.lr_warmup_steps",
-                f"{warmup} must be at most {longest} with lr_scheduler_type={schedule}: "
-                f"trainer.total_training_steps={steps} means {updates} optimizer steps; "
-                f"set {section}.lr_warmup_steps={longest}",
-                *depends_on,
+            yield (
+                f"{section}.lr_warmup_steps: {warmup} must be at most {longest} with lr_scheduler_type={schedule}: "
+                f"trainer.total_training_steps={steps} means {updates} optimizer steps{how}; set "
+                f"{section}.lr_warmup_steps={longest}"
             )
     elif schedule != "constant" and (ratio == 1 if updates is None else round(ratio * updates) >= updates):
-        yield ConfigProblem.at(
-            f"{section}.lr_warmup_steps_ratio",
-            f"{ratio} leaves no optimizer step for lr_scheduler_type={schedule}; "
-            f"set {section}.lr_warmup_steps_ratio=0.1",
-            *depends_on,
+        yield (
+            f"{section}.lr_warmup_steps_ratio: {ratio} leaves no optimizer step for lr_scheduler_type={schedule}; set "
+            f"{section}.lr_warmup_steps_ratio=0.1"
         )
 
 
 # --- hints
 
 
-def find_generation_hints(config: Config) -> Iterator[ConfigProblem]:
+def find_generation_hints(config: Config) -> Iterator[str]:
     """Yield probable mistakes of a run that only generates responses."""
     rollout = config.actor_rollout_ref.rollout
     yield from _check_temperature(config)
     if rollout.temperature == 0 and rollout.n > 1:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.n",
-            f"{rollout.n} greedy responses to a prompt are all equal; set {ROLLOUT}.n=1, or {ROLLOUT}.temperature=1.0",
-            f"{ROLLOUT}.temperature",
+        yield (
+            f"{ROLLOUT}.n: {rollout.n} greedy responses to a prompt are all equal; set {ROLLOUT}.n=1, or "
+            f"{ROLLOUT}.temperature=1.0"
         )
 
 
-def find_hints(config: Config) -> Iterator[ConfigProblem]:
+def find_hints(config: Config) -> Iterator[str]:
     """Yield settings that work but are probably a mistake, and settings without effect."""
     data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     yield from _check_temperature(config)
     val = rollout.val_kwargs
     if val.n > 1 and (val.temperature == 0 or val.do_sample is False):
-        yield ConfigProblem.at(
-            f"{_VAL}.n",
-            f"{val.n} greedy responses are all equal; set {_VAL}.temperature=1.0 or {_VAL}.n=1",
-            *(f"{_VAL}.temperature", f"{_VAL}.do_sample"),
-        )
+        yield f"{_VAL}.n: {val.n} greedy responses are all equal; set {_VAL}.temperature=1.0 or {_VAL}.n=1"
     if data.streaming and not data.filter_overlong_prompts and data.truncation == "error":
-        yield ConfigProblem.at(
-            "data.streaming",
-            "a prompt longer than data.max_prompt_length stops the run when it is read; set "
-            "data.filter_overlong_prompts=true to leave out such prompts",
-            *("data.filter_overlong_prompts", "data.truncation"),
+        yield (
+            "data.streaming: a prompt longer than data.max_prompt_length stops the run when it is read; set "
+            "data.filter_overlong_prompts=true to leave out such prompts"
         )
     yield from _check_batch_sizes(config, ACTOR, get_actor_batch_sizes(config))
     if uses_critic(config):
         yield from _check_batch_sizes(config, "critic", get_critic_batch_sizes(config))
     low, high = actor.clip_range
     if low > high and find_unmet_condition(config, f"{ACTOR}.clip_ratio_low") is None:
-        yield ConfigProblem.at(
-            f"{ACTOR}.clip_ratio_low",
-            f"{low} is above clip_ratio_high={high}; usually the upper range is wider",
-            *(f"{ACTOR}.clip_ratio", f"{ACTOR}.clip_ratio_high"),
-        )
+        yield f"{ACTOR}.clip_ratio_low: {low} is above clip_ratio_high={high}; usually the upper range is wider"
     for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
         if cut:
-            yield ConfigProblem.at(
-                f"{ROLLOUT}.{name}",
-                f"with {getattr(rollout, name)} the engine's log-probs are those of the truncated distribution and the "
-                "trainer's those of the full one, so training/rollout_probs_diff_mean is large by construction; to "
-                f"compare them, set {ROLLOUT}.{name}={full}",
+            yield (
+                f"{ROLLOUT}.{name}: with {getattr(rollout, name)} the engine's log-probs are those of the truncated "
+                "distribution and the trainer's those of the full one, so training/rollout_probs_diff_mean is large "
+                f"by construction; to compare them, set {ROLLOUT}.{name}={full}"
             )
     if config.reward.reward_manager.name == "dapo":
-        yield ConfigProblem.at(
-            "reward.reward_manager.name",
-            "dapo scores exactly as naive does; set reward.overlong_buffer.enable=true for overlong reward shaping and "
-            "algorithm.filter_groups.enable=true for dynamic sampling",
+        yield (
+            "reward.reward_manager.name: dapo scores exactly as naive does; set reward.overlong_buffer.enable=true "
+            "for overlong reward shaping and algorithm.filter_groups.enable=true for dynamic sampling"
         )
     yield from algorithm_validation.find_hints(config)
     yield from find_ignored_settings(config)
 
 
-def _check_temperature(config: Config) -> Iterator[ConfigProblem]:
+def _check_temperature(config: Config) -> Iterator[str]:
     temperature = config.actor_rollout_ref.rollout.temperature
     if temperature > 1.5:
-        yield ConfigProblem.at(
-            f"{ROLLOUT}.temperature", f"{temperature} is mostly noise above 1.5; set {ROLLOUT}.temperature=1.0"
-        )
+        yield f"{ROLLOUT}.temperature: {temperature} is mostly noise above 1.5; set {ROLLOUT}.temperature=1.0"
 
 
-def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Iterator[ConfigProblem]:
+def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Iterator[str]:
     """Check mini-batches and micro-batches against the batch, the ranks and the longest sequence."""
     batch, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, count_train_ranks(config)
     longest, mini, tokens = get_max_sequence_tokens(config), sizes.mini_batch, sizes.micro_batch_tokens
     mini_key, tokens_key = f"{section}.ppo_mini_batch_size", f"{section}.ppo_max_token_len_per_gpu"
     if get_value(config, mini_key) is not None:  # null: the actor's, which is checked
         if mini > batch:
-            yield ConfigProblem.at(
-                mini_key,
-                f"{mini} prompts is more than data.train_batch_size={batch}, so each step is one mini-batch; "
-                f"set {mini_key}={batch}",
-                "data.train_batch_size",
+            yield (
+                f"{mini_key}: {mini} prompts is more than data.train_batch_size={batch}, so each step is one "
+                f"mini-batch; set {mini_key}={batch}"
             )
         elif batch % mini:
-            yield ConfigProblem.at(
-                mini_key,
-                f"{mini} does not divide data.train_batch_size={batch}: the last mini-batch of a step has "
-                f"{batch % mini} prompts",
-                "data.train_batch_size",
+            yield (
+                f"{mini_key}: {mini} does not divide data.train_batch_size={batch}: the last mini-batch of a step has "
+                f"{batch % mini} prompts"
             )
         if min(mini, batch) * n < ranks:
-            yield ConfigProblem.at(
-                mini_key,
-                f"a mini-batch of {min(mini, batch) * n} samples leaves some of the {ranks} train ranks idle",
-                *(f"{ROLLOUT}.n", "data.train_batch_size", "trainer.n_gpus_per_node"),
+            yield (
+                f"{mini_key}: a mini-batch of {min(mini, batch) * n} samples leaves some of the {ranks} train ranks "
+                "idle"
             )
     if get_value(config, tokens_key) is not None and tokens is not None and tokens < longest:
-        yield ConfigProblem.at(
-            tokens_key,
-            f"{tokens} is less than the longest sequence ({longest} tokens), which will exceed it; "
-            f"set {tokens_key}={longest}",
-            *("data.max_prompt_length", "data.max_response_length"),
+        yield (
+            f"{tokens_key}: {tokens} is less than the longest sequence ({longest} tokens), which will exceed it; set "
+            f"{tokens_key}={longest}"
         )
+
+
+# --- supervised training
+
+
+def find_sft_conflicts(config: SftConfig) -> Iterator[str]:
+    """Yield settings of supervised training that cannot work together."""
+    steps = config.trainer.total_training_steps
+    yield from _find_run_conflicts(config)
+    yield from _check_warmup("", config.optim, steps, steps)
+
+
+def find_sft_hints(config: SftConfig) -> Iterator[str]:
+    """Yield settings of supervised training that work but are probably a mistake, and settings without effect."""
+    data, ranks = config.data, count_train_ranks(config)
+    if data.train_batch_size < ranks:
+        yield (
+            f"data.train_batch_size: {data.train_batch_size} examples leave some of the {ranks} train ranks idle; set "
+            f"data.train_batch_size={ranks} or more"
+        )
+    if data.packing and data.max_token_len_per_gpu < data.max_length:
+        yield (
+            f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}, "
+            f"so longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}"
+        )
+    yield from find_ignored_settings(config)

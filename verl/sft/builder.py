@@ -11,7 +11,7 @@ from functools import partial
 from verl.config.batch_sizes import count_total_steps, count_train_ranks
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
-from verl.config.sft_validation import find_hints
+from verl.config.validation import find_sft_hints
 from verl.data.plan import MicroBatchLimit
 from verl.data.samplers import PromptStream
 from verl.sft.batches import split_batch
@@ -47,7 +47,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
         model = self.spawn_train_workers(SFTWorkerGroup, share=1.0)
         data = await self.load_data()
         schedule = build_schedule(self.config, data)
-        self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_hints)])
+        self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_sft_hints)])
         await self.start_train_workers(model, schedule)
         stream = PromptStream(data.order)
         version = await self.resume(model, stream, schedule)

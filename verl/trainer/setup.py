@@ -17,7 +17,6 @@ from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks
-from verl.config.problems import ConfigProblem
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError
@@ -120,11 +119,10 @@ def with_changes(section: S, changes: Mapping[str, Any]) -> S:
     return section.model_copy(update=update)
 
 
-def device_hints(config: C, device: str, hints: Callable[[C], Iterable[ConfigProblem]]) -> list[str]:
+def device_hints(config: C, device: str, hints: Callable[[C], Iterable[str]]) -> list[str]:
     """Return the hints that depend on what trainer.device=auto turned out to be."""
-    known = {hint.text for hint in hints(config)}
-    now = hints(with_changes(config, {"trainer": {"device": device}}))
-    return [hint.text for hint in now if hint.text not in known]
+    known = set(hints(config))
+    return [hint for hint in hints(with_changes(config, {"trainer": {"device": device}})) if hint not in known]
 
 
 def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:

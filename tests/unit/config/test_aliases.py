@@ -8,8 +8,7 @@ import pytest
 import yaml
 
 from verl.config.load import load, load_dict
-from verl.config.paths import get_path
-from verl.config.problems import get_value
+from verl.config.paths import get_path, get_value
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -148,12 +147,12 @@ def test_the_lora_snippet_loads() -> None:
     [
         (
             "rollout: {multi_turn: {enable: true, max_turns: 5, tool_server: 'http://tool-server:8080'}}",
-            {"actor_rollout_ref.rollout.multi_turn"},
+            {f"actor_rollout_ref.rollout.multi_turn.{name}" for name in ("enable", "max_turns", "tool_server")},
         ),
         ("rollout: {dtype: fp8}", {"actor_rollout_ref.rollout.dtype"}),
         ("rollout: {tensor_model_parallel_size: 4}", {"actor_rollout_ref.rollout.tensor_model_parallel_size"}),
         ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
-        ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus"}),
+        ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus.enable"}),
         (
             "reward: {reward_model: {enable: True, model_path: ~/models/rm, rollout: {name: vllm, "
             "tensor_model_parallel_size: 2, gpu_memory_utilization: 0.5}}}",
@@ -162,7 +161,11 @@ def test_the_lora_snippet_loads() -> None:
         (
             "actor_rollout_ref: {actor: {strategy: megatron, megatron: {tensor_model_parallel_size: 4, "
             "pipeline_model_parallel_size: 2}}}",
-            {"actor_rollout_ref.actor.strategy", "actor_rollout_ref.actor.megatron"},
+            {
+                "actor_rollout_ref.actor.strategy",
+                "actor_rollout_ref.actor.megatron.tensor_model_parallel_size",
+                "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size",
+            },
         ),
         ("trainer: {max_staleness: 1}", {"trainer.max_staleness"}),
         ("critic: {strategy: megatron}", {"critic.strategy"}),
@@ -207,7 +210,7 @@ def test_aliases_are_accepted_with_a_hint(override: str, key: str, value: object
     ["actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2", "actor.megatron.tensor_model_parallel_size=2"],
 )
 def test_an_alias_of_what_is_not_supported_is_refused_under_its_canonical_name(override: str) -> None:
-    assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron"}
+    assert find_unsupported("", override) == {"actor_rollout_ref.actor.megatron.tensor_model_parallel_size"}
 
 
 @pytest.mark.parametrize(

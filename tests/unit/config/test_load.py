@@ -242,9 +242,27 @@ def test_every_suggested_override_fixes_its_problem() -> None:
     one(*fixes)
 
 
-def test_a_wrong_value_does_not_cause_further_problems() -> None:
-    [problem] = problems("data.max_prompt_length=-5", "actor_rollout_ref.rollout.max_model_len=600")
-    assert problem.startswith("data.max_prompt_length")
+@pytest.mark.parametrize(
+    ("wrong", "others"),
+    [
+        ("data.max_prompt_length=-5", ["actor_rollout_ref.rollout.max_model_len=600"]),
+        ("data.max_response_length=x", ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2000"]),
+        (
+            "actor_rollout_ref.actor.ppo_epochs=0",
+            ["trainer.total_training_steps=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=60"],
+        ),
+        (
+            "actor_rollout_ref.actor.policy_loss.clip_cov_ub=x",
+            [
+                "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+                "actor_rollout_ref.actor.policy_loss.clip_cov_lb=7",
+            ],
+        ),
+    ],
+)
+def test_a_wrong_value_does_not_cause_further_problems(wrong: str, others: list[str]) -> None:
+    [problem] = problems(wrong, *others)
+    assert problem.startswith(wrong.partition("=")[0])
 
 
 def test_required_settings_are_asked_for_unless_one_only_looks() -> None:

@@ -92,8 +92,6 @@ class Setting:
     planned: bool | tuple[Any, ...]
     required: bool
     section: type[Section] | None
-    planned_parent: str | None
-    """The key of the parent section that is not supported yet, if any."""
     only_if: tuple[OnlyIf, ...]
     """Conditions of its sections, outermost first, then its own; with absolute keys."""
 
@@ -127,25 +125,21 @@ class Setting:
 @cache
 def collect_settings(root: type[Section]) -> dict[str, Setting]:
     """Return every section and setting below `root` by its dotted key, in the order of declaration."""
-    return {setting.key: setting for setting in _walk(root, (), None, ())}
+    return {setting.key: setting for setting in _walk(root)}
 
 
-def _walk(
-    kind: type[Section], parents: tuple[str, ...], planned_parent: str | None, inherited: tuple[OnlyIf, ...]
-) -> Iterator[Setting]:
+def _walk(kind: type[Section], parent: Setting | None = None) -> Iterator[Setting]:
     for name, field in kind.model_fields.items():
-        setting = _read(field, (*parents, name), planned_parent, inherited)
+        setting = _read(name, field, parent)
         yield setting
         if setting.section is not None:
-            planned = planned_parent or (setting.key if setting.planned else None)
-            yield from _walk(setting.section, setting.path, planned, setting.only_if)
+            yield from _walk(setting.section, setting)
 
 
-def _read(
-    field: FieldInfo, path: tuple[str, ...], planned_parent: str | None, inherited: tuple[OnlyIf, ...]
-) -> Setting:
+def _read(name: str, field: FieldInfo, parent: Setting | None) -> Setting:
     marks: Any = field.json_schema_extra
-    key, parent, kind = ".".join(path), ".".join(path[:-1]), field.annotation
+    path, kind = (*parent.path, name) if parent else (name,), field.annotation
+    key = ".".join(path)
     assert isinstance(marks, dict), f"{key} must be declared with setting() or section()"
     return Setting(
         path=path,
@@ -153,13 +147,12 @@ def _read(
         default=field.get_default(call_default_factory=True),
         doc=field.description or "",
         unit=marks["unit"],
-        planned=marks["planned"],
+        planned=marks["planned"] or (parent is not None and parent.planned),
         required=marks["required"],
         section=kind if isinstance(kind, type) and issubclass(kind, Section) else None,
-        planned_parent=planned_parent,
         only_if=(
-            *(condition for condition in inherited if key not in condition.keys),
-            *(condition.resolve(parent) for condition in marks["only_if"]),
+            *(condition for condition in (parent.only_if if parent else ()) if key not in condition.keys),
+            *(condition.resolve(".".join(path[:-1])) for condition in marks["only_if"]),
         ),
     )
 

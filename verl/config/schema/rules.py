@@ -9,8 +9,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+ACTOR = "actor_rollout_ref.actor"
+ROLLOUT = "actor_rollout_ref.rollout"
+REF = "actor_rollout_ref.ref"
 ESTIMATOR = "algorithm.adv_estimator"
-LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +70,5 @@ HAS_CRITIC = OnlyIf(
     f"only {ESTIMATOR}=gae trains a critic, or your own estimator with critic.enable=true",
 )
 HAS_DEVICE_MEMORY = unless("trainer.device", "cpu", reason="on CPU (trainer.device) everything is in host memory")
-BY_TOKENS = needs("actor_rollout_ref.actor.use_dynamic_bsz")
-BY_SAMPLES = unless("actor_rollout_ref.actor.use_dynamic_bsz", True)
+BY_TOKENS = needs(f"{ACTOR}.use_dynamic_bsz")
+BY_SAMPLES = unless(f"{ACTOR}.use_dynamic_bsz", True)
