@@ -33,9 +33,9 @@ from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from verl.data.plan import MicroBatchLimit
-from verl.sft.batches import split_batch
 from verl.sft.examples import Example
 from verl.sft.model import SFTModel
+from verl.sft.trainer import split_batch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.process_group import init_process_group
 

@@ -12,7 +12,7 @@ import pytest
 from tiny import chat_tokenizer
 
 from verl.config.load import load_sft
-from verl.sft.batches import ExampleDataset
+from verl.sft.data import ExampleDataset
 from verl.sft.examples import ExampleReader
 
 pytestmark = pytest.mark.unit

@@ -27,7 +27,7 @@ from verl.data.inspection import DataInspector, InspectionReport, RowPreview
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from verl.sft.batches import ExampleDataset
+    from verl.sft.data import ExampleDataset
     from verl.sft.examples import Example
 
 HELP = f"""\

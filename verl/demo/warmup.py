@@ -6,11 +6,9 @@ steps are those of `verl sft`, until greedy responses to held-out problems reach
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -18,14 +16,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from verl.data.plan import MicroBatchLimit
-from verl.data.samplers import CustomSampler
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import RESPONSE_LENGTH, Assets
 from verl.errors import EngineError
-from verl.sft.batches import split_batch
-from verl.sft.data import SFTDataLoader
 from verl.sft.examples import pair_example
 from verl.sft.model import SFTModel
+from verl.sft.trainer import split_batch
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.process_group import close_process_group, init_process_group
 
@@ -51,41 +47,35 @@ def warm_up(
     torch.set_num_threads(threads)
     init_process_group(0, 1, "127.0.0.1", 0)
     try:
-        return asyncio.run(_warm_up(Assets(Path(folder)), target, max_steps, seed))
+        return _warm_up(Assets(Path(folder)), target, max_steps, seed)
     finally:
         close_process_group()
 
 
-async def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
+def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
     start = time.perf_counter()
     path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
     problems, test = read_problems(assets.train), encode(tokenizer, read_problems(assets.test))
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
-    split = partial(split_batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
-    order = CustomSampler(partial(_draw, max_steps * _BATCH), "the demo's", len(examples), seed, lambda name: [])
-    feed = SFTDataLoader(examples, order, _BATCH, split)
+    # Rows are drawn independently, so that stopping at any step has seen all problems equally often.
+    rows = torch.randint(len(examples), (max_steps, _BATCH), generator=torch.Generator().manual_seed(seed)).tolist()
     settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
     model = SFTModel(FsdpEngine(settings))
     copy = AutoModelForCausalLM.from_pretrained(path)
     loss, step = float("inf"), 0
     for step in range(1, max_steps + 1):
-        [rank_batch] = (await feed.take(step - 1)).rank_batches
+        batch = [examples[row] for row in rows[step - 1]]
+        [rank_batch] = split_batch(batch, ranks=1, limit=MicroBatchLimit(samples=_BATCH, tokens=None))
         step_loss = model.update(rank_batch)["train/loss"]
         loss = step_loss if step == 1 else 0.8 * loss + 0.2 * step_loss
         if step % _MEASURE_EVERY == 0 and loss < _MEASURE_BELOW_LOSS:
             _copy_weights(model.engine.weights(), copy)
             if measure_accuracy(copy, test[:_MEASURED_PROBLEMS]) >= target:
                 break
-    feed.close()
     _copy_weights(model.engine.weights(), copy)
     write_weights(assets.model, model.engine.weights())
     return WarmUp(measure_accuracy(copy, test), step, time.perf_counter() - start)
-
-
-def _draw(count: int, epoch: int, seed: int, rows: int, column: object) -> Sequence[int]:
-    """Return rows drawn independently, so that stopping at any step has seen all problems equally often."""
-    return torch.randint(rows, (count,), generator=torch.Generator().manual_seed(seed + epoch)).tolist()
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, problems: Sequence[tuple[str, str]]) -> Tensor:

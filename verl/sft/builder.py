@@ -14,9 +14,8 @@ from verl.config.schema import SftConfig
 from verl.config.validation import find_sft_hints
 from verl.data.plan import MicroBatchLimit
 from verl.data.samplers import PromptStream
-from verl.sft.batches import split_batch
-from verl.sft.data import SFTData, SFTDataLoader, ValidationLoader, check_sft_files, read_sft_data
-from verl.sft.trainer import SFTTrainer
+from verl.sft.data import SFTData, check_sft_files, read_sft_data
+from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
@@ -54,8 +53,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
         split = partial(split_batch, ranks=count_train_ranks(self.config), limit=_micro_batch_limit(self.config))
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
-        validation = None if data.val is None else ValidationLoader(data.val, schedule.batch, split)
-        return self.build_loop(SFTTrainer(loader, model, validation), model, schedule, version)
+        return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
 
     async def load_data(self) -> SFTData:
         with timer(self.times, "start_data"):

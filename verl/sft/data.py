@@ -1,17 +1,22 @@
-"""The data of an SFT run: read and checked once, then loaded batch by batch, one step ahead of training."""
+"""The data of an SFT run: files of examples, read and checked once before training."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+import hashlib
 from dataclasses import dataclass
-from typing import Any, Protocol
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
 
 from verl.config.schema import SftConfig
+from verl.data.chat import PromptError
+from verl.data.dataset import DataReport
+from verl.data.files import ColumnChunk, Files, FileSet, to_python
+from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
-from verl.data.validate import find_data_warnings, find_file_problems
+from verl.data.validate import describe_missing_column, find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
-from verl.sft.batches import ExampleDataset, RankBatch
 from verl.sft.examples import Example, ExampleReader, find_missing_header
 from verl.trainer.preflight import find_model_problems, raise_problems
 from verl.trainer.run_data import (
@@ -23,15 +28,100 @@ from verl.trainer.run_data import (
 )
 from verl.training.families import family_note
 
-SplitBatch = Callable[[Sequence[Example]], list[RankBatch]]
-"""A batch -> the part of every rank."""
+MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
 
-class Examples(Protocol):
-    """An `ExampleDataset`, or a list."""
+class ExampleDataset(FileSet):
+    """The examples of one or several Parquet or JSONL files; `dataset[row]` is an `Example`.
 
-    def __len__(self) -> int: ...
-    def __getitem__(self, row: int, /) -> Example: ...
+    All are read once at start, so that a bad row is found before training. `lengths [N]` counts the tokens of each.
+    Examples longer than `max_length` are an error (`truncation="error"`) or truncated on one side.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        reader: ExampleReader,
+        *,
+        max_length: int,
+        truncation: str = "error",
+        max_samples: int = -1,
+        num_workers: int | None = 0,
+        cache_dir: Path | None = None,
+    ) -> None:
+        super().__init__(files)
+        self._reader, self._limit, self._truncation = reader, max_length, truncation
+        self.tokenizer = reader.tokenizer
+        for file in self.files:
+            for setting, column in reader.keys.items():
+                if problem := describe_missing_column(file, column, setting, reader.keys):
+                    raise DataError(problem)
+        rows = self.count_rows(max_samples)
+        lengths, from_cache = measure_lengths(
+            self.files,
+            rows,
+            tuple(reader.keys.values()),
+            _ExampleLengths(reader),
+            processes=num_workers,
+            folder=cache_dir,
+        )
+        long = np.flatnonzero(lengths > max_length)
+        if len(long) and truncation == "error":
+            raise DataError(self._explain_too_long(int(long[0]), int(lengths[long[0]]), len(long), int(lengths.max())))
+        self.lengths = np.minimum(lengths, max_length)
+        self.report = DataReport(self.name, rows, 0, len(long), rows, max_length, from_cache)
+        self._long = long
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, row: int) -> Example:
+        file, local = self.locate(row)
+        try:
+            return self._reader(file.row(local)).truncate(self._limit, self._truncation)
+        except DataError as error:
+            raise DataError(f"{file.location(local)}: {error}") from None
+
+    def truncation_warnings(self) -> list[str]:
+        """Warn of truncated examples that have no trained token left."""
+        checked = self._long[:MAX_CHECKED].tolist()
+        empty = [row for row in checked if not self[row].mask.any()]
+        if not empty:
+            return []
+        return [
+            f"{self.name}: {len(empty):,} of {len(checked):,} truncated examples have no token left to train on "
+            f"(the first: {self.location(empty[0])}): what precedes the response fills data.max_length={self._limit}. "
+            "Increase it, set data.truncation=left, or remove such rows"
+        ]
+
+    def _explain_too_long(self, row: int, length: int, count: int, longest: int) -> str:
+        others = f"; {count - 1} more are too long (the longest: {longest})" if count > 1 else ""
+        return (
+            f"{self.location(row)}: the example has {length} tokens, more than data.max_length={self._limit}"
+            f"{others}. Set data.max_length={longest}, or data.truncation=right or left"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _ExampleLengths:
+    """Counts the tokens of examples."""
+
+    reader: ExampleReader
+
+    def __call__(self, chunk: ColumnChunk) -> npt.NDArray[np.int32]:
+        lengths = []
+        for index, row in enumerate(to_python(chunk)):
+            try:
+                lengths.append(len(self.reader(row).tokens))
+            except DataError as error:
+                raise PromptError(index, str(error)) from None
+        return np.array(lengths, np.int32)
+
+    def fingerprint(self) -> str | None:
+        reader = self.reader
+        template = TokenCounter(reader.tokenizer, reader.template_kwargs or {}).fingerprint()
+        parts = f"{template} {reader.stops} {reader.keys}"
+        return None if template is None else hashlib.sha256(parts.encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,76 +191,3 @@ def read_sft_data(config: SftConfig) -> SFTData:
     seed = config.trainer.seed if data.seed is None else data.seed
     order = ShuffledSampler(len(train), seed) if data.shuffle else SequentialSampler(len(train))
     return SFTData(train, order, datasets.get("val"), notes)
-
-
-@dataclass(frozen=True, slots=True)
-class StepBatch:
-    """The batches of all ranks, and metrics of them."""
-
-    rank_batches: list[RankBatch]
-    metrics: dict[str, float]
-
-
-class SFTDataLoader:
-    """Loads the batch of each step, a function of the step alone; the next one is prepared during training.
-
-    `start` is the position in the order at which the step after `version` begins.
-    """
-
-    def __init__(
-        self, dataset: Examples, order: Sampler, batch: int, split: SplitBatch, *, start: int = 0, version: int = 0
-    ) -> None:
-        self._dataset, self._order, self._batch, self._split = dataset, order, batch, split
-        self._start, self._version = start, version
-        self._ahead: tuple[int, asyncio.Task[StepBatch]] | None = None
-
-    def position(self, version: int) -> int:
-        """Return the position in the order at which the step after `version` begins."""
-        return self._start + (version - self._version) * self._batch
-
-    def state(self, version: int) -> dict[str, Any]:
-        """Return the position after `version` and the identity of the order, for a checkpoint."""
-        return {"position": self.position(version), **self._order.identity()}
-
-    async def take(self, version: int) -> StepBatch:
-        """Return the batch of the step after `version` and start to prepare the next one."""
-        ready = self._begin(version) if self._ahead is None or self._ahead[0] != version else self._ahead[1]
-        batch = await ready
-        self._ahead = version + 1, self._begin(version + 1)
-        return batch
-
-    def close(self) -> None:
-        """Cancel the preparation of the next batch."""
-        if self._ahead is not None:
-            self._ahead[1].cancel()
-
-    def _begin(self, version: int) -> asyncio.Task[StepBatch]:
-        return asyncio.create_task(asyncio.to_thread(self._make, version))
-
-    def _make(self, version: int) -> StepBatch:
-        first = self.position(version)
-        rows = [self._order.row(position) for position in range(first, first + self._batch)]
-        rank_batches = self._split([self._dataset[row] for row in rows])
-        tokens = [len(batch.tokens) for batch in rank_batches]
-        metrics = {
-            "plan/samples": len(rows),
-            "plan/tokens": sum(tokens),
-            "plan/trained_tokens": sum(int(batch.mask.sum()) for batch in rank_batches),
-            "plan/imbalance": max(tokens) * len(tokens) / max(sum(tokens), 1),
-            "plan/micro_batches": len(rank_batches[0].ends),
-        }
-        return StepBatch(rank_batches, {name: float(value) for name, value in metrics.items()})
-
-
-class ValidationLoader:
-    """Loads the validation examples batch by batch, always in the same order."""
-
-    def __init__(self, dataset: Examples, batch: int, split: SplitBatch) -> None:
-        self._dataset, self._batch, self._split = dataset, batch, split
-
-    async def batches(self) -> AsyncIterator[list[RankBatch]]:
-        for first in range(0, len(self._dataset), self._batch):
-            yield await asyncio.to_thread(self._make, range(first, min(first + self._batch, len(self._dataset))))
-
-    def _make(self, rows: range) -> list[RankBatch]:
-        return self._split([self._dataset[row] for row in rows])

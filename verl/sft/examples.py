@@ -52,6 +52,10 @@ class Example:
         return _example(self.tokens[kept], self.mask[kept])
 
 
+RankBatch = list[list[Example]]
+"""The micro-batches of one rank in one step."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExampleReader:
     """Converts a row of a data file to an `Example`. Columns are named as in the settings of `data`.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from itertools import pairwise
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput, sft
 from verl.data.flat_batch import FlatBatch
-from verl.sft.batches import RankBatch
+from verl.sft.examples import Example, RankBatch
 from verl.training.engine import TrainEngine, select_contents
 
 
@@ -24,14 +24,14 @@ class SFTModel:
 
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
         """Do one optimizer step; `train/loss` is the loss of the batch before it."""
-        return self.engine.update(_micro_batches(rank_batch), sft)
+        return self.engine.update([*map(flatten, rank_batch)], sft)
 
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
         """Return the sum of the losses of all trained tokens over all ranks, and their count."""
-        batches = _micro_batches(rank_batch)
+        batches = [*map(flatten, rank_batch)]
         outputs = self.engine.forward(batches)
         sums = [float(_masked(output.logprobs, batch)) for output, batch in zip(outputs, batches, strict=True)]
-        mine = torch.tensor([[-sum(sums), float(rank_batch.mask.sum())]], dtype=torch.float64)
+        mine = torch.tensor([[-sum(sums), float(sum(batch.mask.sum() for batch in batches))]], dtype=torch.float64)
         total, tokens = self.engine.gather(mine).sum(0).tolist()
         return total, tokens
 
@@ -48,12 +48,8 @@ def _masked(logprobs: Tensor, batch: FlatBatch) -> Tensor:
     return torch.where(batch.mask, logprobs, 0.0).double().sum()
 
 
-def _micro_batches(rank_batch: RankBatch) -> list[FlatBatch]:
-    offsets, bounds = torch.from_numpy(rank_batch.offsets), [0, *rank_batch.ends.tolist()]
-    tokens, mask = torch.from_numpy(rank_batch.tokens).long(), torch.from_numpy(rank_batch.mask)
-    batches = []
-    for first, last in pairwise(bounds):
-        inside = offsets[first : last + 1]
-        part = slice(int(inside[0]), int(inside[-1]))
-        batches.append(FlatBatch(tokens[part], inside - inside[0], mask[part]))
-    return batches
+def flatten(examples: Sequence[Example]) -> FlatBatch:
+    tokens = np.concatenate([np.empty(0, np.int64), *(example.tokens for example in examples)])
+    mask = np.concatenate([np.empty(0, np.bool_), *(example.mask for example in examples)])
+    offsets = np.cumsum([0, *(len(example.tokens) for example in examples)], dtype=np.int64)
+    return FlatBatch(torch.from_numpy(tokens), torch.from_numpy(offsets), torch.from_numpy(mask))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from verl.sft.batches import RankBatch
+from verl.sft.examples import RankBatch
 from verl.tracking.metrics import resident_gib
 from verl.workers.train import BaseTrainWorker, RankGroup, RankSettings, explain_out_of_memory
 

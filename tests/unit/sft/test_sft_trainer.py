@@ -16,10 +16,8 @@ import rich.console
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.plan import MicroBatchLimit
 from verl.data.samplers import SequentialSampler, ShuffledSampler
-from verl.sft.batches import RankBatch, split_batch
-from verl.sft.data import SFTDataLoader, ValidationLoader
-from verl.sft.examples import Example
-from verl.sft.trainer import SFTTrainer
+from verl.sft.examples import Example, RankBatch
+from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.restarts import RestartTracker
@@ -32,6 +30,10 @@ ROWS = [Example(np.full(length, row, np.int32), np.arange(length) > 0) for row, 
 CUT = partial(split_batch, ranks=2, limit=MicroBatchLimit(samples=2, tokens=None))
 
 
+def examples_of(parts: Sequence[RankBatch]) -> list[Example]:
+    return [example for part in parts for micro_batch in part for example in micro_batch]
+
+
 class FakeModel:
     """Remembers what it was trained on; the loss of a token is its row."""
 
@@ -40,7 +42,7 @@ class FakeModel:
         self.saved_at: list[Mapping[str, Any]] = []
 
     async def update(self, parts: Sequence[RankBatch]) -> dict[str, float]:
-        rows = [int(part.tokens[start]) for part in parts for start in part.offsets[:-1]]
+        rows = [int(example.tokens[0]) for example in examples_of(parts)]
         self.trained.append(sorted(rows))
         return {
             "train/loss": 1.0,
@@ -49,7 +51,8 @@ class FakeModel:
         }
 
     async def loss(self, parts: Sequence[RankBatch]) -> tuple[float, float]:
-        return sum(float(part.tokens[part.mask].sum()) for part in parts), sum(float(part.mask.sum()) for part in parts)
+        masked = [example.tokens[example.mask] for example in examples_of(parts)]
+        return sum(float(tokens.sum()) for tokens in masked), sum(float(len(tokens)) for tokens in masked)
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         self.saved_at.append(trainer["data"])
@@ -74,7 +77,7 @@ def loop_of(
     loader: SFTDataLoader,
     schedule: LoopSchedule,
     version: int = 0,
-    validation: ValidationLoader | None = None,
+    validation: Sequence[Example] | None = None,
 ):
     out = io.StringIO()
     console = Console(out=rich.console.Console(file=out))
@@ -108,12 +111,11 @@ async def test_a_resumed_run_goes_on_at_its_position_also_with_another_batch_siz
 
 async def test_validation_is_the_mean_over_all_trained_tokens_before_in_between_and_at_the_end(tmp_path: Path) -> None:
     model = FakeModel()
-    validation = ValidationLoader(ROWS, 2, CUT)
     loader, schedule = (
-        SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
-        LoopSchedule(1, 3, validate_every=2, validate_last=True),
+        SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT),
+        LoopSchedule(2, 3, validate_every=2, validate_last=True),
     )
-    loop, log, _ = loop_of(tmp_path, model, loader, schedule, validation=validation)
+    loop, log, _ = loop_of(tmp_path, model, loader, schedule, validation=ROWS)
     await loop.fit()
     found = [(step, metrics["val/loss"]) for step, metrics in log.lines if "val/loss" in metrics]
     mean = sum(row * (len(example.tokens) - 1) for row, example in enumerate(ROWS)) / sum(
@@ -130,7 +132,7 @@ async def test_without_a_frequency_there_is_a_validation_at_the_end_alone(tmp_pa
         FakeModel(),
         SFTDataLoader(ROWS, SequentialSampler(5), 1, CUT),
         schedule,
-        validation=ValidationLoader(ROWS, 9, CUT),
+        validation=ROWS,
     )
     await loop.fit()
     assert [step for step, metrics in log.lines if "val/loss" in metrics] == [3]
@@ -162,6 +164,6 @@ async def test_a_step_that_moved_nothing_is_said(tmp_path: Path) -> None:
 async def test_a_feed_asked_out_of_turn_gives_the_batch_that_was_asked_for() -> None:
     loader = SFTDataLoader(ROWS, SequentialSampler(5), 2, CUT)
     first, third = await loader.take(0), await loader.take(2)
-    assert sorted({int(token) for share in first.rank_batches for token in share.tokens}) == [0, 1]
-    assert sorted({int(token) for share in third.rank_batches for token in share.tokens}) == [0, 4]
+    assert sorted({int(token) for example in examples_of(first.rank_batches) for token in example.tokens}) == [0, 1]
+    assert sorted({int(token) for example in examples_of(third.rank_batches) for token in example.tokens}) == [0, 4]
     loader.close()

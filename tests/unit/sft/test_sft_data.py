@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
@@ -17,8 +19,10 @@ from tiny import chat_tokenizer
 from verl.data.plan import MicroBatchLimit
 from verl.data.validate import find_file_problems
 from verl.errors import DataError
-from verl.sft.batches import ExampleDataset, RankBatch, split_batch
+from verl.sft.data import ExampleDataset
 from verl.sft.examples import Example, ExampleReader
+from verl.sft.model import flatten
+from verl.sft.trainer import split_batch
 
 pytestmark = pytest.mark.unit
 
@@ -124,25 +128,23 @@ def test_shares_hold_every_example_once_within_the_limit(
     ]
     parts = split_batch(examples, ranks, limit)
     assert len(parts) == ranks
-    assert len({len(part.ends) for part in parts}) == 1, "every rank has as many micro-batches as the others"
+    assert len({len(part) for part in parts}) == 1, "every rank has as many micro-batches as the others"
     seen: list[int] = []
-    for part in parts:
-        starts = [0, *part.ends[:-1]]
-        for first, last in zip(starts, part.ends, strict=True):
-            inside = part.offsets[first : last + 1]
-            size = int(inside[-1] - inside[0])
-            if limit.tokens is not None:
-                assert size <= limit.tokens or last - first == 1
-            else:
-                assert last - first <= limit.samples
-        for start, stop in zip(part.offsets[:-1], part.offsets[1:], strict=True):
-            [number] = set(part.tokens[start:stop].tolist())
-            assert stop - start == lengths[number]
-            assert part.mask[start:stop].tolist() == [False, *[True] * (lengths[number] - 1)]
-            seen.append(number)
+    for micro_batch in (micro_batch for part in parts for micro_batch in part):
+        flat = flatten(micro_batch)
+        if limit.tokens is not None:
+            assert flat.num_tokens <= limit.tokens or len(flat) == 1
+        else:
+            assert len(flat) <= limit.samples
+        for start, stop in pairwise(flat.offsets.tolist()):
+            [index] = set(flat.tokens[start:stop].tolist())
+            assert stop - start == lengths[index]
+            assert flat.mask[start:stop].tolist() == [False, *[True] * (lengths[index] - 1)]
+            seen.append(index)
     assert sorted(seen) == list(range(len(lengths)))
 
 
-def test_a_share_of_nothing_is_empty() -> None:
-    nothing = RankBatch.of([[], []])
-    assert (len(nothing.tokens), nothing.offsets.tolist(), nothing.ends.tolist()) == (0, [0], [0, 0])
+def test_a_micro_batch_without_examples_is_empty() -> None:
+    nothing = flatten([])
+    assert (nothing.tokens.tolist(), nothing.offsets.tolist(), nothing.mask.tolist()) == ([], [0], [])
+    assert (nothing.tokens.dtype, nothing.mask.dtype) == (torch.int64, torch.bool)
