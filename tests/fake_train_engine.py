@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
 from verl.training.schedule import Schedule
 from verl.training.settings import Head
 
-__all__ = ["FakeSettings", "FakeTrainEngine"]
+__all__ = ["FakeSettings", "FakeTrainEngine", "concat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,15 @@ class FakeSettings:
     grad_clip: float | None = None
     temperature: float = 1.0
     seed: int = 0
+
+
+def concat(batches: Sequence[FlatBatch]) -> FlatBatch:
+    """Return all sequences of all batches, in order; all have values in the same fields."""
+    lengths = torch.cat([batch.lengths for batch in batches])
+    known = [{field.name for field in fields(FlatBatch) if getattr(batch, field.name) is not None} for batch in batches]
+    assert all(names == known[0] for names in known)
+    joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in known[0] - {"offsets"}}
+    return FlatBatch(offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **joined)
 
 
 class FakeTrainEngine:

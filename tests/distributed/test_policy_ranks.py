@@ -92,7 +92,7 @@ def policy(name, root):
 def scenario(root):
     """Return the metrics of every step and the final weights, for every algorithm."""
     results = {}
-    custom = plan(dist.get_world_size()).rank(dist.get_rank())
+    custom = plan(dist.get_world_size()).ranks[dist.get_rank()]
     local = [samples()[k] for k in custom.refs]
     for name in METHODS:
         trained = policy(name, root)

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,6 +46,8 @@ options:
 example:
   verl data train.parquet actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B-Instruct data.max_prompt_length=256
 """
+
+Lengths: TypeAlias = npt.NDArray[np.int64]
 
 _WIDTH = 72
 _BAR = 36
@@ -98,7 +100,7 @@ def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Con
     )
     fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
     stop = data.truncation == "error" and not data.filter_overlong_prompts
-    out = Console(highlight=False)
+    out = open_console()
     show_rows(inspector, out, options.row or range(min(options.head, inspector.total_rows)), whole=bool(options.row))
     report = inspector.inspect(max_prompt_length=data.max_prompt_length, long_ones_stop=stop, limit=options.limit)
     fate = "the run will not start" if stop else fate
@@ -113,11 +115,11 @@ def _show_examples(options: argparse.Namespace, config: SftConfig) -> int:
         raise ConfigError(["model.path: must be given; the chat template determines which tokens are trained"])
     check_sft_files(config)
     data = read_sft_data(config)
-    out = Console(highlight=False)
+    out = open_console()
     rows = options.row or range(min(options.head, len(data.train)))
     show_examples(data.train, out, rows, max_length=config.data.max_length, whole=bool(options.row))
     for note in data.notes:
-        out.print(note, style="yellow", soft_wrap=True)
+        out.print(note, style="yellow")
     return 0
 
 
@@ -131,36 +133,35 @@ def _open_tokenizer(config: Config) -> Any:
     return open_tokenizer(model, "actor_rollout_ref.model")
 
 
+def open_console(**options: Any) -> Console:
+    """Return a console that prints text as it is: without markup, and lines of any length."""
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, **options)
+
+
 def show_rows(data: DataInspector, out: Console, rows: Sequence[int], *, whole: bool) -> None:
     """Print the files, their columns and some rows, shortened unless `whole`."""
-    _files(data.files, out)
-    _rule(out, "columns")
-    _table(out, [(name, use) for name, use in data.describe_columns().items()])
+    _print_files(data.files, out)
+    _print_rule(out, "columns")
+    _print_table(out, data.describe_columns().items())
     for row in rows:
-        _rule(out, f"row {row}")
-        _row(data, data.row(row), out, whole)
+        _print_rule(out, f"row {row}")
+        _print_row(data, data.row(row), out, whole)
 
 
 def show_report(
     data: DataInspector, report: InspectionReport, out: Console, *, max_prompt_length: int, fate: str
 ) -> None:
     """Print the report on all rows; `fate` describes what happens to prompts that are too long."""
-    _rule(out, f"lengths of the prompts, in {data.unit}")
-    _lengths(data, report, out, max_prompt_length, fate)
-    _rule(out, "data sources")
-    counts = report.sources.most_common()
-    _table(
-        out,
-        [
-            (
-                repr(name),
-                f"{count:>9,} {'row ' if count == 1 else 'rows'}   {data.describe_scorer(name) or 'no scorer'}",
-            )
-            for name, count in counts
-        ],
-    )
-    _rule(out, "problems")
-    _problems(report, out)
+    _print_rule(out, f"lengths of the prompts, in {data.unit}")
+    _print_prompt_lengths(data, report.lengths, out, max_prompt_length, fate)
+    _print_rule(out, "data sources")
+    counts = {
+        repr(name): f"{count:>9,} {'row ' if count == 1 else 'rows'}   {data.describe_scorer(name) or 'no scorer'}"
+        for name, count in report.sources.most_common()
+    }
+    _print_table(out, counts.items())
+    _print_rule(out, "problems")
+    _print_problems(report, out)
 
 
 def show_examples(data: ExampleDataset, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
@@ -168,97 +169,80 @@ def show_examples(data: ExampleDataset, out: Console, rows: Sequence[int], *, ma
     for row in rows:
         if not 0 <= row < len(data):
             raise DataError(f"--row {row}: rows go from 0 to {len(data) - 1:,}")
-    _files(data.files, out)
+    _print_files(data.files, out)
     for row in rows:
-        _rule(out, f"row {row}")
-        _example(data[row], data.tokenizer, out, whole)
-    _rule(out, "lengths of the examples, in tokens")
-    for line in bars(data.lengths, max_length, "max_length"):
-        out.print(line, soft_wrap=True)
-    out.print(Text(_spread(data.lengths)))
+        _print_rule(out, f"row {row}")
+        _print_example(data[row], data.tokenizer, out, whole)
+    _print_rule(out, "lengths of the examples, in tokens")
+    _print_histogram(data.lengths, max_length, "max_length", out)
     truncated = data.report.truncated
-    out.print(
-        Text(
-            f"{truncated:,} are longer and get truncated"
-            if truncated
-            else f"all are within data.max_length={max_length}"
-        )
-    )
+    within = f"all are within data.max_length={max_length}"
+    out.print(f"{truncated:,} are longer and get truncated" if truncated else within)
 
 
-def _example(example: Example, tokenizer: Any, out: Console, whole: bool) -> None:
+def _print_example(example: Example, tokenizer: Any, out: Console, whole: bool) -> None:
     """Print the text with trained parts in green, those parts again (not every screen has color), and the tokens."""
     edges = [0, *(np.flatnonzero(np.diff(example.mask)) + 1).tolist(), len(example.tokens)]
     spans = [(start, tokenizer.decode(example.tokens[start:stop].tolist())) for start, stop in pairwise(edges)]
     text = Text()
     for start, words in spans:
         text.append(words, style="bold green" if example.mask[start] else "")
-    _quote(text, out)
+    _print_quote(text, out)
     trained = int(example.mask.sum())
-    out.print(Text(f"{len(example.tokens)} tokens, of which {trained} are trained:", style="dim"))
-    _table(out, [("", _value(words, whole)) for start, words in spans if example.mask[start]])
-    for line in _tokens(tokenizer, example.tokens.tolist(), out.width, whole):
-        out.print(line, soft_wrap=True)
+    out.print(f"{len(example.tokens)} tokens, of which {trained} are trained:", style="dim")
+    _print_table(out, [("", _format_value(words, whole)) for start, words in spans if example.mask[start]])
+    _print_tokens(tokenizer, example.tokens.tolist(), out, whole)
 
 
-def _files(files: Sequence[Rows], out: Console) -> None:
+def _print_files(files: Sequence[Rows], out: Console) -> None:
     for file in files:
-        _rule(out, file.path.name)
-        out.print(Text(f"{len(file):,} rows, {decimal(file.path.stat().st_size)}, {file.path}"), soft_wrap=True)
+        _print_rule(out, file.path.name)
+        out.print(f"{len(file):,} rows, {decimal(file.path.stat().st_size)}, {file.path}")
 
 
-def _row(data: DataInspector, row: RowPreview, out: Console, whole: bool) -> None:
-    out.print(Text(row.location, style="dim"), soft_wrap=True)
+def _print_row(data: DataInspector, row: RowPreview, out: Console, whole: bool) -> None:
+    out.print(Text(row.location, style="dim"))
     if row.error:
-        out.print(Text.assemble(("✗ ", "bold red"), row.error), soft_wrap=True)
+        out.print(Text.assemble(("✗ ", "bold red"), row.error))
     else:
         text = Text(row.text)
         text.highlight_words(data.marks, style="bold magenta")
-        _quote(text, out)
+        _print_quote(text, out)
     if row.token_ids is not None:
-        out.print(Text(f"{len(row.token_ids)} tokens", style="dim"))
-        for line in _tokens(data.tokenizer, row.token_ids, out.width, whole):
-            out.print(line, soft_wrap=True)
+        out.print(f"{len(row.token_ids)} tokens", style="dim")
+        _print_tokens(data.tokenizer, row.token_ids, out, whole)
     fields = {"data_source": row.data_source, "ground_truth": row.ground_truth, "extra_info": row.extra_info}
-    _table(out, [(name, _value(value, whole)) for name, value in fields.items()])
+    _print_table(out, [(name, _format_value(value, whole)) for name, value in fields.items()])
 
 
-def _quote(text: Text, out: Console) -> None:
+def _print_quote(text: Text, out: Console) -> None:
     for line in text.split("\n", allow_blank=True):
         for piece in line.wrap(out, max(20, out.width - 2)) or [line]:
-            out.print(Text.assemble(("│ ", "dim"), piece), soft_wrap=True)
+            out.print(Text.assemble(("│ ", "dim"), piece))
 
 
-def _tokens(tokenizer: Any, ids: Sequence[int], width: int, whole: bool) -> Iterator[Text]:
-    """Yield lines of token texts above their ids, as many per line as fit."""
-    if not whole and len(ids) > _HEAD + _TAIL + 8:
-        yield from _token_lines(tokenizer, ids[:_HEAD], width)
-        yield Text(f"  ... {len(ids) - _HEAD - _TAIL} more ...", style="dim")
-        yield from _token_lines(tokenizer, ids[-_TAIL:], width)
-    else:
-        yield from _token_lines(tokenizer, ids, width)
+def _print_tokens(tokenizer: Any, ids: Sequence[int], out: Console, whole: bool) -> None:
+    """Print token texts above their ids, as many per line as fit; shortened unless `whole`."""
+    is_cut = not whole and len(ids) > _HEAD + _TAIL + 8
+    _print_token_lines(tokenizer, ids[:_HEAD] if is_cut else ids, out)
+    if is_cut:
+        out.print(f"  ... {len(ids) - _HEAD - _TAIL} more ...", style="dim")
+        _print_token_lines(tokenizer, ids[-_TAIL:], out)
 
 
-def _token_lines(tokenizer: Any, ids: Sequence[int], width: int) -> Iterator[Text]:
+def _print_token_lines(tokenizer: Any, ids: Sequence[int], out: Console) -> None:
     special = set(tokenizer.get_added_vocab().values())
     above, below = Text("  "), Text("  ")
     for token in ids:
         text, token_id = _show_blanks(tokenizer, token), str(token)
         room = max(cell_len(text), len(token_id)) + 2
-        if len(above) > 2 and above.cell_len + room > width:
-            yield from _strip_lines(above, below)
+        if len(above) > 2 and above.cell_len + room > out.width:
+            out.print(above, below, sep="\n")
             above, below = Text("  "), Text("  ")
         above.append(text, style="bold magenta" if token in special else "cyan")
         above.append(" " * (room - cell_len(text)))
         below.append(token_id.ljust(room), style="dim")
-    if len(above) > 2:
-        yield from _strip_lines(above, below)
-
-
-def _strip_lines(*lines: Text) -> Iterator[Text]:
-    for line in lines:
-        line.rstrip()
-        yield line
+    out.print(above, below, sep="\n")
 
 
 def _show_blanks(tokenizer: Any, token: int) -> str:
@@ -269,7 +253,7 @@ def _show_blanks(tokenizer: Any, token: int) -> str:
     return text.replace(" ", "·").replace("\n", "⏎").replace("\t", "⇥").replace("\r", "␍")
 
 
-def _value(value: Any, whole: bool) -> str:
+def _format_value(value: Any, whole: bool) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False)
     except TypeError:
@@ -277,34 +261,31 @@ def _value(value: Any, whole: bool) -> str:
     return text if whole or len(text) <= _MOST_VALUE else f"{text[:_MOST_VALUE]} ... ({len(text):,} characters)"
 
 
-def _lengths(data: DataInspector, report: InspectionReport, out: Console, limit: int, fate: str) -> None:
-    lengths = report.lengths
+def _print_prompt_lengths(data: DataInspector, lengths: Lengths, out: Console, limit: int, fate: str) -> None:
     if not len(lengths):
-        out.print(Text("no prompt can be measured"))
+        out.print("no prompt can be measured")
         return
-    has_tokens = data.tokenizer is not None
-    for line in bars(lengths, limit if has_tokens else None):
-        out.print(line, soft_wrap=True)
-    out.print(Text(_spread(lengths)))
-    if not has_tokens:
-        out.print(Text("set actor_rollout_ref.model.path=... for lengths in tokens", style="dim"))
-        return
-    long = int((lengths > limit).sum())
-    share = f"{long:,} of {len(lengths):,} ({long / len(lengths):.2%})"
-    setting = f"data.max_prompt_length={limit}"
-    summary = f"{share} exceed {setting}: {fate}" if long else f"all are within {setting}"
-    out.print(Text(summary, style="yellow" if long else "green"), soft_wrap=True)
+    _print_histogram(lengths, None if data.tokenizer is None else limit, "max_prompt_length", out)
+    if data.tokenizer is None:
+        out.print("set actor_rollout_ref.model.path=... for lengths in tokens", style="dim")
+    elif long := int((lengths > limit).sum()):
+        share = f"{long:,} of {len(lengths):,} ({long / len(lengths):.2%})"
+        out.print(f"{share} exceed data.max_prompt_length={limit}: {fate}", style="yellow")
+    else:
+        out.print(f"all are within data.max_prompt_length={limit}", style="green")
 
 
-def _spread(lengths: npt.NDArray[np.int64]) -> str:
+def _print_histogram(lengths: Lengths, limit: int | None, name: str, out: Console) -> None:
+    for line in draw_bars(lengths, limit, name):
+        out.print(line)
     middle, most = (int(np.percentile(lengths, part)) for part in (50, 99))
-    return f"shortest {lengths.min():,}, median {middle:,}, 99% up to {most:,}, longest {lengths.max():,}"
+    out.print(f"shortest {lengths.min():,}, median {middle:,}, 99% up to {most:,}, longest {lengths.max():,}")
 
 
-def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
+def bin_lengths(lengths: Lengths) -> list[tuple[int, int | None, int]]:
     """Return (start, end, count) bins of equal width; a thin tail of long ones goes into the last, open-ended one.
 
-    >>> bins(np.array([3, 4, 4, 5]))
+    >>> bin_lengths(np.array([3, 4, 4, 5]))
     [(3, 4, 1), (4, 5, 2), (5, 6, 1)]
     """
     low, high = int(lengths.min()), int(lengths.max())
@@ -319,52 +300,52 @@ def bins(lengths: npt.NDArray[np.int64]) -> list[tuple[int, int | None, int]]:
     return [(a, b, int(((lengths >= a) & (lengths < (high + 1 if b is None else b))).sum())) for a, b in spans]
 
 
-def bars(lengths: npt.NDArray[np.int64], limit: int | None, name: str = "max_prompt_length") -> list[Text]:
+def draw_bars(lengths: Lengths, limit: int | None, name: str = "max_prompt_length") -> list[Text]:
     """Return a line per bin; bins beyond the limit are yellow, and the limit's bin is marked."""
-    histogram = bins(lengths)
+    histogram = bin_lengths(lengths)
     most = max(count for *_, count in histogram)
     last = histogram[-1][1] or histogram[-1][0]
     labels = [
         f"{a:,} and more" if b is None else f"{a:,}" if b == a + 1 else f"{a:,} - {b - 1:,}" for a, b, _ in histogram
     ]
-    width = max(map(len, labels))
+    width, digits = max(map(len, labels)), len(f"{most:,}")
     lines = []
     for label, (a, b, count) in zip(labels, histogram, strict=True):
         is_beyond = limit is not None and a > limit
-        line = Text(f"{label:>{width}} ").append(_bar(count / most), style="yellow" if is_beyond else "cyan")
-        line.append(f" {count:>{len(f'{most:,}')},}")
+        line = Text(f"{label:>{width}} ").append(_draw_bar(count / most), style="yellow" if is_beyond else "cyan")
+        line.append(f" {count:>{digits},}")
         if limit is not None and a <= limit and (b is None or limit < b):
             line.append(f"  ◂ {name}={limit}", style="bold yellow")
         lines.append(line)
     if limit is not None and limit >= last and histogram[-1][1] is not None:
-        lines.append(Text(f"{'':>{width}} {'':{_BAR}} {'':>{len(f'{most:,}')}}  ◂ {name}={limit}", style="dim"))
+        lines.append(Text(f"{'':>{width}} {'':{_BAR}} {'':>{digits}}  ◂ {name}={limit}", style="dim"))
     return lines
 
 
-def _bar(share: float) -> str:
+def _draw_bar(share: float) -> str:
     """Return a bar of up to `_BAR` blocks, at least a sliver for any share above 0."""
     eighths = max(1, round(share * _BAR * 8)) if share else 0
     full, rest = divmod(eighths, 8)
     return (_EIGHTHS[8] * full + (_EIGHTHS[rest] if rest else "")).ljust(_BAR)
 
 
-def _problems(report: InspectionReport, out: Console) -> None:
+def _print_problems(report: InspectionReport, out: Console) -> None:
     if not report.problems:
-        out.print(Text("✓ none found", style="green"))
+        out.print("✓ none found", style="green")
     for problem in sorted(report.problems, key=lambda problem: not problem.fatal):
         style = "red" if problem.fatal else "yellow"
         mark = ("✗ " if problem.fatal else "! ", f"bold {style}")
-        out.print(Text.assemble(mark, problem.text), soft_wrap=True)
+        out.print(Text.assemble(mark, problem.text))
         if problem.fix:
-            out.print(Text(f"  {problem.fix}", style=style), soft_wrap=True)
+            out.print(f"  {problem.fix}", style=style)
 
 
-def _table(out: Console, rows: Sequence[tuple[str, str]]) -> None:
+def _print_table(out: Console, rows: Collection[tuple[str, str]]) -> None:
     width = max((cell_len(name) for name, _ in rows), default=0)
     for name, value in rows:
-        out.print(Text.assemble((name.ljust(width + 2), "bold"), value), soft_wrap=True)
+        out.print(Text.assemble((name.ljust(width + 2), "bold"), value))
 
 
-def _rule(out: Console, title: str) -> None:
+def _print_rule(out: Console, title: str) -> None:
     start = f"── {title} "
-    out.print(Text(start + "─" * max(0, _WIDTH - cell_len(start)), style="dim"), soft_wrap=True)
+    out.print(Text(start + "─" * max(0, _WIDTH - cell_len(start)), style="dim"))

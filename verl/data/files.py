@@ -275,22 +275,19 @@ class JsonlRows(Rows):
 
     def __init__(self, path: Path) -> None:
         self.path, self.bytes = path, path.stat().st_size
-        starts, stops, line_numbers, offset = array("q"), array("q"), array("q"), 0
+        lines, offset = array("q"), 0
         with path.open("rb") as file:
             for line_number, line in enumerate(file, start=1):
                 if not line.isspace():
-                    starts.append(offset)
-                    stops.append(offset + len(line))
-                    line_numbers.append(line_number)
+                    lines.extend((line_number, offset, len(line)))
                 offset += len(line)
-        self._spans = np.stack([np.array(starts, np.int64), np.array(stops, np.int64)], axis=1)
-        self._lines = np.array(line_numbers, np.int64)
+        self._lines = np.array(lines, np.int64).reshape(-1, 3)
         self._file = path.open("rb")
         self.block_ends = np.append(np.arange(BLOCK_ROWS, len(self), BLOCK_ROWS), [len(self)] if len(self) else [])
         self.columns = self._read_column_names()
 
     def __len__(self) -> int:
-        return len(self._spans)
+        return len(self._lines)
 
     def _read_column_names(self) -> list[str]:
         """Return the columns of the first rows. Later rows may have more: see `has`."""
@@ -304,9 +301,9 @@ class JsonlRows(Rows):
         return column in self.columns or any(column in self.row(index) for index in range(READ_AT_ONCE, len(self)))
 
     def row(self, index: int) -> dict[str, Any]:
-        start, stop = self._spans[index].tolist()
+        _, offset, size = self._lines[index].tolist()
         try:
-            row = json.loads(os.pread(self._file.fileno(), stop - start, start))
+            row = json.loads(os.pread(self._file.fileno(), size, offset))
         except ValueError as error:
             raise DataError(
                 f"{self.location(index)}: not valid JSON: {error}. Each line must be one JSON object"
@@ -324,7 +321,7 @@ class JsonlRows(Rows):
                 yield [{name: row.get(name) for name in column} for row in rows]
 
     def location(self, index: int) -> str:
-        return f"{self.path}, line {self._lines[index]}"
+        return f"{self.path}, line {self._lines[index, 0]}"
 
 
 def _describe_missing_file(path: Path) -> str:

@@ -17,7 +17,7 @@ from verl.types import Sample
 class FlatBatch:
     """B sequences laid end to end, T tokens in all. A field is None until it is computed.
 
-    Every field except `offsets` has one value per token; `select`, `split`, `concat` and `to` carry all of them. An
+    Every field except `offsets` has one value per token; `select`, `split` and `to` carry all of them. An
     empty batch made by `select([])` keeps its fields, as empty tensors.
 
     >>> batch = FlatBatch(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool())
@@ -81,21 +81,6 @@ class FlatBatch:
     def empty(cls) -> FlatBatch:
         """Return a batch without sequences, for a rank without samples."""
         return cls.from_samples([])
-
-    @classmethod
-    def concat(cls, batches: Sequence[FlatBatch]) -> FlatBatch:
-        """Return all sequences of all batches, in order. The fields of batches without sequences are ignored."""
-        parts = [batch for batch in batches if len(batch)] or list(batches[:1])
-        if not parts:
-            return cls.empty()
-        known = [set(part._per_token()) for part in parts]
-        if mixed := known[0].union(*known) - known[0].intersection(*known):
-            raise ValueError(
-                f"cannot join batches: {', '.join(sorted(mixed))} known in some of them and None in others"
-            )
-        ends = torch.cat([part.lengths for part in parts]).cumsum(0)
-        joined = {name: torch.cat([getattr(part, name) for part in parts]) for name in parts[0]._per_token()}
-        return cls(offsets=torch.cat([ends.new_zeros(1), ends]), **joined)
 
     def select(self, indices: Sequence[int] | np.ndarray | Tensor) -> FlatBatch:
         """Return the sequences at `indices`, in that order."""

@@ -7,7 +7,7 @@ Apart from ties, the result does not depend on the order in which samples arrive
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any
@@ -100,9 +100,6 @@ class Plan:
     metrics: dict[str, float]
     warnings: list[str]
 
-    def rank(self, rank: int) -> RankPlan:
-        return self.ranks[rank]
-
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimit:
@@ -127,7 +124,8 @@ class MicroBatchLimit:
         """
         if self.samples is None:
             return balance(lengths, ranks)
-        return balance(lengths, ranks, max_items=self.samples * _ceil(len(lengths), ranks * self.samples))
+        micro_batches = -(-len(lengths) // (ranks * self.samples))
+        return balance(lengths, ranks, max_items=self.samples * micro_batches)
 
     def split(self, lengths: Sequence[Sequence[int]]) -> list[list[list[int]]]:
         """Return the micro-batches of every rank: the same number on each, heaviest first, so that those that run at
@@ -207,12 +205,15 @@ class Planner:
         if self._shuffle_seed is not None:
             random = np.random.default_rng([self._shuffle_seed, abs(int(groups.min()))])
         order = _order_by_group(groups, random)
-        split = self._split_policy(order, lengths)
-        rank_lengths = [[lengths[i] for i in of_rank] for of_rank in split.samples]
+        shares = self._assign(order, lengths)
+        rank_lengths = [[lengths[i] for i in of_rank] for of_rank in shares.samples]
         forward = self._forward.split(rank_lengths)
         reference = forward if self._reference == self._forward else self._reference.split(rank_lengths)
-        schedule = _schedule(split.counts, self.policy.epochs, random)
-        critic = self._split_critic(order, split.samples, lengths, random)
+        policy = _plan_updates(self.policy, shares.mini_batches, shares.samples, lengths, random)
+        critic: Sequence[Updates | None] = [None] * self.ranks
+        if self.critic is not None:
+            mini_batches = order.mini_batches(self.critic.mini_batch_prompts)
+            critic = _plan_updates(self.critic, mini_batches, shares.samples, lengths, random)
         plans = [
             RankPlan(
                 rank=rank,
@@ -223,69 +224,40 @@ class Planner:
                 baselines=_baselines([handles[i] for i in samples]),
                 forward=RaggedIndices.of(forward[rank]),
                 reference=RaggedIndices.of(reference[rank]),
-                policy=Updates(RaggedIndices.of(split.micro_batches[rank]), schedule),
+                policy=policy[rank],
                 critic=critic[rank],
             )
-            for rank, samples in enumerate(split.samples)
+            for rank, samples in enumerate(shares.samples)
         ]
+        micro_batches = len(policy[0].micro_batches)
         metrics = {
             "plan/samples": float(len(handles)),
             "plan/tokens": float(sum(lengths)),
-            "plan/rank_tokens_min": float(min(split.loads)),
-            "plan/rank_tokens_max": float(max(split.loads)),
-            "plan/imbalance": split.slowest * self.ranks / max(sum(lengths), 1),
-            "plan/updates": float(len(schedule)),
-            "plan/micro_batches": float(sum(split.counts)),
-            "plan/packing_efficiency": self._update.utilization(
-                len(handles), sum(lengths), sum(split.counts) * self.ranks
-            ),
+            "plan/rank_tokens_min": float(min(shares.loads)),
+            "plan/rank_tokens_max": float(max(shares.loads)),
+            "plan/imbalance": shares.slowest * self.ranks / max(sum(lengths), 1),
+            "plan/updates": float(len(policy[0])),
+            "plan/micro_batches": float(micro_batches),
+            "plan/packing_efficiency": self._update.utilization(len(handles), sum(lengths), micro_batches * self.ranks),
             **_describe(handles, groups, scores),
         }
         return Plan(plans, metrics, self._warnings(handles, lengths))
 
-    def _split_policy(self, order: _Order, lengths: list[int]) -> _Split:
-        """Assign samples to ranks, and split each mini-batch into micro-batches."""
-        split = _Split([[] for _ in range(self.ranks)], [[] for _ in range(self.ranks)], [0] * self.ranks)
+    def _assign(self, order: _Order, lengths: list[int]) -> _Shares:
+        """Assign the samples of each of the policy's mini-batches to ranks."""
+        result = _Shares([[] for _ in range(self.ranks)], [0] * self.ranks)
         for members in order.mini_batches(self.policy.mini_batch_prompts):
             shares = self._update.balance([lengths[i] for i in members], self.ranks)
             weights = [sum(lengths[members[k]] for k in share) for share in shares]
-            split.slowest += max(weights)
+            result.slowest += max(weights)
             # The heaviest share goes to the rank with the fewest tokens so far: ranks are even over the whole step too.
             heaviest_first = sorted(range(self.ranks), key=weights.__getitem__, reverse=True)
-            lightest_ranks = sorted(range(self.ranks), key=split.loads.__getitem__)
-            starts = [len(of_rank) for of_rank in split.samples]
+            lightest_ranks = sorted(range(self.ranks), key=result.loads.__getitem__)
             for share, rank in zip(heaviest_first, lightest_ranks, strict=True):
-                split.samples[rank].extend(members[k] for k in shares[share])
-                split.loads[rank] += weights[share]
-            parts = self._update.split(
-                [[lengths[i] for i in of_rank[start:]] for of_rank, start in zip(split.samples, starts, strict=True)]
-            )
-            for micro_batches, start, of_rank in zip(split.micro_batches, starts, parts, strict=True):
-                micro_batches.extend([start + k for k in part] for part in of_rank)
-            split.counts.append(len(parts[0]))
-        return split
-
-    def _split_critic(
-        self, order: _Order, samples: list[list[int]], lengths: list[int], random: np.random.Generator | None
-    ) -> list[Updates] | list[None]:
-        """Return the critic's updates on the samples of each rank."""
-        if self.critic is None:
-            return [None] * self.ranks
-        limit = self.critic.limit
-        location = {sample: (rank, k) for rank, of_rank in enumerate(samples) for k, sample in enumerate(of_rank)}
-        micro_batches: list[list[list[int]]] = [[] for _ in samples]
-        counts = []
-        for members in order.mini_batches(self.critic.mini_batch_prompts):
-            local: list[list[int]] = [[] for _ in samples]
-            for sample in members:
-                rank, k = location[sample]
-                local[rank].append(k)
-            parts = limit.split([[lengths[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)])
-            for rank, of_rank in enumerate(parts):
-                micro_batches[rank].extend([local[rank][k] for k in part] for part in of_rank)
-            counts.append(len(parts[0]))
-        schedule = _schedule(counts, self.critic.epochs, random)
-        return [Updates(RaggedIndices.of(parts), schedule) for parts in micro_batches]
+                result.samples[rank].extend(members[k] for k in shares[share])
+                result.loads[rank] += weights[share]
+            result.mini_batches.append([members[k] for share in shares for k in share])
+        return result
 
     def _warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
         limits = [limit.tokens for limit in (self._update, self._forward, self._reference) if limit.tokens is not None]
@@ -300,13 +272,12 @@ class Planner:
 
 
 @dataclass(slots=True)
-class _Split:
-    """The policy's samples and micro-batches by rank, while they are assigned."""
+class _Shares:
+    """The samples of each rank, while they are assigned."""
 
     samples: list[list[int]]  # of each rank, in local order
-    micro_batches: list[list[list[int]]]  # of each rank, in local indices
     loads: list[int]  # tokens of each rank
-    counts: list[int] = field(default_factory=list)  # micro-batches of each mini-batch
+    mini_batches: list[list[int]] = field(default_factory=list)  # of the policy, each in local order
     slowest: int = 0  # tokens of the heaviest rank, summed over mini-batches
 
 
@@ -332,6 +303,30 @@ def _order_by_group(groups: npt.NDArray[np.int64], random: np.random.Generator |
     positions = permutation[group]
     samples = np.argsort(positions, kind="stable")
     return _Order(samples, positions[samples], len(ids))
+
+
+def _plan_updates(
+    sizes: UpdateSizes,
+    mini_batches: Iterable[list[int]],
+    samples: list[list[int]],
+    lengths: list[int],
+    random: np.random.Generator | None,
+) -> list[Updates]:
+    """Return the updates of a model on the `samples` of each rank."""
+    location = {sample: (rank, k) for rank, of_rank in enumerate(samples) for k, sample in enumerate(of_rank)}
+    micro_batches: list[list[list[int]]] = [[] for _ in samples]
+    counts = []
+    for members in mini_batches:
+        local: list[list[int]] = [[] for _ in samples]
+        for sample in members:
+            rank, k = location[sample]
+            local[rank].append(k)
+        parts = sizes.limit.split([[lengths[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)])
+        for rank, of_rank in enumerate(parts):
+            micro_batches[rank].extend([local[rank][k] for k in part] for part in of_rank)
+        counts.append(len(parts[0]))
+    schedule = _schedule(counts, sizes.epochs, random)
+    return [Updates(RaggedIndices.of(parts), schedule) for parts in micro_batches]
 
 
 def _schedule(counts: Sequence[int], epochs: int, random: np.random.Generator | None) -> Ints:
@@ -383,7 +378,3 @@ def _mean_extra_metrics(handles: Sequence[SampleHandle]) -> dict[str, float]:
         for name, value in handle.metrics.items():
             values.setdefault(f"reward/extra/{name}", []).append(value)
     return {name: float(np.mean(each)) for name, each in values.items()}
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)

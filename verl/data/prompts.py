@@ -63,7 +63,8 @@ def iter_rows(prompts: Iterable[Any]) -> Iterator[dict[str, Any]]:
         if _is_prompt(item):
             yield {"prompt": item}
         elif isinstance(item, Mapping) and "prompt" in item:
-            yield from _split_batch(item, index) if _is_batch(item["prompt"]) else [dict(item)]
+            is_batch = isinstance(item["prompt"], Sequence) and not _is_prompt(item["prompt"])
+            yield from _split_batch(item, index) if is_batch else [dict(item)]
         elif isinstance(item, Sequence) and item:
             yield from iter_rows(item)
         else:
@@ -99,20 +100,12 @@ _TABLES: dict[str, tuple[str, ...]] = {"to_dicts": (), "to_pylist": (), "to_dict
 
 
 def _is_prompt(item: Any) -> bool:
-    return isinstance(item, str) or _is_conversation(item)
-
-
-def _is_conversation(item: Any) -> bool:
-    return _is_message_list(item) and isinstance(item[0]["role"], str)
+    return isinstance(item, str) or (_is_message_list(item) and isinstance(item[0]["role"], str))
 
 
 def _is_message_list(item: Any) -> bool:
     """Return whether it is a conversation, or several of the same length that a DataLoader has collated."""
     return isinstance(item, Sequence) and bool(item) and isinstance(item[0], Mapping) and "role" in item[0]
-
-
-def _is_batch(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and not _is_prompt(prompt)
 
 
 def _split_batch(batch: Mapping[str, Any], index: int) -> Iterator[dict[str, Any]]:

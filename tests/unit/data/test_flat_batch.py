@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.fake_train_engine import concat
 from verl.data.flat_batch import FlatBatch
 from verl.types import Sample
 
@@ -68,7 +69,7 @@ def test_what_is_split_and_joined_again_is_the_same(lengths: list[int], data: st
     batch = batch_of(lengths)
     cut = data.draw(st.integers(0, len(lengths)))
     indices = list(range(len(lengths)))
-    joined = FlatBatch.concat(batch.split([indices[:cut], [], indices[cut:]]))
+    joined = concat(batch.split([indices[:cut], [], indices[cut:]]))
     assert joined.offsets.tolist() == batch.offsets.tolist()
     for name in FIELDS:
         assert torch.equal(getattr(joined, name), getattr(batch, name))
@@ -85,13 +86,8 @@ def test_an_empty_selection_keeps_its_fields() -> None:
 
 
 def test_no_samples_make_an_empty_batch() -> None:
-    assert len(FlatBatch.empty()) == len(FlatBatch.concat([])) == 0
+    assert len(FlatBatch.empty()) == 0
     assert FlatBatch.empty().tokens.dtype == torch.int64
-
-
-def test_joining_batches_that_know_different_fields_is_refused() -> None:
-    with pytest.raises(ValueError, match="advantages known in some of them and None in others"):
-        FlatBatch.concat([batch_of([2]), FlatBatch.from_samples([sample(2)])])
 
 
 def test_a_field_of_another_length_is_refused() -> None:

@@ -13,13 +13,12 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import rich.console
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from verl.commands.data import bars, bins, show_report, show_rows
+from verl.commands.data import bin_lengths, draw_bars, open_console, show_report, show_rows
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.inspection import DataInspector, InspectionReport
 from verl.errors import DataError
@@ -68,7 +67,7 @@ def report(
 
 
 def shown(data: DataInspector, seen: InspectionReport, *, rows: Any = (0,), whole: bool = False, **options: Any) -> str:
-    out = rich.console.Console(file=io.StringIO(), width=80, highlight=False)
+    out = open_console(file=io.StringIO(), width=80)
     settings = {"max_prompt_length": 100, "fate": "they are left out"} | options
     show_rows(data, out, rows, whole=whole)
     show_report(data, seen, out, **settings)
@@ -243,7 +242,7 @@ LENGTHS = st.lists(st.integers(0, 100_000), min_size=1, max_size=60).map(lambda 
 
 @given(LENGTHS)
 def test_every_length_is_in_exactly_one_of_few_bins(lengths: npt.NDArray[np.int64]) -> None:
-    found = bins(lengths)
+    found = bin_lengths(lengths)
     assert sum(count for *_, count in found) == len(lengths)
     assert len(found) <= 15
     assert all(left[1] == right[0] for left, right in pairwise(found))
@@ -251,22 +250,20 @@ def test_every_length_is_in_exactly_one_of_few_bins(lengths: npt.NDArray[np.int6
 
 @given(LENGTHS, st.integers(1, 200_000))
 def test_the_limit_is_marked_once_unless_all_are_beyond_it(lengths: npt.NDArray[np.int64], limit: int) -> None:
-    marks = sum("◂" in line.plain for line in bars(lengths, limit))
-    assert marks == (0 if limit < bins(lengths)[0][0] else 1)
+    marks = sum("◂" in line.plain for line in draw_bars(lengths, limit))
+    assert marks == (0 if limit < bin_lengths(lengths)[0][0] else 1)
 
 
 def test_a_thin_tail_does_not_flatten_the_rest() -> None:
     lengths = np.array([*range(50, 150)] * 10 + [90_000], np.int64)
-    found = bins(lengths)
+    found = bin_lengths(lengths)
     assert len(found) > 8
     assert found[-1] == (150, None, 1)
 
 
 def test_on_a_terminal_only_what_should_stand_out_does(tmp_path: Path, tokenizer: Any) -> None:
     data = look(write(tmp_path / "a.jsonl", [good("a b"), good(prompt="")]), tokenizer)
-    out = rich.console.Console(
-        file=io.StringIO(), width=80, highlight=False, force_terminal=True, color_system="standard"
-    )
+    out = open_console(file=io.StringIO(), width=80, force_terminal=True, color_system="standard")
     show_rows(data, out, [0], whole=False)
     show_report(data, report(data), out, max_prompt_length=100, fate="")
     text = out.file.getvalue()

@@ -181,8 +181,8 @@ def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
     assert set(updates[:16]) == set(updates[16:])
     assert updates[:16] != updates[16:]
     assert set(updates[:16]) != {frozenset({i, i + 1}) for i in range(0, 32, 2)}
-    again = planner.plan(handles).rank(0).policy
-    assert again.schedule.tolist() == planner.plan(handles).rank(0).policy.schedule.tolist()
+    again = planner.plan(handles).ranks[0].policy
+    assert again.schedule.tolist() == planner.plan(handles).ranks[0].policy.schedule.tolist()
 
 
 def test_metrics_describe_the_answers() -> None:
@@ -220,10 +220,10 @@ def test_metrics_describe_the_answers() -> None:
 def test_the_reference_has_its_own_micro_batches_if_they_are_given() -> None:
     handles = [handle(i, group=i, tokens=10) for i in range(8)]
     sizes, forward = UpdateSizes(8, 8, None), MicroBatchLimit(4, None)
-    own = Planner(1, sizes, forward=forward, reference=MicroBatchLimit(2, None)).plan(handles).rank(0)
+    own = Planner(1, sizes, forward=forward, reference=MicroBatchLimit(2, None)).plan(handles).ranks[0]
     assert (len(own.forward), len(own.reference)) == (2, 4)
     assert sorted(i for micro_batch in own.reference for i in micro_batch) == list(range(8))
-    same = Planner(1, sizes, forward=forward).plan(handles).rank(0)
+    same = Planner(1, sizes, forward=forward).plan(handles).ranks[0]
     assert len(same.reference) == len(same.forward) == 2
 
 
@@ -349,7 +349,7 @@ def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
 
 def test_without_a_greedy_answer_to_every_prompt_there_are_no_baselines() -> None:
     handles = [handle("a", 0, baseline=1.0), handle("b", 1, baseline=None)]
-    own = Planner(1, UpdateSizes(1, 8, None)).plan(handles).rank(0)
+    own = Planner(1, UpdateSizes(1, 8, None)).plan(handles).ranks[0]
     assert own.baselines is None
     assert own.without_refs().refs == []
 

@@ -249,13 +249,13 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
         "actor_rollout_ref.actor.ppo_epochs=2",
     )
     handles = [SampleHandle(k, group=k, tokens=100, generated=50, score=0.0, version=0) for k in range(64)]
-    own = build_planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).rank(0)
+    own = build_planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).ranks[0]
     assert own.critic is not None
     updates = [[len(micro) for micro in update] for update in own.critic]
     assert len(updates) == 64 // sizes.mini_batch_prompts * sizes.epochs
     assert {sum(update) for update in updates} == {sizes.mini_batch_prompts}
     assert max(max(update) for update in updates) <= (sizes.micro_batch_samples or sizes.micro_batch_tokens // 100)
-    assert build_planner(config_of(*GRPO, *common), ranks=1).plan(handles).rank(0).critic is None
+    assert build_planner(config_of(*GRPO, *common), ranks=1).plan(handles).ranks[0].critic is None
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_the_reference_log_probs_use_their_own_micro_batch_size(
 ) -> None:
     common = ("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32")
     handles = [SampleHandle(k, group=k, tokens=100, generated=50, score=0.0, version=0) for k in range(32)]
-    own = build_planner(config_of(*GRPO, *common, *overrides), ranks=1).plan(handles).rank(0)
+    own = build_planner(config_of(*GRPO, *common, *overrides), ranks=1).plan(handles).ranks[0]
     assert (len(own.forward), len(own.reference)) == counts
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from tests.fake_train_engine import FakeSettings, FakeTrainEngine
+from tests.fake_train_engine import FakeSettings, FakeTrainEngine, concat
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
@@ -41,7 +41,7 @@ class Table(FakeTrainEngine):
         self.before: list[Tensor] = []
 
     def update(self, micro_batches: Sequence[FlatBatch], loss: Any, *, reference: Any = None) -> dict[str, float]:
-        self.seen.append(FlatBatch.concat(micro_batches))
+        self.seen.append(concat(micro_batches))
         self.before.append(self.table.detach().clone())
         return super().update(micro_batches, loss, reference=reference)
 
@@ -102,7 +102,7 @@ def step_of(samples: Sequence[Sample], *, prompts: int = 9, micro: int = 9, epoc
             SampleHandle(index, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
         )
     planner = Planner(1, UpdateSizes(prompts, micro, None, epochs), **sizes)
-    plan = planner.plan(handles).rank(0)
+    plan = planner.plan(handles).ranks[0]
     return Step([samples[index] for index in plan.refs], plan)
 
 
