@@ -139,46 +139,46 @@ def get_objects(references: Sequence[Any], *, action: str, target: CallTarget, d
 
 
 class ActorGroup:
-    """The actors of one distributed job, by rank. Every call goes to all of them."""
+    """The actors of one distributed job, by rank. Every call goes to all of them, one call at a time."""
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
-        self.name, self.actors = name, list(actors)
+        self.name, self.actors, self._lock = name, list(actors), asyncio.Lock()
         for rank, actor in enumerate(self.actors):
             register_actor(actor, CallTarget(name, rank))
-
-    def __len__(self) -> int:
-        return len(self.actors)
 
     async def call(
         self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
     ) -> list[Any]:
         """Call `method` on every rank with the same `args`, preceded by its item of `per_rank`; return all replies.
 
-        The first failure is raised at once: the other ranks may be stuck in a collective that never completes.
+        The first failure is raised at once: the other ranks may be stuck in a collective that never completes. The
+        deadline starts when the ranks are free: a weight sync to an engine that has restarted may have to wait for a
+        save of an hour.
         """
         own_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
-        tasks = [
-            asyncio.ensure_future(
-                await_reply(
-                    getattr(actor, method).remote(*first, *args),
-                    action=method,
-                    target=CallTarget(self.name, rank),
-                    deadline=deadline,
-                    peers=len(self.actors),
+        async with self._lock:
+            tasks = [
+                asyncio.ensure_future(
+                    await_reply(
+                        getattr(actor, method).remote(*first, *args),
+                        action=method,
+                        target=CallTarget(self.name, rank),
+                        deadline=deadline,
+                        peers=len(self.actors),
+                    )
                 )
-            )
-            for rank, (actor, first) in enumerate(zip(self.actors, own_args, strict=True))
-        ]
-        try:
-            return list(await asyncio.gather(*tasks))
-        except VerlError:
-            raise
-        except Exception as error:  # such as a collective that broke because another rank died
-            await self._raise_death(tasks, error)
-            raise
-        finally:
-            for task in tasks:
-                task.cancel()
+                for rank, (actor, first) in enumerate(zip(self.actors, own_args, strict=True))
+            ]
+            try:
+                return list(await asyncio.gather(*tasks))
+            except VerlError:
+                raise
+            except Exception as error:  # such as a collective that broke because another rank died
+                await self._raise_death(tasks, error)
+                raise
+            finally:
+                for task in tasks:
+                    task.cancel()
 
     async def _raise_death(self, tasks: Sequence[asyncio.Future[Any]], error: Exception) -> None:
         """Raise the death of a rank instead of the errors that it causes in the others, which may arrive first."""

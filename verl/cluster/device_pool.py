@@ -18,6 +18,7 @@ from verl.cluster.session import require_resource
 from verl.errors import EngineError
 
 _UNLIMITED_CONCURRENCY = 100_000
+_COUNT_INTERVAL_S = 5.0
 
 
 class DevicePool:
@@ -87,7 +88,7 @@ async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0
         count = await asyncio.to_thread(_count_responding, resource, reply_s)
         if count >= wanted or time.monotonic() >= until:
             return count
-        await asyncio.sleep(min(5.0, timeout_s))
+        await asyncio.sleep(min(_COUNT_INTERVAL_S, timeout_s))
 
 
 def _count_responding(resource: str, reply_s: float) -> int:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_objects, put
 from verl.cluster.device_pool import PlacementPool
-from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadline, Deadlines
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadlines
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError, EngineError
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
+    from verl.checkpoint.background import BackgroundWriter
     from verl.checkpoint.files import FileChecksum
 
 BUCKET_BYTES = 512 * 1024 * 1024
@@ -60,6 +60,7 @@ class BaseTrainWorker:
     Subclasses have a `start(address, settings)` that calls `join` and sets `_trained`.
     """
 
+    _settings: RankSettings
     _trained: Checkpointable
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -82,7 +83,7 @@ class BaseTrainWorker:
         from verl.training.process_group import init_process_group
 
         host, port = address
-        self._settings: RankSettings = settings
+        self._settings = settings
         # The controller times out first: it can name the missing rank, those in the collective cannot.
         timeout_s = settings.deadlines.longest_s + MARGIN_S
         device = settings.actor.device
@@ -96,19 +97,19 @@ class BaseTrainWorker:
 
     def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         """Copy the state and write it in the background; see `poll_save`."""
-        if not hasattr(self, "_writer"):
-            from verl.checkpoint.background import BackgroundWriter
-
-            self._writer = BackgroundWriter()
         states = self._trained.states(self._settings.save_contents)
         finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
         self._writer.start(states, Path(directory), trainer, finishing)
 
     def poll_save(self, wait: bool) -> float | None:
         """Return how many seconds writing took, or None while it is in progress; raise its errors."""
-        if not hasattr(self, "_writer"):
-            return 0.0
         return self._writer.seconds if self._writer.poll(wait=wait) else None
+
+    @cached_property
+    def _writer(self) -> BackgroundWriter:
+        from verl.checkpoint.background import BackgroundWriter
+
+        return BackgroundWriter()
 
     def _write_model_files(self, directory: Path) -> dict[str, FileChecksum]:
         """Write what `from_pretrained` needs besides the weights."""
@@ -179,14 +180,14 @@ def explain_out_of_memory(method: Callable[Concatenate[W, P], R]) -> Callable[Co
     return explained
 
 
-class RankGroup:
+class RankGroup(ActorGroup):
     """The client of all ranks of a model."""
 
     worker: ClassVar[type[BaseTrainWorker]]
 
-    def __init__(self, group: ActorGroup, deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
-        self._group, self._deadlines = group, deadlines
-        self._lock = asyncio.Lock()
+    def __init__(self, actors: Sequence[Any], deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+        super().__init__("train worker", actors)
+        self._deadlines = deadlines
 
     @classmethod
     def spawn(
@@ -194,41 +195,28 @@ class RankGroup:
     ) -> G:
         """Spawn the actors, without waiting for their processes."""
         actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
-        return cls(ActorGroup("train worker", actors), deadlines)
-
-    async def _call(
-        self, method: str, *args: Any, deadline: Deadline, per_rank: Sequence[Any] | None = None
-    ) -> list[Any]:
-        """Call all ranks, one call at a time: the deadline starts when they are free.
-
-        A weight sync to an engine that has restarted may have to wait for a save of an hour, without a timeout.
-        """
-        async with self._lock:
-            return await self._group.call(method, *args, deadline=deadline, per_rank=per_rank)
+        return cls(actors, deadlines)
 
     async def start(self, settings: RankSettings) -> list[str]:
         """Start all ranks; return their notes for the user, without duplicates."""
-        address = (await self._call("address", deadline=self._deadlines.start))[0]
-        notes = await self._call("start", address, settings, deadline=self._deadlines.start)
+        address = (await self.call("address", deadline=self._deadlines.start))[0]
+        notes = await self.call("start", address, settings, deadline=self._deadlines.start)
         return list(dict.fromkeys(note for rank in notes for note in rank))
 
     async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        await self._call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+        await self.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
 
     async def poll_save(self, *, wait: bool) -> float | None:
-        parts = await self._call("poll_save", wait, deadline=self._deadlines.checkpoint)
+        parts = await self.call("poll_save", wait, deadline=self._deadlines.checkpoint)
         return None if None in parts else max(parts)
 
     async def verify(self, directory: str) -> list[str]:
         """Return what is wrong with a checkpoint's files, each of which is read by one rank."""
-        parts = await self._call("verify", directory, deadline=self._deadlines.checkpoint)
+        parts = await self.call("verify", directory, deadline=self._deadlines.checkpoint)
         return list(dict.fromkeys(problem for part in parts for problem in part))
 
     async def load(self, directory: str) -> None:
-        await self._call("load", directory, deadline=self._deadlines.checkpoint)
-
-    def close(self) -> None:
-        self._group.close()
+        await self.call("load", directory, deadline=self._deadlines.checkpoint)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,6 +235,8 @@ class TrainSettings(RankSettings):
 
 class TrainWorker(BaseTrainWorker):
     """The actor of one rank of a policy and its other models."""
+
+    _settings: TrainSettings
 
     @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
@@ -279,15 +269,17 @@ class TrainWorker(BaseTrainWorker):
             actor, algorithm, reference=reference, critic=make_engine(settings.critic), prime=prime
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
-        self._sync_dtype, self._sync_adapter_only = getattr(torch, settings.sync_dtype), settings.sync_adapter_only
-        self._deadlines = settings.deadlines
+        self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines
         return actor.notes
 
     @explain_out_of_memory
     def prepare(self, plan: RankPlan) -> dict[str, float]:
         """Get this rank's samples from the object store and compute what the update needs."""
         samples = get_objects(
-            plan.refs, action="get the samples", target=CallTarget("object store"), deadline=self._deadlines.train
+            plan.refs,
+            action="get the samples",
+            target=CallTarget("object store"),
+            deadline=self._deadlines.train,
         )
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
@@ -305,7 +297,7 @@ class TrainWorker(BaseTrainWorker):
         from verl.weights.bucket import pack
 
         actor: Any = self._policy.actor
-        weights = actor.adapter_weights() if self._sync_adapter_only else actor.weights()
+        weights = actor.adapter_weights() if self._settings.sync_adapter_only else actor.weights()
         if self._rank > 0:
             for _ in weights:  # gathering is collective
                 pass
@@ -339,18 +331,18 @@ class PolicyGroup(RankGroup):
     worker = TrainWorker
 
     async def prepare(self, plan: Plan) -> dict[str, float]:
-        return (await self._call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
+        return (await self.call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
 
     async def update(self, plan: Plan) -> dict[str, float]:
         parts = [rank.without_refs() for rank in plan.ranks]
-        return (await self._call("update", per_rank=parts, deadline=self._deadlines.train))[0]
+        return (await self.call("update", per_rank=parts, deadline=self._deadlines.train))[0]
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return (await self._call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
+        return (await self.call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
 
     async def pack_weights(self) -> Sequence[Any]:
-        return (await self._call("pack_weights", deadline=self._deadlines.weights))[0]
+        return (await self.call("pack_weights", deadline=self._deadlines.weights))[0]
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]
-        await self._call("send_weights", backend, engines, version, deadline=self._deadlines.weights)
+        await self.call("send_weights", backend, engines, version, deadline=self._deadlines.weights)

@@ -7,7 +7,6 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from verl.cluster.actors import ActorGroup
 from verl.cluster.local import LocalPool
 from verl.config.load import load_dict
 from verl.data.plan import RankPlan
@@ -68,7 +67,7 @@ def test_only_settings_that_can_still_help_are_named() -> None:
 
 async def test_the_error_reaches_the_controller_as_it_is() -> None:
     actor = LocalPool().spawn(lambda: full_worker())  # type: ignore[arg-type]
-    group = PolicyGroup(ActorGroup("train worker", [actor]))
+    group = PolicyGroup([actor])
     with pytest.raises(EngineError, match="Decrease actor_rollout_ref"):
         await group.compute_logprobs([[1, 2]])
 

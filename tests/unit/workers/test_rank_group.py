@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs.pending_calls import PENDING_CALLS
 from verl.errors import ProcessLostError
 from verl.workers.train import PolicyGroup, TrainWorker
@@ -41,7 +40,7 @@ class Rank:
 
 
 def group_of(*ranks: Rank) -> PolicyGroup:
-    return PolicyGroup(ActorGroup("train worker", ranks))
+    return PolicyGroup(ranks)
 
 
 PLAN: Any = SimpleNamespace(ranks=[None, None])
