@@ -36,7 +36,7 @@ from verl.algorithms.losses import KL_KINDS, PER_SEQUENCE, LossInputs, kl_penalt
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
 from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
-from verl.rewards.overlong import compute_overlong_penalty
+from verl.rewards.settings import OverlongPenalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 
 LIMIT = 1e-6
@@ -537,8 +537,9 @@ def controller(draw: random.Random) -> float:
 
 def overlong(draw: random.Random) -> float:
     longest = draw.randint(2, 400)
-    numbers = draw.randint(0, 500), longest, draw.randint(1, longest), draw.uniform(0.1, 3)
-    return difference(compute_overlong_penalty(*numbers), ref.compute_overlong_penalty(*numbers))
+    length, buffer, factor = draw.randint(0, 500), draw.randint(1, longest), draw.uniform(0.1, 3)
+    ours = OverlongPenalty(buffer, factor, longest).compute(length)
+    return difference(ours, ref.compute_overlong_penalty(length, longest, buffer, factor))
 
 
 KL_FORMS = [name + plus for name in KL_KINDS for plus in ("", "+")]

@@ -14,8 +14,8 @@ import numpy as np
 from verl.agents.deterministic_batcher import DeterministicBatcher, Generate
 from verl.rewards.models.interface import SETTING, ScoringFailure
 from verl.rewards.models.tokenization import EncodeConversation
-from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.result import RewardInput, make_failure
+from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, Sample, SamplingParams, Scored
 
 

@@ -38,13 +38,7 @@ def add_weighted(parts: Mapping[str, tuple[Scorer, float]]) -> Scorer:
             metrics |= {f"{name}/{key}": value for key, value in more.items()}
         return {"score": total, **metrics}
 
-    def score(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return add([scorer(*args, **kwargs) for scorer, _ in parts.values()])
-
-    async def score_async(*args: Any, **kwargs: Any) -> dict[str, Any]:
-        return add(await asyncio.gather(*(_call(scorer, args, kwargs) for scorer, _ in parts.values())))
-
-    return score_async if any(is_async(scorer) for scorer, _ in parts.values()) else score
+    return _combine_results([scorer for scorer, _ in parts.values()], add)
 
 
 def clip_score(scorer: Scorer, low: float, high: float) -> Scorer:
@@ -55,13 +49,7 @@ def clip_score(scorer: Scorer, low: float, high: float) -> Scorer:
             return {**result, "score": clip(result["score"])} if "score" in result else result
         return min(max(require_number("the score", result), low), high)
 
-    def score(*args: Any, **kwargs: Any) -> Any:
-        return clip(scorer(*args, **kwargs))
-
-    async def score_async(*args: Any, **kwargs: Any) -> Any:
-        return clip(await scorer(*args, **kwargs))
-
-    return score_async if is_async(scorer) else score
+    return _combine_results([scorer], lambda results: clip(results[0]))
 
 
 def combine(specs: Sequence[Mapping[str, Any]], load: LoadFunction) -> Scorer:
@@ -94,6 +82,18 @@ def combine(specs: Sequence[Mapping[str, Any]], load: LoadFunction) -> Scorer:
 def is_async(scorer: Scorer) -> bool:
     """Return whether calling the function returns a coroutine."""
     return inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(getattr(scorer, "__call__", None))  # noqa: B004
+
+
+def _combine_results(scorers: Sequence[Scorer], combine: Callable[[Sequence[Any]], Any]) -> Scorer:
+    """Return a function that calls all of `scorers`, async if one of them is, and combines their results."""
+
+    def score(*args: Any, **kwargs: Any) -> Any:
+        return combine([scorer(*args, **kwargs) for scorer in scorers])
+
+    async def score_async(*args: Any, **kwargs: Any) -> Any:
+        return combine(await asyncio.gather(*(_call(scorer, args, kwargs) for scorer in scorers)))
+
+    return score_async if any(map(is_async, scorers)) else score
 
 
 async def _call(scorer: Scorer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

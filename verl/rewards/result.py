@@ -57,9 +57,6 @@ def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
     """Return the score, the other finite numbers, and the entries that are no numbers, of what a function returned.
 
     None and NaN mean that a sample lacks a metric: they are left out silently.
-
-    >>> parse_result({"score": True, "length": 12, "judge": None, "parsed": "x = 3"})
-    (1.0, {'length': 12.0}, {'parsed': "'x = 3'"})
     """
     if not isinstance(result, Mapping):
         return require_number("the score", result), {}, {}
@@ -113,12 +110,6 @@ class FailureTracker:
 
     `add` raises as soon as the limit is exceeded, not at the end of the step: a function that hangs on every response
     is detected after a few deadlines. The first failure of a step is reported at once.
-
-    >>> tracker = FailureTracker(max_failure_rate=0.5, samples=2)
-    >>> tracker.add(Scored(1.0)), tracker.add(Failed("timeout", "my_reward.py: gave no score within 5 s"))
-    (None, None)
-    >>> tracker.end_step()
-    {'reward/error_rate': 0.0, 'reward/timeout_rate': 0.5}
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Settings of reward functions and of the processes that run them, as they are sent to workers."""
+"""Settings of reward functions, their processes and the overlong penalty, as they are sent to workers."""
 
 from __future__ import annotations
 
@@ -49,3 +49,17 @@ class RewardPoolSettings:
     workers: int = 1
     deadline_s: float = 300.0
     memory_mb: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class OverlongPenalty:
+    """Overlong reward shaping (DAPO): the last `buffer` of `max_length` tokens cost up to `factor`."""
+
+    buffer: int
+    factor: float
+    max_length: int
+
+    def compute(self, length: int) -> float:
+        """Return 0 up to `max_length - buffer` tokens, then linearly less, down to `-factor` from `max_length` on."""
+        over = min(length, self.max_length) - (self.max_length - self.buffer)
+        return -self.factor * (over / self.buffer) if over > 0 else 0.0

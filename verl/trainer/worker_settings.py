@@ -37,10 +37,9 @@ from verl.config.schema.rules import is_custom_function
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
 from verl.errors import ConfigError
-from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.reward_function import pack_function
 from verl.rewards.sandbox.sandbox import Limits
-from verl.rewards.settings import RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings, RewardPoolSettings
 from verl.trainer.memory_advice import rl_memory_advice
 from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings, LoraSettings

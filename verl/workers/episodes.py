@@ -28,10 +28,9 @@ from verl.cluster.hangs.pending_calls import (
 from verl.cluster.hangs.registry import report_failed_call
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
-from verl.rewards.overlong import OverlongPenalty
 from verl.rewards.result import FailureTracker, truncate
 from verl.rewards.reward_function import resolve_scorer
-from verl.rewards.settings import RewardPoolSettings
+from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
 from verl.rollout.supervisor import EngineSupervisor
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool

@@ -9,7 +9,7 @@ import pytest
 
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import EpisodeRunner, Transcript
-from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
 
 pytestmark = pytest.mark.unit

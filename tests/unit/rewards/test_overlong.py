@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.rewards.overlong import compute_overlong_penalty
+from verl.rewards.settings import OverlongPenalty
 
 pytestmark = pytest.mark.unit
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
     [(0, 0.0), (80, 0.0), (81, -0.1), (85, -0.5), (90, -1.0), (100, -2.0), (101, -2.0), (500, -2.0)],
 )
 def test_the_penalty_grows_linearly_over_the_buffer(length: int, expected: float) -> None:
-    assert compute_overlong_penalty(length, max_length=100, buffer=20, factor=2.0) == pytest.approx(expected)
+    assert OverlongPenalty(buffer=20, factor=2.0, max_length=100).compute(length) == pytest.approx(expected)
 
 
 @given(st.integers(0, 200), st.integers(1, 100), st.data(), st.floats(0, 10))
@@ -22,9 +22,9 @@ def test_longer_is_never_better_and_never_below_the_factor(
     length: int, max_length: int, data: st.DataObject, factor: float
 ) -> None:
     buffer = data.draw(st.integers(0, max_length))
-    penalty = compute_overlong_penalty(length, max_length, buffer, factor)
-    assert -factor <= compute_overlong_penalty(length + 1, max_length, buffer, factor) <= penalty <= 0
+    penalty = OverlongPenalty(buffer, factor, max_length)
+    assert -factor <= penalty.compute(length + 1) <= penalty.compute(length) <= 0
 
 
 def test_a_buffer_of_nothing_punishes_nothing() -> None:
-    assert compute_overlong_penalty(200, max_length=100, buffer=0, factor=1.0) == 0.0
+    assert OverlongPenalty(buffer=0, factor=1.0, max_length=100).compute(200) == 0.0

@@ -14,7 +14,7 @@ from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
-from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.settings import OverlongPenalty
 from verl.trainer.rl_builder import with_absolute_paths
 from verl.trainer.setup import device_hints
 from verl.trainer.worker_settings import (

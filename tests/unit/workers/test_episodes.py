@@ -9,7 +9,7 @@ import pytest
 
 from verl.agents.episode import EpisodeRunner, Transcript
 from verl.errors import ProcessLostError
-from verl.rewards.overlong import OverlongPenalty
+from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, GroupRequest
 

@@ -30,23 +30,19 @@ class JudgeCache:
 
     def reserve_turn(self, interval_s: float) -> float:
         """Reserve the next request, at most one per `interval_s`, and return the seconds to wait for it."""
-        with self._transaction() as db:
-            now = time.time()
-            turn = max(now, self._get_next(db))
-            self._set_next(db, turn + interval_s)
-        return turn - now
+        return self._advance(0.0, interval_s)
 
     def delay_turns(self, seconds: float) -> None:
         """Let no request start within the next `seconds`."""
+        self._advance(seconds, 0.0)
+
+    def _advance(self, delay_s: float, interval_s: float) -> float:
         with self._transaction() as db:
-            self._set_next(db, max(self._get_next(db), time.time() + seconds))
-
-    def _get_next(self, db: sqlite3.Connection) -> float:
-        row = db.execute("SELECT next FROM turns WHERE endpoint = ?", (self._endpoint,)).fetchone()
-        return 0.0 if row is None else float(row[0])
-
-    def _set_next(self, db: sqlite3.Connection, next_s: float) -> None:
-        db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (self._endpoint, next_s))
+            row = db.execute("SELECT next FROM turns WHERE endpoint = ?", (self._endpoint,)).fetchone()
+            now = time.time()
+            turn = max(now + delay_s, 0.0 if row is None else float(row[0]))
+            db.execute("INSERT OR REPLACE INTO turns VALUES (?, ?)", (self._endpoint, turn + interval_s))
+        return turn - now
 
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:

@@ -35,11 +35,6 @@ class RewardPool:
 
     The deadline of a call begins when a worker gets it: waiting for a worker, or for the function to be loaded, does
     not count. Async functions are called for many responses concurrently, batched ones with what is waiting.
-
-    >>> with RewardPool(RewardPoolSettings(RewardFunctionSettings("my_reward.py"), workers=2)) as pool:
-    ...     await pool.start()
-    ...     await pool.score("gsm8k", "... #### 72", "72")
-    Scored(score=1.0, metrics={})
     """
 
     def __init__(self, settings: RewardPoolSettings) -> None:

@@ -24,6 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from verl.errors import RewardError
 from verl.rewards.process_usage import exceeds_disk, kill_processes, list_descendants, resident_bytes, total_memory
@@ -93,30 +94,7 @@ def run(
             "rlimits": _rlimits(limits, kind),
             "seccomp_filter": isolation.build_seccomp_filter(allow_signals=kind != "limits" or user is not None),
         }
-        task_fd = stack.enter_context(_anonymous_file(marshal.dumps(task)))
-        status_fd, report_fd = os.pipe()
-        stack.callback(os.close, status_fd)
-        guest = [*isolation.python_command(), "-c", _guest_source(), str(task_fd), str(report_fd)]
-        try:
-            command = isolation.build_command(kind, guest, limits.disk_bytes)
-            if command is None:
-                raise RewardError(f"sandbox: the tool for {kind!r} is not installed; install the package `bubblewrap`")
-            process = subprocess.Popen(
-                command,
-                stdin=stdin
-                if isinstance(stdin, int)
-                else stack.enter_context(_anonymous_file(stdin.encode(errors="replace"))),
-                stdout=subprocess.PIPE if stdout is None else stdout,
-                stderr=subprocess.PIPE,
-                pass_fds=(task_fd, report_fd),
-                env=isolation.ENVIRONMENT,
-                cwd=folder,
-                start_new_session=True,
-            )
-        finally:
-            for fd in (report_fd, stdin, stdout):
-                if isinstance(fd, int):
-                    os.close(fd)
+        process, status_fd = _start(stack, kind, task, folder, limits.disk_bytes, stdin, stdout)
         with process:
             monitor = _Monitor(process, status_fd, kind, folder, limits)
             try:
@@ -124,6 +102,44 @@ def run(
             finally:
                 _kill_all(process, kind)
             return monitor.result()
+
+
+def _start(
+    stack: contextlib.ExitStack,
+    kind: str,
+    task: Any,
+    folder: str,
+    disk_bytes: int,
+    stdin: str | int,
+    stdout: int | None,
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the guest, isolated; return its process, and the descriptor from which its status is read."""
+    status_fd, report_fd = os.pipe()
+    stack.callback(os.close, status_fd)
+    try:
+        task_fd = stack.enter_context(_anonymous_file(marshal.dumps(task)))
+        guest = [*isolation.python_command(), "-c", _guest_source(), str(task_fd), str(report_fd)]
+        command = isolation.build_command(kind, guest, disk_bytes)
+        if command is None:
+            raise RewardError(f"sandbox: the tool for {kind!r} is not installed; install the package `bubblewrap`")
+        input_fd = stdin
+        if isinstance(input_fd, str):
+            input_fd = stack.enter_context(_anonymous_file(input_fd.encode(errors="replace")))
+        process = subprocess.Popen(
+            command,
+            stdin=input_fd,
+            stdout=subprocess.PIPE if stdout is None else stdout,
+            stderr=subprocess.PIPE,
+            pass_fds=(task_fd, report_fd),
+            env=isolation.ENVIRONMENT,
+            cwd=folder,
+            start_new_session=True,
+        )
+        return process, status_fd
+    finally:
+        for fd in (report_fd, stdin, stdout):
+            if isinstance(fd, int):
+                os.close(fd)
 
 
 @functools.cache

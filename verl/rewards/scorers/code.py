@@ -97,11 +97,7 @@ def check_requirements(*, sandbox_url: str | None = None, require: str = "limits
 
 
 def extract_code(response: str) -> str:
-    """Return the last fenced block of Python, or of any language if there is none, or else the whole response.
-
-    >>> extract_code("Think.\\n```python\\nprint(1)\\n```\\nDone.")
-    'print(1)\\n'
-    """
+    """Return the last fenced block of Python, or of any language if there is none, or else the whole response."""
     blocks = _FENCED.findall(response)
     chosen = [code for language, code in blocks if language.lower() in _PYTHON] or [code for _, code in blocks]
     return chosen[-1] if chosen else response

@@ -41,11 +41,7 @@ def compute_score(
 
 
 def count_sections(text: str, tags: Sequence[str]) -> tuple[int, str]:
-    """Return how many sections occur once, not empty, and after the previous one; and the text outside of them.
-
-    >>> count_sections("<think>2 + 2</think> so <answer>4</answer>", ("think", "answer"))
-    (2, 'so')
-    """
+    """Return how many sections occur once, not empty, and after the previous one; and the text outside of them."""
     position, count, outside = 0, 0, ""
     for tag in tags:
         opening, closing = f"<{tag}>", f"</{tag}>"

@@ -19,9 +19,6 @@ def final_number(text: str) -> Decimal | None:
     """Return the number right after the last `####` that has one, without thousands separators; None without one.
 
     A dollar sign and bold type are skipped. More than one number (`18/2`, `17-19`, `1,2,3`) counts as none.
-
-    >>> final_number("5 * 250 = 1250\\n#### 1,250")
-    Decimal('1250')
     """
     for piece in reversed(text.replace("−", "-").split("####")[1:]):
         if match := _NUMBER.match(piece):

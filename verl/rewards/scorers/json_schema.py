@@ -36,11 +36,7 @@ def compute_score(
 
 
 def extract_json(text: str) -> str:
-    """Return the last fenced block, or everything without one.
-
-    >>> extract_json('<think>{}</think> Here it is:\\n```json\\n{"a": 1}\\n```')
-    '{"a": 1}'
-    """
+    """Return the last fenced block, or everything without one."""
     text = text.rpartition("</think>")[2]
     fences = list(_FENCE.finditer(text))
     if len(fences) < 2:

@@ -27,11 +27,7 @@ def count_nodes(expression: Any) -> int:
 
 
 def count_bits(expression: Any) -> float:
-    """Return an upper bound, up to 1e18, on the bits of its value and intermediate values; a symbol counts as one bit.
-
-    >>> count_bits(sympy.Pow(10, sympy.Pow(10, 10, evaluate=False), evaluate=False)) > 1e9
-    True
-    """
+    """Return an upper bound, up to 1e18, on the bits of its value and intermediate values; a symbol has one bit."""
     if getattr(expression, "is_Rational", False):
         return float(max(1, abs(expression.p).bit_length()) + expression.q.bit_length() - 1)
     if getattr(expression, "is_Float", False):
@@ -58,11 +54,7 @@ def count_bits(expression: Any) -> float:
 
 
 def count_terms(expression: Any) -> float:
-    """Return the number of terms, up to 1e18, after expansion.
-
-    >>> count_terms((x + 1) ** 3 * (y + 1))
-    8
-    """
+    """Return the number of terms, up to 1e18, after expansion."""
     inner = [count_terms(child) for child in _children(expression)]
     match type(expression).__name__:
         case "Add":
@@ -82,9 +74,6 @@ def differ_at_a_point(one: Any, other: Any) -> bool:
 
     False for a single symbol, which may be a word, and for sets and matrices. Relations differ if their symbols do, or
     if only one is an equation.
-
-    >>> differ_at_a_point(sympy.sin(x) ** 2, 1 - sympy.cos(x) ** 2), differ_at_a_point(x + 1, x + 2)
-    (False, True)
     """
     if getattr(one, "is_Relational", False) and getattr(other, "is_Relational", False):
         return _symbol_names(one) != _symbol_names(other) or (one.rel_op == "==") != (other.rel_op == "==")

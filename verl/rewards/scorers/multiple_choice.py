@@ -27,11 +27,7 @@ _OPTION = re.compile(r"\b([A-Z])[).:](?=\s|$)")
 
 
 def final_choice(text: str, letters: str = LETTERS) -> str | None:
-    """Return the letter that the text chooses; None if it chooses none.
-
-    >>> final_choice("It could be (A), but no: the answer is **(B)**.")
-    'B'
-    """
+    """Return the letter that the text chooses; None if it chooses none."""
     for statement in reversed(list(_STATEMENT.finditer(text))):
         rest = text[statement.end() : statement.end() + 200].lstrip().partition("</answer>")[0].partition("\n")[0]
         rest = _MARKUP.sub(" ", re.sub(r"\(([a-z])\)", lambda letter: letter[0].upper(), rest))

@@ -17,11 +17,7 @@ _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize(text: str) -> str:
-    """Return the text in lowercase without punctuation, articles and extra spaces; with them if nothing else is left.
-
-    >>> normalize("The  Beatles!"), normalize("A")
-    ('beatles', 'a')
-    """
+    """Return the text in lowercase, without punctuation and articles unless there is nothing else."""
     lower = " ".join(text.lower().split())
     return " ".join(_ARTICLES.sub(" ", lower.translate(_PUNCTUATION)).split()) or lower
 
@@ -32,11 +28,7 @@ def exact_match(answer: str, truth: str) -> float:
 
 
 def f1(answer: str, truth: str) -> float:
-    """Return the harmonic mean of precision and recall over words.
-
-    >>> f1("in Paris, France", "Paris")
-    0.5
-    """
+    """Return the harmonic mean of precision and recall over words."""
     given, expected = normalize(answer).split(), normalize(truth).split()
     common = (Counter(given) & Counter(expected)).total()
     return 2 * common / (len(given) + len(expected)) if common else 0.0
