@@ -15,7 +15,7 @@ import pytest
 
 from verl import cli
 from verl.commands import data, demo, evaluate, generate
-from verl.config.load import load, load_sft, load_yaml
+from verl.config.load import load, load_sft
 
 pytestmark = pytest.mark.unit
 
@@ -123,7 +123,7 @@ def test_yaml_blocks_are_settings(tmp_path: Path) -> None:
             if block.page.name == "sft.md":
                 load_sft(["--config-path", str(tmp_path), "--config-name", "config"])
             else:
-                load_yaml(tmp_path / "config.yaml", complete=False)
+                load(["--config-name", str(tmp_path / "config.yaml")], complete=False)
 
 
 @pytest.mark.parametrize("command", list(commands()), ids=lambda command: f"{command}-{command.text[:30]}")

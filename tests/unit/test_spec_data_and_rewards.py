@@ -24,7 +24,7 @@ from verl.rewards.pool.pool import open_rewards
 from verl.rewards.result import Failed, RewardInput
 from verl.rewards.reward_function import RewardFunction, load_reward, resolve_scorer
 from verl.rewards.settings import RewardFunctionSettings
-from verl.tracking.diagnosis import Diagnosis, diagnose
+from verl.tracking.diagnosis import Diagnosis
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_files
 from verl.trainer.run_data import read_data
@@ -353,7 +353,7 @@ async def test_a_function_can_be_tried_before_the_run(tmp_path: Path) -> None:
 
 
 async def test_a_spike_is_said_and_can_be_clipped(tmp_path: Path) -> None:
-    [line] = diagnose({"reward/mean": 1.0, "reward/std": 30.0, "reward/min": 0.0, "reward/max": 1000.0})
+    [line] = Diagnosis().advise({"reward/mean": 1.0, "reward/std": 30.0, "reward/min": 0.0, "reward/max": 1000.0}, 1)
     assert "one reward is an outlier: reward/max is 1e+03" in line
     assert "clip: [-1, 1]" in line
     path = reward_file(
@@ -404,5 +404,5 @@ def test_workers_need_the_manager_that_uses_them() -> None:
 
 
 def test_answers_that_are_cut_are_said() -> None:
-    [line] = diagnose({"response_length/clip_ratio": 0.9})
+    [line] = Diagnosis().advise({"response_length/clip_ratio": 0.9}, 1)
     assert "try a larger data.max_response_length" in line

@@ -6,12 +6,10 @@ import sys
 from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
-from verl.config.batch_sizes import derive_sft_sizes, derive_sizes, render_sizes
+from verl.config.batch_sizes import render_sizes
 from verl.config.command_line import split_arguments
-from verl.config.load import load, load_sft
+from verl.config.load import SFT, TRAIN, load, load_sft
 from verl.config.render import describe, render
-from verl.config.run_types import SFT, TRAIN
-from verl.config.schema import SftConfig
 from verl.redaction import redact
 
 HELP = f"""\
@@ -40,9 +38,7 @@ def main(argv: Sequence[str]) -> int:
     for run in runs:
         if run.sweep:
             sys.stdout.write(f"---\n# {' '.join(run.sweep)}\n")
-        config = run.config
-        rows = derive_sft_sizes(config) if isinstance(config, SftConfig) else derive_sizes(config)
-        sizes = render_sizes(rows).replace("\n", "\n#   ")
-        sys.stdout.write(f"{render(config)}\n# Derived sizes:\n#   {sizes}\n")
+        sizes = render_sizes(run.config).replace("\n", "\n#   ")
+        sys.stdout.write(f"{render(run.config)}\n# Derived sizes:\n#   {sizes}\n")
     sys.stdout.flush()
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
-from verl.config.batch_sizes import derive_sft_sizes, render_sizes
+from verl.config.batch_sizes import render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
 from verl.tracking.console import Console
@@ -34,5 +34,5 @@ async def _train(config: SftConfig, console: Console) -> int:
     from verl.sft.builder import build_sft_trainer
     from verl.trainer.launcher import run
 
-    console.banner(render_sizes(derive_sft_sizes(config)), title="sizes of a step")
+    console.banner(render_sizes(config), title="sizes of a step")
     return await run(config, console, lambda config, restarts: build_sft_trainer(config, console, restarts=restarts))

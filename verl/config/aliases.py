@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from verl.config.paths import Path, Tree, format_value, iter_leaves, join_path, set_path
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
-_PEFT = f"{_ACTOR}.peft"
+_ADAPTER = ("lora_rank", "lora_alpha", "target_modules")
 
 KEYS: dict[str, str] = {
     # the sections of the policy, without their common parent
@@ -33,18 +33,10 @@ KEYS: dict[str, str] = {
     "ray_kwargs.ray_init.timeline_file": "ray_kwargs.timeline_json_file",
     "ray_kwargs.ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
     # adapters
-    f"{_ACTOR}.lora_rank": f"{_PEFT}.lora_rank",
-    f"{_ACTOR}.lora_alpha": f"{_PEFT}.lora_alpha",
-    f"{_ACTOR}.target_modules": f"{_PEFT}.target_modules",
-    f"{_MODEL}.lora_rank": f"{_PEFT}.lora_rank",
-    f"{_MODEL}.lora_alpha": f"{_PEFT}.lora_alpha",
-    f"{_MODEL}.target_modules": f"{_PEFT}.target_modules",
-    "critic.lora_rank": "critic.peft.lora_rank",
-    "critic.lora_alpha": "critic.peft.lora_alpha",
-    "critic.target_modules": "critic.peft.target_modules",
-    "critic.model.lora_rank": "critic.peft.lora_rank",
-    "critic.model.lora_alpha": "critic.peft.lora_alpha",
-    "critic.model.target_modules": "critic.peft.target_modules",
+    **{f"{_ACTOR}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
+    **{f"{_MODEL}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
+    **{f"critic.{name}": f"critic.peft.{name}" for name in _ADAPTER},
+    **{f"critic.model.{name}": f"critic.peft.{name}" for name in _ADAPTER},
     # single settings
     "trainer.nnode": "trainer.nnodes",
     f"{_MODEL}.dtype": f"{_ACTOR}.fsdp_config.dtype",
@@ -91,9 +83,7 @@ SFT_ALIASES = Aliases(
     {
         "model.partial_pretrain": "model.path",
         "model.dtype": "model.fsdp_config.dtype",
-        "model.lora_rank": "model.peft.lora_rank",
-        "model.lora_alpha": "model.peft.lora_alpha",
-        "model.target_modules": "model.peft.target_modules",
+        **{f"model.{name}": f"model.peft.{name}" for name in _ADAPTER},
         "optim.warmup_steps_proportion": "optim.lr_warmup_steps_ratio",
         "optim.lr_scheduler": "optim.lr_scheduler_type",
         "optim.warmup_style": "optim.lr_scheduler_type",

@@ -82,24 +82,21 @@ def count_total_steps(config: Config | SftConfig, prompts: int) -> int:
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
-def count_optimizer_steps(config: Config, steps: int = 1) -> int:
-    """Return the policy's optimizer steps in `steps` steps that train it."""
+def count_optimizer_steps(config: Config, steps: int) -> int:
+    """Return the policy's optimizer steps in the first `steps` steps of the run; trainer.critic_warmup delays them."""
+    if uses_critic(config):
+        steps = max(0, steps - config.trainer.critic_warmup)
     return steps * get_actor_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
-def count_critic_optimizer_steps(config: Config, steps: int = 1) -> int:
+def count_critic_optimizer_steps(config: Config, steps: int) -> int:
     """Return the critic's optimizer steps in `steps` steps of the run."""
     return steps * get_critic_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
 
 
-def count_policy_steps(config: Config, steps: int) -> int:
-    """Return how many of the first `steps` steps train the policy, which trainer.critic_warmup delays."""
-    return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
-
-
-def derive_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
-    """Return all derived sizes in the order of a step; `prompts` is the number in the data, once known."""
-    data, actor, rollout = config.data, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+def derive_sizes(config: Config) -> list[Size]:
+    """Return all derived sizes in the order of a step."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
     ranks, engines, longest = count_train_ranks(config), count_engines(config), get_max_sequence_tokens(config)
     responses = data.train_batch_size * rollout.n
     rows = [
@@ -112,29 +109,11 @@ def derive_sizes(config: Config, *, prompts: int | None = None) -> list[Size]:
             min(responses, engines * rollout.max_num_seqs),
             "engines x rollout.max_num_seqs",
         ),
-        Size("train ranks", ranks, explain_ranks(config)),
-        Size(
-            "optimizer steps per step",
-            count_optimizer_steps(config),
-            f"ceil({data.train_batch_size} / ppo_mini_batch_size={actor.ppo_mini_batch_size}) x "
-            f"ppo_epochs={actor.ppo_epochs}",
-        ),
+        Size("train ranks", ranks, _explain_ranks(config)),
         *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor", model=""),
     ]
     if uses_critic(config):
-        sizes = get_critic_batch_sizes(config)
-        how = f"ceil({data.train_batch_size} / ppo_mini_batch_size={sizes.mini_batch}) x ppo_epochs={sizes.epochs}"
-        rows.append(Size("critic optimizer steps per step", count_critic_optimizer_steps(config), how))
-        rows += _derive_model_sizes(config, sizes, "critic", model="critic ")
-    if prompts is not None:
-        rows.append(
-            Size(
-                "steps per epoch",
-                max(1, prompts // data.train_batch_size),
-                f"{prompts} prompts / {data.train_batch_size}",
-            )
-        )
-        rows.append(Size("total steps", count_total_steps(config, prompts), _explain_steps(config, prompts)))
+        rows += _derive_model_sizes(config, get_critic_batch_sizes(config), "critic", model="critic ")
     return rows
 
 
@@ -145,7 +124,7 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
     rows = [
         Size("examples per step", batch, "data.train_batch_size"),
         Size("maximum tokens per example", data.max_length, "data.max_length"),
-        Size("train ranks", ranks, explain_ranks(config)),
+        Size("train ranks", ranks, _explain_ranks(config)),
     ]
     if data.packing:
         return [*rows, Size("tokens per micro-batch", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
@@ -160,10 +139,16 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
 def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, model: str) -> list[Size]:
     """Return the sizes of a model's mini-batches and micro-batches."""
     n, ranks, longest = config.actor_rollout_ref.rollout.n, count_train_ranks(config), get_max_sequence_tokens(config)
-    mini_prompts = min(sizes.mini_batch, config.data.train_batch_size)
+    batch = config.data.train_batch_size
+    mini_prompts = min(sizes.mini_batch, batch)
     mini = mini_prompts * n
     on_rank = _ceil(mini, ranks)
     rows = [
+        Size(
+            f"{model}optimizer steps per step",
+            sizes.count_optimizer_steps(batch),
+            f"ceil({batch} / ppo_mini_batch_size={sizes.mini_batch}) x ppo_epochs={sizes.epochs}",
+        ),
         Size(f"samples per {model}mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
         Size("... per rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
     ]
@@ -180,11 +165,11 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, mode
     ]
 
 
-def render_sizes(rows: list[Size]) -> str:
-    """Return the sizes as an aligned table: name, value, explanation."""
+def render_sizes(config: Config | SftConfig) -> str:
+    """Return the derived sizes of a run as an aligned table: name, value, explanation."""
+    rows = derive_sft_sizes(config) if isinstance(config, SftConfig) else derive_sizes(config)
     values = [f"{row.value:,}" for row in rows]
-    names = max(len(row.name) for row in rows)
-    digits = max(len(value) for value in values)
+    names, digits = max(len(row.name) for row in rows), max(map(len, values))
     return "\n".join(
         f"{row.name:<{names}}  {value:>{digits}}  {row.how}" for row, value in zip(rows, values, strict=True)
     )
@@ -196,8 +181,7 @@ def _explain_longest(config: Config) -> str:
     return f"prompt {config.data.max_prompt_length} + response {config.data.max_response_length}"
 
 
-def explain_ranks(config: Config | SftConfig) -> str:
-    """Return how the number of train ranks is computed."""
+def _explain_ranks(config: Config | SftConfig) -> str:
     if config.trainer.local:
         return "trainer.local"
     return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"
@@ -209,15 +193,8 @@ def _explain_engines(config: Config) -> str:
         return "trainer.local"
     if rollout.num_engines is not None:
         return "rollout.num_engines"
-    return (
-        f"{count_train_ranks(config)} devices / rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
-    )
-
-
-def _explain_steps(config: Config, prompts: int) -> str:
-    if config.trainer.total_training_steps is not None:
-        return "trainer.total_training_steps"
-    return f"{prompts} prompts x trainer.total_epochs={config.trainer.total_epochs} / {config.data.train_batch_size}"
+    size = rollout.tensor_model_parallel_size
+    return f"{count_train_ranks(config)} devices / rollout.tensor_model_parallel_size={size}"
 
 
 def _ceil(total: int, part: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path as File
@@ -17,7 +17,15 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from verl.config.aliases import canonicalize, canonicalize_tree, list_section_aliases
+from verl.config import validation
+from verl.config.aliases import (
+    SFT_ALIASES,
+    TRAIN_ALIASES,
+    Aliases,
+    canonicalize,
+    canonicalize_tree,
+    list_section_aliases,
+)
 from verl.config.command_line import (
     SweepPoint,
     compose_yaml,
@@ -40,7 +48,6 @@ from verl.config.paths import (
     suggest_key,
 )
 from verl.config.requirements import find_missing, find_unsupported
-from verl.config.run_types import GENERATE, RUN_TYPES, SFT, TRAIN, RunType
 from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import remember
@@ -49,6 +56,27 @@ if TYPE_CHECKING:  # importing Hydra takes a third of a second
     from hydra.core.override_parser.types import Override
 
 C = TypeVar("C", bound=Section)
+
+
+@dataclass(frozen=True, slots=True)
+class RunType(Generic[C]):
+    """A type of run; `command` is the `verl` command that starts it."""
+
+    command: str
+    root: type[C]
+    aliases: Aliases
+    find_conflicts: Callable[[C], Iterator[str]]
+    find_hints: Callable[[C], Iterator[str]]
+
+
+TRAIN = RunType("train", Config, TRAIN_ALIASES, validation.find_conflicts, validation.find_hints)
+SFT = RunType("sft", SftConfig, SFT_ALIASES, validation.find_sft_conflicts, validation.find_sft_hints)
+GENERATE = RunType(
+    "generate", Config, TRAIN_ALIASES, validation.find_generation_conflicts, validation.find_generation_hints
+)
+"""Commands that generate and score responses with the training settings; only the settings they use are checked."""
+AnyRunType = RunType[Config] | RunType[SftConfig]
+RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,13 +123,6 @@ def _load(run_type: RunType[C], argv: Sequence[str], complete: bool) -> list[Loa
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
-
-
-def load_yaml(path: str | File, overrides: Sequence[str] = (), *, complete: bool = True) -> LoadedConfig[Config]:
-    """Load settings from a YAML file, which may have a `defaults:` list, and apply overrides."""
-    path = File(path).expanduser()
-    [loaded] = load(["--config-path", str(path.parent), "--config-name", path.name, *overrides], complete=complete)
-    return loaded
 
 
 def load_dict(

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
+from verl.config.load import SFT, TRAIN, AnyRunType
 from verl.config.paths import format_value
 from verl.config.render import describe_type, document
-from verl.config.run_types import SFT, TRAIN, AnyRunType
 from verl.config.schema import Setting, collect_settings
 
 _HEAD = """\

@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from verl.config.aliases import resolve_alias
+from verl.config.load import TRAIN, AnyRunType
 from verl.config.paths import find_setting, format_value, get_path, join_path, suggest_key
-from verl.config.run_types import TRAIN, AnyRunType
 from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import redact_settings

@@ -13,7 +13,6 @@ from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,
     count_optimizer_steps,
-    count_policy_steps,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
@@ -165,7 +164,7 @@ def _check_transports(config: Config) -> Iterator[str]:
 
 def _check_warmups(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
-    updates = None if steps is None else count_optimizer_steps(config, count_policy_steps(config, steps))
+    updates = None if steps is None else count_optimizer_steps(config, steps)
     if updates != 0:  # 0: trainer.critic_warmup is too long, which is reported by itself
         yield from _check_warmup(ACTOR, config.actor_rollout_ref.actor.optim, steps, updates)
     if uses_critic(config):

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from verl.config.batch_sizes import derive_sizes, render_sizes
+from verl.config.batch_sizes import render_sizes
 from verl.config.features import syncs_adapter_only
 from verl.config.load import LoadedConfig, load
 from verl.demo.folder import RESPONSE_LENGTH, Assets
@@ -65,7 +65,7 @@ async def run_demo(folder: Path, loaded: LoadedConfig, console: Console) -> None
         console.note(note)
     assets = await creation
     console.hints(loaded.hints)
-    console.banner(render_sizes(derive_sizes(loaded.config)), title="sizes of a step")
+    console.banner(render_sizes(loaded.config), title="sizes of a step")
     await _train(loaded, assets, console)
     examples = _generate_examples(assets, folder / "trained")
     console.banner(render_report(read_metrics(loaded.config.trainer.checkpoint_dir), examples), title="results")

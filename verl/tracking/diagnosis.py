@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 
 Numbers = Mapping[str, float]
 
@@ -16,18 +15,6 @@ _KL_REMEDY = (
     "actor_rollout_ref.actor.kl_loss_coef, or algorithm.use_kl_in_reward=True and algorithm.kl_ctrl.kl_coef=0.01; or "
     "make the reward stricter (reward.functions combines several)"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class _Problem:
-    name: str
-    detect: Callable[[Numbers], str | None]  # returns what is wrong
-    remedy: str
-
-
-def diagnose(metrics: Numbers) -> list[str]:
-    """Return one line for each problem that the metrics of a step show."""
-    return list(_detect_all(metrics).values())
 
 
 class Diagnosis:
@@ -44,11 +31,9 @@ class Diagnosis:
         reward = metrics.get("reward/mean")
         if reward is not None:
             self._reward = reward if self._reward is None else self._reward + _SMOOTHING * (reward - self._reward)
-        lines = []
-        for name, line in _detect_all(metrics).items():
-            if self._is_due(name, step):
-                lines.append(f"{line}. {preview}" if preview and name == "no signal" and is_uniform(metrics) else line)
-        return lines
+        shown = f". {preview}" if preview and is_uniform(metrics) else ""
+        problems = (*_find_reward_problems(metrics), *_find_training_problems(metrics))
+        return [f"{text}{shown if name == 'no signal' else ''}" for name, text in problems if self._is_due(name, step)]
 
     def advise_validation(self, means: Numbers, step: int) -> list[str]:
         """Return advice about a validation whose means fall while the rewards of training rise."""
@@ -94,100 +79,76 @@ def explain_all_zero(source: str, responses: int, truncated: int, preview: str) 
     )
 
 
-def _detect_no_signal(metrics: Numbers) -> str | None:
-    if is_uniform(metrics):
-        return f"all responses of the step got the same reward, {metrics['reward/min']:g}: nothing can be learned"
+def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
+    """Yield the name of each problem, and what is wrong and what to try."""
+    remedy = (
+        "check some responses and the reward function; try more responses per prompt with "
+        "actor_rollout_ref.rollout.n=8, prompts that the model sometimes solves, or "
+        "algorithm.filter_groups.enable=True to replace such prompts"
+    )
     share = metrics.get("reward/groups_without_signal", 0.0)
-    if share > 0.9:
-        return f"for {share:.0%} of the prompts all responses got the same reward: little can be learned"
-    return None
-
-
-def _detect_outlier(metrics: Numbers) -> str | None:
+    if is_uniform(metrics):
+        reward = metrics["reward/min"]
+        yield (
+            "no signal",
+            f"all responses of the step got the same reward, {reward:g}: nothing can be learned; {remedy}",
+        )
+    elif share > 0.9:
+        yield (
+            "no signal",
+            f"for {share:.0%} of the prompts all responses got the same reward: little can be learned; {remedy}",
+        )
     mean, std = metrics.get("reward/mean"), metrics.get("reward/std")
     if mean is None or not std:
-        return None
+        return
     for name in ("reward/max", "reward/min"):
         value = metrics.get(name, mean)
         if abs(value) > _LARGE_REWARD and abs(value - mean) > _OUTLIER_STDS * std:
-            return f"one reward is an outlier: {name} is {value:.3g}, the mean {mean:.3g}"
-    return None
+            yield (
+                "outlier",
+                f"one reward is an outlier: {name} is {value:.3g}, the mean {mean:.3g}; a single response dominates "
+                "this update; return rewards in a fixed range, or clip them with "
+                "reward.functions=[{path: my_reward.py, clip: [-1, 1]}]",
+            )
 
 
-def _detect_mismatch(metrics: Numbers) -> str | None:
+def _find_training_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
     gap = metrics.get("training/rollout_probs_diff_mean", 0.0)
     if gap > 0.01:
-        return (
+        yield (
+            "mismatch",
             "trainer and rollout engine compute different probabilities: training/rollout_probs_diff_mean is "
-            f"{gap:.4f} (healthy: below 0.005)"
+            f"{gap:.4f} (healthy: below 0.005); this is expected if top_p or top_k restrict sampling; otherwise try "
+            "actor_rollout_ref.rollout.dtype=float32, with vLLM on long contexts "
+            "+actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True, or correct for it with "
+            "algorithm.rollout_correction.rollout_is=token",
         )
-    return None
-
-
-def _detect_large_kl(metrics: Numbers) -> str | None:
     for name, limit in (("actor/kl_loss", 1.0), ("actor/reward_kl", 1.0), ("actor/ppo_kl", 0.5)):
         if abs(value := metrics.get(name, 0.0)) > limit:
             unit = " (aggregated by loss_agg_mode)" if name == "actor/kl_loss" else ""
-            return f"the policy changes too fast: {name} is {value:.3g}{unit}, above the warning limit of {limit:g}"
-    return None
-
-
-def _detect_skipped_steps(metrics: Numbers) -> str | None:
-    if count := sum(value for name, value in metrics.items() if name.endswith("/skipped_steps")):
-        return (
-            f"{count:g} optimizer step(s) were skipped: the gradient was not finite, or the mini-batch had nothing to "
-            "train on (no generated tokens, no pairs of different scores, all rejected)"
+            yield (
+                "kl",
+                f"the policy changes too fast: {name} is {value:.3g}{unit}, above the warning limit of {limit:g}; try "
+                "actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01, or a lower "
+                "actor_rollout_ref.actor.optim.lr",
+            )
+    skipped = sum(value for name, value in metrics.items() if name.endswith("/skipped_steps"))
+    nans = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
+    if skipped or nans:
+        problem = (
+            f"{skipped:g} optimizer step(s) were skipped: the gradient was not finite, or the mini-batch had nothing "
+            "to train on (no generated tokens, no pairs of different scores, all rejected)"
         )
-    names = sorted(name for name, value in metrics.items() if math.isnan(value) and not name.startswith("val/"))
-    return f"metrics are NaN: {', '.join(names[:4])}" if names else None
-
-
-def _detect_truncation(metrics: Numbers) -> str | None:
+        yield (
+            "not finite",
+            f"{problem if skipped else 'metrics are NaN: ' + ', '.join(nans[:4])}; check reward/min and reward/max "
+            "for outliers, and response_length/min for empty responses; try a lower actor_rollout_ref.actor.optim.lr "
+            "or actor_rollout_ref.actor.grad_clip=0.5",
+        )
     share = metrics.get("response_length/clip_ratio", 0.0)
-    return f"{share:.0%} of the responses were truncated by the length limit" if share > 0.5 else None
-
-
-_PROBLEMS = (
-    _Problem(
-        "no signal",
-        _detect_no_signal,
-        "check some responses and the reward function; try more responses per prompt with "
-        "actor_rollout_ref.rollout.n=8, prompts that the model sometimes solves, or "
-        "algorithm.filter_groups.enable=True to replace such prompts",
-    ),
-    _Problem(
-        "outlier",
-        _detect_outlier,
-        "a single response dominates this update; return rewards in a fixed range, or clip them with "
-        "reward.functions=[{path: my_reward.py, clip: [-1, 1]}]",
-    ),
-    _Problem(
-        "mismatch",
-        _detect_mismatch,
-        "this is expected if top_p or top_k restrict sampling; otherwise try actor_rollout_ref.rollout.dtype=float32, "
-        "with vLLM on long contexts +actor_rollout_ref.rollout.engine_kwargs.vllm.disable_cascade_attn=True, "
-        "or correct for it with algorithm.rollout_correction.rollout_is=token",
-    ),
-    _Problem(
-        "kl",
-        _detect_large_kl,
-        "try actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.01, "
-        "or a lower actor_rollout_ref.actor.optim.lr",
-    ),
-    _Problem(
-        "not finite",
-        _detect_skipped_steps,
-        "check reward/min and reward/max for outliers, and response_length/min for empty responses; try a lower "
-        "actor_rollout_ref.actor.optim.lr or actor_rollout_ref.actor.grad_clip=0.5",
-    ),
-    _Problem(
-        "truncation",
-        _detect_truncation,
-        "try a larger data.max_response_length, or check that the model generates its end token",
-    ),
-)
-
-
-def _detect_all(metrics: Numbers) -> dict[str, str]:
-    """Return the advice about each problem, by its name."""
-    return {p.name: f"{problem}; {p.remedy}" for p in _PROBLEMS if (problem := p.detect(metrics)) is not None}
+    if share > 0.5:
+        yield (
+            "truncation",
+            f"{share:.0%} of the responses were truncated by the length limit; try a larger data.max_response_length, "
+            "or check that the model generates its end token",
+        )

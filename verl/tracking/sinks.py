@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
 import os
@@ -10,10 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Protocol
 
-from verl.errors import ConfigError
 from verl.redaction import redact_settings
 from verl.tracking.console import Console
 
@@ -41,16 +38,6 @@ class RunInfo:
     settings: Mapping[str, Any] = field(default_factory=dict)
     resumed_step: int | None = None
     wandb_proxy: str | None = None
-
-
-class NullSink:
-    """A metric logger that does nothing."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class ConsoleSink:
@@ -99,7 +86,8 @@ class WandbSink:
     """Logs to Weights & Biases; a resumed run continues the last run of its folder."""
 
     def __init__(self, run: RunInfo) -> None:
-        wandb = _import("wandb")
+        import wandb
+
         self._run = wandb.init(
             project=run.project,
             name=run.name,
@@ -120,10 +108,10 @@ class TensorboardSink:
     """Writes TensorBoard event files to `tensorboard/` in the run's folder."""
 
     def __init__(self, run: RunInfo) -> None:
-        _import("tensorboard")
-        module = importlib.import_module("torch.utils.tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
         purge = None if run.resumed_step is None else run.resumed_step + 1
-        self._writer = module.SummaryWriter(run.folder / "tensorboard", purge_step=purge)
+        self._writer = SummaryWriter(run.folder / "tensorboard", purge_step=purge)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
@@ -151,43 +139,16 @@ class Sinks:
 _OPENERS: dict[str, Callable[[RunInfo, Console], Sink]] = {
     "console": lambda run, console: ConsoleSink(console),
     "jsonl": lambda run, console: JsonlSink(run.folder, run.resumed_step),
-    "none": lambda run, console: NullSink(),
     "tensorboard": lambda run, console: TensorboardSink(run),
     "wandb": lambda run, console: WandbSink(run),
 }
 
 
 def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = None) -> Sinks:
-    """Open the metric loggers of `trainer.logger`, with secrets redacted from the settings.
-
-    Unknown names are reported together, before any logger is opened.
-    """
-    problems = [
-        f"trainer.logger: {name!r} is not a metric logger; choose from {', '.join(sorted(_OPENERS))}"
-        for name in names
-        if name not in _OPENERS
-    ]
-    if problems:
-        raise ConfigError(problems)
+    """Open the metric loggers of `trainer.logger`, with secrets redacted from the settings; `none` is not opened."""
     console = console or Console(run.total_steps)
     run = replace(run, settings=redact_settings(run.settings))
-    opened: list[Sink] = []
-    try:
-        for name in dict.fromkeys(names):
-            opened.append(_OPENERS[name](run, console))
-    except ConfigError:
-        Sinks(opened).close()
-        raise
-    return Sinks(opened)
-
-
-def _import(package: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        raise ConfigError(
-            [f"trainer.logger: {package!r} is not installed; run `pip install {package}`, or remove it"]
-        ) from error
+    return Sinks([_OPENERS[name](run, console) for name in dict.fromkeys(names) if name != "none"])
 
 
 def _truncate_after(path: Path, step: int | None) -> None:

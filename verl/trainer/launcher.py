@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from verl.checkpoint.lock import run_lock
-from verl.config.batch_sizes import derive_sizes, render_sizes
+from verl.config.batch_sizes import render_sizes
 from verl.config.load import LoadedConfig
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
@@ -29,7 +29,7 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
     """
     from verl.trainer.rl_builder import build_trainer  # imports Ray, after the settings have been checked
 
-    console.banner(render_sizes(derive_sizes(config)), title="sizes of a step")
+    console.banner(render_sizes(config), title="sizes of a step")
     return await run(
         config, console, lambda config, restarts: build_trainer(config, console, restarts=restarts, reward=reward)
     )

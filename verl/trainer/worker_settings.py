@@ -13,7 +13,6 @@ from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,
     count_optimizer_steps,
-    count_policy_steps,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
@@ -61,7 +60,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         config.critic,
         config.reward.prime,
     )
-    updates = count_optimizer_steps(config, count_policy_steps(config, total_steps))
+    updates = count_optimizer_steps(config, total_steps)
     if not updates:
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])

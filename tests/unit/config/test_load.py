@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config.load import LoadedConfig, load, load_dict, load_yaml
+from verl.config.load import LoadedConfig, load, load_dict
 from verl.config.paths import delete_path, get_path, iter_leaves, set_path, suggest_key
 from verl.config.render import render
 from verl.config.schema import Config, collect_settings
@@ -152,7 +152,7 @@ def test_yaml_with_a_defaults_list_groups_and_overrides(tmp_path: Path) -> None:
         "data: {max_prompt_length: 64, val_batch_size: '${data.train_batch_size}'}\n"
         "actor_rollout_ref: {model: {path: tiny}, actor: {optim: {lr: 1e-5}}}\ncritic:\n"
     )
-    config = load_yaml(tmp_path / "run.yaml").config
+    config = load(["--config-name", str(tmp_path / "run.yaml")])[0].config
     assert (config.data.train_batch_size, config.data.max_prompt_length, config.data.val_batch_size) == (32, 64, 32)
     assert config.actor_rollout_ref.actor.optim.lr == 1e-5
     assert config.actor_rollout_ref.rollout.n == 4
@@ -172,14 +172,15 @@ def test_a_yaml_file_that_is_missing_or_broken_is_a_problem(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match="available: grpo"):
         load(["--config-path", str(tmp_path), "--config-name", "gpro"])
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_yaml(tmp_path / "grpo.yaml")
+        load(["--config-name", str(tmp_path / "grpo.yaml")])
     with pytest.raises(ConfigError, match="add --config-name"):
         load(["--config-path", str(tmp_path)])
 
 
 def test_the_command_line_wins_over_yaml_also_across_spellings(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("rollout: {n: 4}\n")
-    config = load_yaml(tmp_path / "run.yaml", ["actor_rollout_ref.rollout.n=8"], complete=False).config
+    argv = ["--config-name", str(tmp_path / "run.yaml"), "actor_rollout_ref.rollout.n=8"]
+    config = load(argv, complete=False)[0].config
     assert config.actor_rollout_ref.rollout.n == 8
 
 

@@ -8,10 +8,9 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config.aliases import resolve_alias
-from verl.config.load import load
+from verl.config.load import RUN_TYPES, load
 from verl.config.paths import find_setting, get_path
 from verl.config.reference import render_reference
-from verl.config.run_types import RUN_TYPES
 from verl.config.schema import Config, SftConfig, collect_settings
 from verl.errors import ConfigError
 

@@ -8,9 +8,14 @@ import re
 import pytest
 
 from verl.config.load import load
-from verl.tracking.diagnosis import Diagnosis, diagnose
+from verl.tracking.diagnosis import Diagnosis
 
 pytestmark = pytest.mark.unit
+
+
+def diagnose(metrics: dict[str, float]) -> list[str]:
+    return Diagnosis().advise(metrics, 1)
+
 
 HEALTHY = {
     "reward/min": 0.0,

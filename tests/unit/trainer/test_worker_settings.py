@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController
-from verl.config.load import load_dict, load_yaml
+from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
@@ -40,7 +40,7 @@ def config_of(*overrides: str) -> Config:
 
 
 def example(name: str, *overrides: str) -> Config:
-    return load_yaml(EXAMPLES / name, [*REQUIRED, *overrides]).config
+    return load(["--config-name", str(EXAMPLES / name), *REQUIRED, *overrides])[0].config
 
 
 EXPECTED: dict[str, dict[str, Any]] = {
@@ -312,7 +312,7 @@ def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch
 
 
 def test_the_example_of_ppo_reads_as_it_is_written() -> None:
-    config = load_yaml(EXAMPLES / "ppo" / "ppo_config.yaml", ["trainer.logger=[console]"]).config
+    config = load(["--config-name", str(EXAMPLES / "ppo" / "ppo_config.yaml"), "trainer.logger=[console]"])[0].config
     settings = train_settings(config, 100, "cuda")
     assert settings.algorithm.estimator == "gae"
     assert settings.critic is not None

@@ -18,23 +18,9 @@ from verl.config.schema.rules import (
 )
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
-KlKind = Literal[
-    "kl",
-    "k1",
-    "abs",
-    "mse",
-    "k2",
-    "low_var_kl",
-    "k3",
-    "kl+",
-    "k1+",
-    "abs+",
-    "mse+",
-    "k2+",
-    "low_var_kl+",
-    "k3+",
-    "full",
-]
+_Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
+_KlWithK2Gradient = Literal["kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KlKind = Literal[_Kl, _KlWithK2Gradient, "full"]
 PolicyLoss = Literal["vanilla", "gspo", "cispo", "sapo", "geo_mean", "gpg", "clip_cov", "kl_cov", "dpo", "sppo"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Content = Literal["model", "optimizer", "extra", "hf_model"]
