@@ -15,8 +15,7 @@ from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
-from verl.training.schedule import Schedule
-from verl.training.settings import Head
+from verl.training.settings import Head, Schedule
 
 __all__ = ["FakeSettings", "FakeTrainEngine", "concat"]
 

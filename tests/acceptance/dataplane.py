@@ -40,8 +40,9 @@ class SyntheticEpisodes:
     """An episode worker whose engine is the fake; everything behind the engine is the real path."""
 
     def __init__(self) -> None:
+        from fake_rollout_engine import FakeRolloutEngine
+
         from verl.agents.episode import EpisodeRunner
-        from verl.rollout.fake import FakeRolloutEngine
         from verl.rollout.replica_pool import EnginePool
 
         async def score(*_: Any) -> Scored:

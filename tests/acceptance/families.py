@@ -32,7 +32,7 @@ from verl.commands.merge import main as merge
 from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
-from verl.training.settings import FsdpSettings
+from verl.training.settings import FsdpSettings, Schedule
 from verl.weights.bucket import pack
 from verl.weights.sync import Probe
 from verl.workers.train import TrainSettings, TrainWorker
@@ -54,7 +54,7 @@ def batch():
 
 def started(folder):
     worker = TrainWorker(0, 1)
-    actor = FsdpSettings(str(folder / "model"), lr=3e-3)
+    actor = FsdpSettings(str(folder / "model"), schedule=Schedule(3e-3))
     worker.start(("127.0.0.1", free_port()), TrainSettings(actor=actor, algorithm=AlgorithmSettings()))
     return worker
 

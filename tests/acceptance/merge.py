@@ -25,7 +25,7 @@ from verl.algorithms.objective import PolicyObjective
 from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.flat_batch import FlatBatch
-from verl.training.settings import FsdpSettings
+from verl.training.settings import FsdpSettings, Schedule
 from verl.workers.train import TrainSettings, TrainWorker
 
 RANKS, STEP = 2, 5
@@ -95,7 +95,7 @@ def train_and_save(rank: int, port: int, root: Path, names: list[str]) -> None:
             torch.distributed.destroy_process_group()
             joined = ("127.0.0.1", port + index)
         worker = TrainWorker(rank, RANKS)
-        actor = FsdpSettings(str(root / name / "model"), lr=1e-2, compute_dtype="float32")
+        actor = FsdpSettings(str(root / name / "model"), schedule=Schedule(1e-2), compute_dtype="float32")
         worker.start(joined, TrainSettings(actor=actor, algorithm=AlgorithmSettings(), save_hf=True))
         engine = worker._policy.actor
         for _ in range(2):

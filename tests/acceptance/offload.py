@@ -25,8 +25,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 RANKS, MIB = 2, 1 << 20
 SETTINGS = {
@@ -112,7 +113,7 @@ def batch_of(rank, sequences, length, vocabulary):
 def measure(name, model, short, updates):
     """Return bytes between steps, at the peak of a forward pass and of an update, in host memory; and the results."""
     ledger = Ledger()
-    engine = FsdpEngine(FsdpSettings(str(model), lr=1e-3, **SETTINGS[name]))
+    engine = FsdpEngine(FsdpSettings(str(model), schedule=Schedule(1e-3), **SETTINGS[name]))
     vocabulary = engine.model.hf.config.vocab_size
     batches = batch_of(engine.rank, *TOKENS[short], vocabulary).split([[0, 1], [2, 3]])
     for tensor in [*engine.model.parameters(), *engine.model.buffers(), *engine._weights._host.values()]:

@@ -26,8 +26,9 @@ from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 BOUND = 1e-6
 BEFORE, AFTER = 3, 3
@@ -121,7 +122,9 @@ def joined(rank: int, world: int, port: int, folder: Path) -> tuple[FsdpEngine, 
     init_process_group(rank, world, "127.0.0.1", port)
     torch.manual_seed(rank)
     # A large eps: AdamW would make whole steps of gradients that are nothing but rounding.
-    engine = FsdpEngine(FsdpSettings(str(folder / "model"), lr=1e-2, eps=1e-3, schedule="cosine", total_steps=20))
+    engine = FsdpEngine(
+        FsdpSettings(str(folder / "model"), schedule=Schedule(1e-2, "cosine", total_steps=20), eps=1e-3)
+    )
     parts = [torch.arange(SEQUENCES)[rank::world][start::2].numpy() for start in range(2)]
     return engine, mini_batch().split(parts)
 

@@ -36,8 +36,9 @@ from verl.data.plan import MicroBatchLimit
 from verl.sft.examples import Example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 T = TypeVar("T")
 ALLOWED, FASTER = 1e-5, 1.3
@@ -137,12 +138,9 @@ def _trained(rank: int, ranks: int, port: int, folder: Path, steps: int) -> None
     settings = FsdpSettings(
         str(folder / "model"),
         role="train",
-        lr=LR,
+        schedule=Schedule(LR, "cosine", WARMUP, steps),
         weight_decay=WEIGHT_DECAY,
         grad_clip=CLIP,
-        schedule="cosine",
-        warmup_steps=WARMUP,
-        total_steps=steps,
     )
     model = SFTModel(FsdpEngine(settings))
     examples = [Example(*parts) for parts in torch.load(folder / "examples.pt", weights_only=False)]
@@ -203,7 +201,7 @@ def beside_trl(folder: Path) -> dict[str, Any]:
 def _measured(rank: int, port: int, model_path: str, examples_path: Path, steps: int) -> None:
     torch.set_num_threads(1)
     init_process_group(rank, 1, "127.0.0.1", port)
-    model = SFTModel(FsdpEngine(FsdpSettings(model_path, role="train", lr=1e-4)))
+    model = SFTModel(FsdpEngine(FsdpSettings(model_path, role="train", schedule=Schedule(1e-4))))
     rows = json.loads(examples_path.read_text())
     examples = [Example(np.array(tokens, np.int32), np.array(mask, bool)) for tokens, mask in rows]
     batches = in_batches(examples, SPEED_BATCH)[:steps]

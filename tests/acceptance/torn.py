@@ -32,8 +32,9 @@ from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 STEPS = 4
 KINDS = ("truncated", "missing", "flipped", "killed")
@@ -201,7 +202,7 @@ def train(rank: int, port: int, root: Path) -> None:
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     init_process_group(rank, 2, "127.0.0.1", port)
-    actor = FsdpEngine(FsdpSettings(str(root / "model"), lr=1e-2))
+    actor = FsdpEngine(FsdpSettings(str(root / "model"), schedule=Schedule(1e-2)))
     critic = FsdpEngine(FsdpSettings(str(root / "value_model"), head="value", role="critic"))
     tokens = torch.arange(rank, rank + 12) % 64
     ones = torch.ones(12)

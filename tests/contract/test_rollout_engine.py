@@ -12,9 +12,9 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import tiny_qwen2
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
+from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import WeightSyncError
 from verl.rollout.engine import RolloutEngine
-from verl.rollout.fake import FakeRolloutEngine
 from verl.rollout.hf import HfEngine
 from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 from verl.types import SamplingParams

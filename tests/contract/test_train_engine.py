@@ -12,8 +12,9 @@ from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = pytest.mark.contract
 
@@ -32,7 +33,7 @@ def fsdp(tied, **settings):
         torch.manual_seed(0)
         config = tiny_qwen2(vocab_size=VOCABULARY, tie_word_embeddings=tied)
         Qwen2ForCausalLM(config).save_pretrained(directory)
-        return FsdpEngine(FsdpSettings(str(directory), lr=1e-2, grad_clip=None, **settings))
+        return FsdpEngine(FsdpSettings(str(directory), schedule=Schedule(1e-2), grad_clip=None, **settings))
 
     return make
 
@@ -44,7 +45,9 @@ def critic(**settings):
         torch.manual_seed(0)
         Qwen2ForTokenClassification(tiny_qwen2(vocab_size=VOCABULARY, num_labels=1)).save_pretrained(directory)
         return FsdpEngine(
-            FsdpSettings(str(directory), head="value", role="critic", lr=1e-2, grad_clip=None, **settings)
+            FsdpSettings(
+                str(directory), head="value", role="critic", schedule=Schedule(1e-2), grad_clip=None, **settings
+            )
         )
 
     return make
@@ -244,7 +247,7 @@ def test_values_come_nearer_to_the_returns(valuer):
 def test_a_new_critic_predicts_zero_and_then_learns(group, tmp_path):
     torch.manual_seed(0)
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(tmp_path)
-    engine = FsdpEngine(FsdpSettings(str(tmp_path), head="value", role="critic", lr=1e-2))
+    engine = FsdpEngine(FsdpSettings(str(tmp_path), head="value", role="critic", schedule=Schedule(1e-2)))
     assert not engine.forward([mini_batch()])[0].values.any()
     losses = [engine.update([mini_batch()], VALUE_OBJECTIVE)["critic/vf_loss"] for _ in range(12)]
     assert losses[-1] < 0.8 * losses[0]

@@ -11,8 +11,9 @@ from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -37,7 +38,7 @@ def mini_batch():
 
 
 def engine(directory):
-    return FsdpEngine(FsdpSettings(str(directory / "model"), lr=1e-2, grad_clip=0.5, weight_decay=0.0))
+    return FsdpEngine(FsdpSettings(str(directory / "model"), schedule=Schedule(1e-2), grad_clip=0.5, weight_decay=0.0))
 
 
 def scenario(engine, directory):

@@ -11,8 +11,9 @@ from verl.algorithms.aggregate import MODES
 from verl.algorithms.objective import ValueObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -49,7 +50,7 @@ class Recorder(FsdpEngine):
 
 
 def engine(directory, **changes):
-    settings = {"lr": 1e-2, "grad_clip": 0.5, "weight_decay": 0.0, **changes}
+    settings = {"schedule": Schedule(1e-2), "grad_clip": 0.5, "weight_decay": 0.0, **changes}
     return Recorder(FsdpSettings(str(directory / "model"), head="value", role="critic", **settings))
 
 

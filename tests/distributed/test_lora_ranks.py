@@ -17,7 +17,7 @@ from verl.errors import CheckpointError, EngineError
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.policy.reference import BaseModelReference
 from verl.training.process_group import init_process_group
-from verl.training.settings import LoraSettings
+from verl.training.settings import LoraSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -43,7 +43,9 @@ def log_likelihood(output, batch, totals):
 
 
 def engine(path, **changes):
-    return FsdpEngine(FsdpSettings(str(path), lora=LORA, lr=1e-2, grad_clip=0.5, weight_decay=0.0, **changes))
+    return FsdpEngine(
+        FsdpSettings(str(path), lora=LORA, schedule=Schedule(1e-2), grad_clip=0.5, weight_decay=0.0, **changes)
+    )
 
 
 def clones(weights):

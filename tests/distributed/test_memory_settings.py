@@ -11,8 +11,9 @@ from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
@@ -43,7 +44,7 @@ def scenario(root, name):
     """Run five updates with a KL to a reference that is updated midway, with a save and a resume."""
     options = SETTINGS[name]
     kept = {key: value for key, value in options.items() if key in ("param_offload", "offload_policy")}
-    made = [FsdpEngine(FsdpSettings(str(root / "model"), lr=1e-2, **options)) for _ in range(2)]
+    made = [FsdpEngine(FsdpSettings(str(root / "model"), schedule=Schedule(1e-2), **options)) for _ in range(2)]
     reference = FsdpEngine(FsdpSettings(str(root / "model"), trainable=False, **kept))
     engine, resumed = made
     local = mini_batch().split(PARTS[engine.world_size][engine.rank])
@@ -135,7 +136,12 @@ def test_master_weights_in_float32_keep_what_bfloat16_would_round_away(group, tm
     before, after = {}, {}
     for kept in ("float32", "bfloat16"):
         settings = FsdpSettings(
-            str(tmp_path), param_dtype=kept, compute_dtype="bfloat16", lr=1e-6, weight_decay=0.0, grad_clip=None
+            str(tmp_path),
+            param_dtype=kept,
+            compute_dtype="bfloat16",
+            schedule=Schedule(1e-6),
+            weight_decay=0.0,
+            grad_clip=None,
         )
         engine = FsdpEngine(settings)
         name = "model.norm.weight"  # ones, to which 1e-6 adds nothing in bfloat16

@@ -10,9 +10,10 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, KlController, LossOptions
 from verl.data.plan import Planner, UpdateSizes
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.policy import PolicyTrainer, PrimeRewardModel
 from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
@@ -71,7 +72,9 @@ def plan(ranks):
 
 
 def engine(path, **changes):
-    return FsdpEngine(FsdpSettings(str(path), **{"lr": 1e-2, "eps": 1e-3, "weight_decay": 0.0, **changes}))
+    return FsdpEngine(
+        FsdpSettings(str(path), **{"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.0, **changes})
+    )
 
 
 def policy(name, root):

@@ -22,8 +22,9 @@ from verl.errors import EngineError
 from verl.sft.examples import pair_example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import close_process_group, init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 
 _BATCH = 128
 _MEASURE_BELOW_LOSS = 0.6  # above it, accuracy is below 0.2
@@ -60,7 +61,7 @@ def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
     # Rows are drawn independently, so that stopping at any step has seen all problems equally often.
     rows = torch.randint(len(examples), (max_steps, _BATCH), generator=torch.Generator().manual_seed(seed)).tolist()
-    settings = FsdpSettings(path, lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0, warmup_steps=20, total_steps=max_steps)
+    settings = FsdpSettings(path, schedule=Schedule(3e-3, warmup_steps=20), betas=(0.9, 0.95), weight_decay=0.0)
     model = SFTModel(FsdpEngine(settings))
     copy = AutoModelForCausalLM.from_pretrained(path)
     loss, step = float("inf"), 0

@@ -1,4 +1,4 @@
-"""The interface of a rollout engine: what verl needs from vLLM, SGLang, transformers or a fake."""
+"""The interface of a rollout engine: what verl needs from vLLM or transformers."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ from verl.rewards.reward_function import pack_function
 from verl.rewards.sandbox.sandbox import Limits
 from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings, RewardPoolSettings
 from verl.trainer.memory_advice import rl_memory_advice
-from verl.training.schedule import Schedule
-from verl.training.settings import FsdpSettings, LoraSettings
+from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
@@ -86,7 +85,12 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     has_reference = uses_reference(config) and not uses_policy_as_reference(config)
     prime_path = prime.model_path or model.path
     prime_model = replace(
-        trained, model_path=prime_path, role="process", lora=None, lr=prime.lr, grad_clip=prime.grad_clip
+        trained,
+        model_path=prime_path,
+        role="process",
+        lora=None,
+        schedule=Schedule(prime.lr),
+        grad_clip=prime.grad_clip,
     )
     has_prime_reference = prime.enable and not prime_shares_reference(config)
     return TrainSettings(
@@ -203,7 +207,7 @@ def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, upd
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
     try:
-        Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
+        schedule = Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
     except ValueError as error:  # the number of steps is known only after the data has been read
         raise ConfigError([f"{section}: {error}"]) from error
     if warmup > updates:
@@ -212,14 +216,10 @@ def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, upd
         )
     return replace(
         settings,
-        lr=optim.lr,
+        schedule=schedule,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
-        schedule=optim.lr_scheduler_type,
-        warmup_steps=warmup,
-        total_steps=updates,
-        min_lr_ratio=optim.min_lr_ratio,
     )
 
 

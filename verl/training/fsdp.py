@@ -31,7 +31,6 @@ from verl.training.lora import check_base, describe_adapter, is_trainable
 from verl.training.model import PackedCausalLM
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
-from verl.training.schedule import Schedule
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import to_hf
 
@@ -48,9 +47,7 @@ class FsdpEngine:
         self.settings = settings
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         self.device = torch.device(settings.device)
-        self.schedule = Schedule(
-            settings.lr, settings.schedule, settings.warmup_steps, settings.total_steps, settings.min_lr_ratio
-        )
+        self.schedule = settings.schedule
         self.step = 0
         self.model = load_model(
             settings.model_path,
@@ -320,7 +317,7 @@ def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
 
 def _adamw(settings: FsdpSettings) -> dict[str, Any]:
     return {
-        "lr": settings.lr,
+        "lr": settings.schedule.lr,
         "betas": settings.betas,
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,

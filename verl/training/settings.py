@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,6 +26,40 @@ class LoraSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """`lr` after a linear warmup of `warmup_steps`, then constant or decaying to `min_ratio * lr` at `total_steps`.
+
+    A pure function of the step, so that a checkpoint holds one number.
+    """
+
+    lr: float
+    kind: str = "constant"
+    warmup_steps: int = 0
+    total_steps: int | None = None
+    min_ratio: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"schedule: {self.kind!r} is not one of constant, linear, cosine")
+        if self.kind != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
+            raise ValueError(
+                f"schedule={self.kind}: total_steps {self.total_steps} must be more than warmup_steps "
+                f"{self.warmup_steps}; set the total number of optimizer steps, or use schedule=constant"
+            )
+
+    def at(self, step: int) -> float:
+        """Return the learning rate of optimizer step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.lr * (step + 1) / self.warmup_steps
+        if self.kind == "constant":
+            return self.lr
+        assert self.total_steps is not None
+        done = min(1.0, (step - self.warmup_steps) / (self.total_steps - self.warmup_steps))
+        left = 1.0 - done if self.kind == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.lr * (self.min_ratio + (1.0 - self.min_ratio) * left)
+
+
+@dataclass(frozen=True, slots=True)
 class FsdpSettings:
     """Settings of an `FsdpEngine`. A model that is not `trainable` (a reference) has no optimizer."""
 
@@ -33,15 +68,11 @@ class FsdpSettings:
     role: str = "actor"  # prefix of the metrics: actor/grad_norm, critic/lr
     trainable: bool = True
     lora: LoraSettings | None = None  # train this adapter, and a critic's head, instead of all weights
-    lr: float = 1e-6
+    schedule: Schedule = Schedule(1e-6)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     grad_clip: float | None = 1.0
-    schedule: str = "constant"
-    warmup_steps: int = 0
-    total_steps: int | None = None
-    min_lr_ratio: float = 0.0
     param_dtype: str = "float32"  # of stored parameters and optimizer state
     compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False

@@ -289,7 +289,7 @@ class TrainerWorker:
             The metrics of the step, with the names of `verl train`.
         """
         from verl.data.plan import Planner, UpdateSizes
-        from verl.training.schedule import Schedule
+        from verl.training.settings import Schedule
         from verl.weights.bucket import load_hf
         from verl.workers.optimizer_state import expose_moments
 

@@ -13,6 +13,7 @@ from verl.errors import ConfigError
 
 if TYPE_CHECKING:
     from verl.training.fsdp import FsdpEngine
+from verl.training.settings import Schedule
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
@@ -21,7 +22,8 @@ def read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
         return {}
     if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW) or len(optimizer.param_groups) != 1:
         raise ConfigError([f"optimizer: {type(optimizer).__name__} must be an AdamW with one parameter group"])
-    return {name: optimizer.param_groups[0][name] for name in ("lr", "betas", "eps", "weight_decay")}
+    group = optimizer.param_groups[0]
+    return {"schedule": Schedule(group["lr"]), **{name: group[name] for name in ("betas", "eps", "weight_decay")}}
 
 
 def expose_moments(engine: FsdpEngine, optimizer: torch.optim.Optimizer) -> None:

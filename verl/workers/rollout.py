@@ -96,10 +96,6 @@ def make_engine(name: str, settings: dict[str, Any]) -> Any:
         from verl.rollout.hf import HfEngine
 
         return HfEngine(**settings)
-    if name == "fake":
-        from verl.rollout.fake import FakeRolloutEngine
-
-        return FakeRolloutEngine(**settings)
     raise ConfigError([f"actor_rollout_ref.rollout.name: {name!r} is not a rollout engine; use vllm or hf"])
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 from simulated_clock import simulate
 
+from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.fake import FakeRolloutEngine
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams

@@ -186,7 +186,7 @@ def test_a_critic_starts_from_the_policys_model_unless_it_has_its_own() -> None:
     critic = train_settings(config_of(*PPO, "critic.optim.lr=3e-5", "critic.grad_clip=0.3"), 10, "cpu").critic
     assert critic is not None
     assert (critic.model_path, critic.head, critic.role) == ("policy", "value", "critic")
-    assert (critic.lr, critic.grad_clip, critic.compute_dtype) == (3e-5, 0.3, "float32")
+    assert (critic.schedule.lr, critic.grad_clip, critic.compute_dtype) == (3e-5, 0.3, "float32")
     own = train_settings(config_of(*PPO, "critic.model.path=judge"), 10, "cuda").critic
     assert own is not None
     assert (own.model_path, own.compute_dtype) == ("judge", "bfloat16")
@@ -196,7 +196,7 @@ def test_a_process_model_is_compared_with_the_reference_or_with_its_own_start() 
     prime = ("reward.prime.enable=True", "algorithm.adv_estimator=rloo", "actor_rollout_ref.rollout.n=4")
     same = train_settings(config_of(*prime, "reward.prime.lr=1e-5"), 10, "cpu")
     assert same.prime is not None
-    assert (same.prime.model_path, same.prime.role, same.prime.lr) == ("policy", "process", 1e-5)
+    assert (same.prime.model_path, same.prime.role, same.prime.schedule.lr) == ("policy", "process", 1e-5)
     assert same.prime_reference is None
     other = train_settings(config_of(*prime, "reward.prime.model_path=judge"), 10, "cpu")
     assert other.prime is not None
@@ -217,11 +217,11 @@ def test_the_steps_of_the_critics_warm_up_are_not_steps_of_the_policys_schedule(
     )
     settings = train_settings(config_of(*PPO, *sizes), 10, "cpu")
     assert settings.critic is not None
-    assert settings.actor.total_steps == (10 - 4) * 2
-    assert settings.critic.total_steps == 10 * 4 * 3
+    assert settings.actor.schedule.total_steps == (10 - 4) * 2
+    assert settings.critic.schedule.total_steps == 10 * 4 * 3
     assert settings.algorithm.critic_warmup == 4
     without = train_settings(config_of(*GRPO, *sizes), 10, "cpu")
-    assert (without.actor.total_steps, without.algorithm.critic_warmup) == (20, 0)
+    assert (without.actor.schedule.total_steps, without.algorithm.critic_warmup) == (20, 0)
 
 
 @pytest.mark.parametrize("section", ["critic", "actor_rollout_ref.actor"])
@@ -316,7 +316,7 @@ def test_the_example_of_ppo_reads_as_it_is_written() -> None:
     settings = train_settings(config, 100, "cuda")
     assert settings.algorithm.estimator == "gae"
     assert settings.critic is not None
-    assert settings.critic.lr == 1e-5
+    assert settings.critic.schedule.lr == 1e-5
     assert settings.reference is None  # use_kl_in_reward is not set
 
 

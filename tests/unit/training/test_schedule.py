@@ -1,6 +1,6 @@
 import pytest
 
-from verl.training.schedule import Schedule
+from verl.training.settings import Schedule
 
 pytestmark = pytest.mark.unit
 
