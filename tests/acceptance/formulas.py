@@ -34,7 +34,7 @@ from verl.algorithms.correction import (
 )
 from verl.algorithms.losses import KL_KINDS, PER_SEQUENCE, LossInputs, kl_penalty
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
-from verl.algorithms.settings import EstimatorOptions, KlController, LossOptions
+from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
 from verl.rewards.settings import OverlongPenalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
@@ -255,7 +255,9 @@ def token_loss(name, reference):
             x.chosen = chosen
         losses, slopes = (times(rows, weights) for rows in reference(batch, n))
         gradient = times(slopes, ref.token_shares(batch, mode, scale))
-        objective = PolicyObjective(name, options_of(n), mode, scale)
+        objective = PolicyObjective(
+            AlgorithmSettings(loss_mode=name, loss_options=options_of(n), agg_mode=mode, scale=scale)
+        )
         return policy(draw, batch, objective, weights, ref.aggregated(batch, losses, mode, scale), gradient)
 
     return case
@@ -272,7 +274,8 @@ def sequence_loss(name, reference):
         of_mean = [share * ref.mean([w[t] for t in x.generated()] or [0]) for x, w in zip(batch, weights, strict=True)]
         value = math.fsum(w * loss for w, loss in zip(of_mean, losses, strict=True))
         gradient = [[w * slope for slope in row] for w, row in zip(of_mean, slopes, strict=True)]
-        return policy(draw, batch, PolicyObjective(name, options_of(n)), weights, value, gradient)
+        objective = PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=options_of(n)))
+        return policy(draw, batch, objective, weights, value, gradient)
 
     return case
 
@@ -281,7 +284,8 @@ def dpo(draw: random.Random) -> float:
     batch, n = with_policies(draw, random_batch(draw)), random_numbers(draw)
     value, gradient = ref.dpo(batch, n)
     ones = [[1.0] * len(x.mask) for x in batch]
-    return policy(draw, batch, PolicyObjective("dpo", options_of(n)), ones, value, gradient)
+    objective = PolicyObjective(AlgorithmSettings(loss_mode="dpo", loss_options=options_of(n)))
+    return policy(draw, batch, objective, ones, value, gradient)
 
 
 def random_weights(draw, batch):
@@ -298,12 +302,12 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
 
     A prepass runs on one rank and on several, with a micro-batch on each.
     """
-    look = prepass.PREPASSES.get(objective.loss_mode)
+    look = prepass.PREPASSES.get(objective.algorithm.loss_mode)
     weight_of = {id(x): row for x, row in zip(batch, weights, strict=True)}
 
     def run(part, rank, gather):
         episodes = episodes_of(part, rank, gather, EstimatorOptions())
-        return look(tokens_of(part), episodes, flat(part, "noise"), objective.options)
+        return look(tokens_of(part), episodes, flat(part, "noise"), objective.algorithm.loss_options)
 
     def cuts():
         if look is not None:
@@ -334,10 +338,10 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
             loss, _ = objective(output, micro, whole)
             shares.append(loss.item())
             slopes.append(torch.autograd.grad(loss, output.logprobs)[0])
-        ours = outcomes[0].metrics["actor/dpo_loss"] if objective.loss_mode == "dpo" else math.fsum(shares)
+        ours = outcomes[0].metrics["actor/dpo_loss"] if objective.algorithm.loss_mode == "dpo" else math.fsum(shares)
         rows = iter_rows(parts, slopes)
         worst = max(worst, difference(ours, value), difference([rows[id(x)] for x in batch], gradient))
-        if objective.loss_mode in ("clip_cov", "kl_cov"):
+        if objective.algorithm.loss_mode in ("clip_cov", "kl_cov"):
             chosen = iter_rows(parts, [micro.chosen for micro in micro_batches])
             worst = max(worst, difference([chosen[id(x)] for x in batch], [x.chosen for x in batch]))
     return worst
@@ -365,7 +369,16 @@ def objective(draw: random.Random) -> float:
     micro = SimpleNamespace(
         mask=mask, offsets=offsets, weights=None, chosen=None, **{k: flat(batch, v) for k, v in names.items()}
     )
-    ours = PolicyObjective("vanilla", options_of(n), mode, scale, *coefficients, form)
+    ours = PolicyObjective(
+        AlgorithmSettings(
+            loss_options=options_of(n),
+            agg_mode=mode,
+            scale=scale,
+            entropy_coeff=coefficients[0],
+            loss_kl_coef=coefficients[1],
+            loss_kl_type=form,
+        )
+    )
     loss, metrics = ours(SimpleNamespace(logprobs=lp, entropy=spread), micro, count_totals(mask, offsets))
     by_lp, by_entropy = torch.autograd.grad(loss, (lp, spread))
     seen = ref.clip_fractions(batch, n)
@@ -449,7 +462,9 @@ def value_loss(draw: random.Random) -> float:
     mask, offsets = layout(batch)
     target = torch.tensor([v for row in returns for v in row], dtype=torch.float64)
     micro = SimpleNamespace(mask=mask, offsets=offsets, values=flat(batch, "values"), returns=target)
-    loss, _ = ValueObjective(eps, mode, scale)(SimpleNamespace(values=values), micro, count_totals(mask, offsets))
+    loss, _ = ValueObjective(AlgorithmSettings(value_clip=eps, value_agg_mode=mode, scale=scale))(
+        SimpleNamespace(values=values), micro, count_totals(mask, offsets)
+    )
     (ours,) = torch.autograd.grad(loss, values)
     return max(
         difference(loss.item(), ref.aggregated(batch, losses, mode, scale)),

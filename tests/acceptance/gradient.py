@@ -49,15 +49,15 @@ LENGTH = 40.0
 SEQUENCES = 24
 OPTIONS = LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0, kl_cov_ratio=0.1, ppo_kl_coef=1.0)
 TERMS = {
-    **{name: PolicyObjective(name, OPTIONS) for name in LOSSES},
-    "entropy": PolicyObjective(entropy_coeff=1.0),
+    **{name: PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=OPTIONS)) for name in LOSSES},
+    "entropy": PolicyObjective(AlgorithmSettings(entropy_coeff=1.0)),
     **{
-        f"kl {form}": PolicyObjective(kl_coef=1.0, kl_type=form)
+        f"kl {form}": PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type=form))
         for kind in ("k1", "abs", "k2", "k3")
         for form in (kind, kind + "+")
     },
-    "kl full": PolicyObjective(kl_coef=1.0, kl_type="full"),
-    "value": ValueObjective(clip=0.2),
+    "kl full": PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="full")),
+    "value": ValueObjective(AlgorithmSettings(value_clip=0.2)),
     "process": OutcomeObjective(beta=0.5),
 }
 
@@ -97,7 +97,8 @@ def objectives():
             results[term] = term, objective
             continue
         for mode in MODES:
-            results[f"{term}/{mode}"] = term, replace(objective, agg_mode=mode, scale=LENGTH)
+            algorithm = replace(objective.algorithm, agg_mode=mode, value_agg_mode=mode, scale=LENGTH)
+            results[f"{term}/{mode}"] = term, replace(objective, algorithm=algorithm)
     return results
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
@@ -121,7 +122,9 @@ def measure(name, model, short, updates):
     ledger.engine = engine
     seen = {}
     with ledger:
-        losses = [engine.update(batches, PolicyObjective(entropy_coeff=0.01)) for _ in range(updates)]
+        losses = [
+            engine.update(batches, PolicyObjective(AlgorithmSettings(entropy_coeff=0.01))) for _ in range(updates)
+        ]
         seen["update"], ledger.peak = ledger.peak, 0
         engine.forward(batches)
         seen["forward"] = ledger.peak

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
@@ -33,7 +34,7 @@ from verl.training.settings import FsdpSettings, Schedule
 BOUND = 1e-6
 BEFORE, AFTER = 3, 3
 SEQUENCES = 24
-OBJECTIVE = PolicyObjective(entropy_coeff=0.1, kl_coef=0.2)
+OBJECTIVE = PolicyObjective(AlgorithmSettings(entropy_coeff=0.1, loss_kl_coef=0.2))
 Whole = dict[str, torch.Tensor]
 
 

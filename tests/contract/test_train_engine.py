@@ -10,6 +10,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Qwen2ForCausalLM, Qwen2For
 
 from tests.fake_train_engine import FakeSettings, FakeTrainEngine
 from verl.algorithms.objective import PolicyObjective, ValueObjective, sft
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine
@@ -120,8 +121,8 @@ def mini_batch():
     )
 
 
-OBJECTIVE = PolicyObjective(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, kl_coef=0.2)
-VALUE_OBJECTIVE = ValueObjective(clip=10.0, agg_mode="seq-mean-token-mean")
+OBJECTIVE = PolicyObjective(AlgorithmSettings(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, loss_kl_coef=0.2))
+VALUE_OBJECTIVE = ValueObjective(AlgorithmSettings(value_clip=10.0, value_agg_mode="seq-mean-token-mean"))
 CUTS = [[[0, 1, 2, 3, 4, 5]], [[4], [2, 0], [], [5, 3, 1]], [[3], [5, 4, 2, 1, 0]]]
 
 
@@ -173,7 +174,8 @@ def test_temperature_flattens_the_distribution(policy):
 
 def test_the_kl_to_a_reference_is_zero_to_itself_and_falls_when_it_is_the_loss(policy, request, tmp_path, loose):
     other = POLICIES[request.node.callspec.params["policy"]](tmp_path / "other")
-    batch, exact = mini_batch().with_(advantages=torch.zeros(42)), PolicyObjective(kl_coef=1.0, kl_type="full")
+    batch = mini_batch().with_(advantages=torch.zeros(42))
+    exact = PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="full"))
     (itself,) = policy.forward([batch], reference=other)
     assert float(itself.kl.abs().max()) < loose
     for _ in range(5):

@@ -8,6 +8,7 @@ from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
@@ -17,7 +18,7 @@ from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
-OBJECTIVE = PolicyObjective(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, kl_coef=0.2)
+OBJECTIVE = PolicyObjective(AlgorithmSettings(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, loss_kl_coef=0.2))
 PARTS = {
     1: [[[0, 1, 2, 3, 4, 5, 6]]],
     2: [[[6, 2], [0], [5, 1]], [[3, 4], [], []]],  # uneven, and the second rank runs out of sequences

@@ -9,6 +9,7 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.aggregate import MODES
 from verl.algorithms.objective import ValueObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.training.fsdp import FsdpEngine
@@ -38,7 +39,7 @@ def mini_batch():
 
 
 def objective(mode=MODE):
-    return ValueObjective(clip=0.5, agg_mode=mode, scale=12.0)
+    return ValueObjective(AlgorithmSettings(value_clip=0.5, value_agg_mode=mode, scale=12.0))
 
 
 class Recorder(FsdpEngine):

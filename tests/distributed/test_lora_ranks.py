@@ -11,6 +11,7 @@ from tiny import tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import CheckpointError, EngineError
@@ -23,7 +24,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
 PARTS = {1: [[[0, 1, 2, 3, 4, 5]]], 2: [[[5, 2], [0]], [[3, 4, 1], []]]}
 LORA = LoraSettings(4, alpha=8, seed=3)
-EXACT = PolicyObjective(kl_coef=0.2, kl_type="full")
+EXACT = PolicyObjective(AlgorithmSettings(loss_kl_coef=0.2, loss_kl_type="full"))
 
 
 def mini_batch():

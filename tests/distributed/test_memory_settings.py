@@ -8,6 +8,7 @@ from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM
 
 from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
@@ -17,7 +18,9 @@ from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(400)]
 
-OBJECTIVE = PolicyObjective(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, kl_coef=0.2, kl_type="full")
+OBJECTIVE = PolicyObjective(
+    AlgorithmSettings(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, loss_kl_coef=0.2, loss_kl_type="full")
+)
 SETTINGS = {
     "plain": {},
     "param_offload": {"param_offload": True},

@@ -18,11 +18,11 @@ from verl.algorithms.losses import (
     LOSSES,
     PER_SEQUENCE,
     LossInputs,
-    LossOptions,
     PolicyLoss,
     kl_penalty,
     value_loss,
 )
+from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 
 
@@ -64,23 +64,15 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Policy loss - entropy_coeff * entropy + kl_coef * KL to the reference.
+    """Policy loss - entropy_coeff * entropy + loss_kl_coef * KL to the reference."""
 
-    `loss_mode` is a key of `LOSSES` or a custom `package.module:function`. `scale` is the length L of
-    `seq-mean-token-sum-norm`. With `kl_coef=None` there is no KL term and no reference is needed.
-    """
-
-    loss_mode: str = "vanilla"
-    options: LossOptions = field(default_factory=LossOptions)
-    agg_mode: str = "token-mean"
-    scale: float | None = None
-    entropy_coeff: float = 0.0
-    kl_coef: float | None = None
-    kl_type: str = "low_var_kl"
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
 
     def __call__(self, output: ModelOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
-        def share(values: Tensor, mode: str = self.agg_mode) -> Tensor:
-            return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=self.scale)
+        algorithm = self.algorithm
+
+        def share(values: Tensor, mode: str = algorithm.agg_mode) -> Tensor:
+            return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=algorithm.scale)
 
         def token_mean(values: Tensor | None) -> Tensor:
             values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
@@ -89,7 +81,7 @@ class PolicyObjective:
         inputs = make_loss_inputs(output.logprobs, batch)
         policy = self._policy_loss(inputs)
         weighted = policy.loss if batch.weights is None else policy.loss * batch.weights
-        loss = share(weighted, "seq-mean-token-mean" if self.loss_mode in PER_SEQUENCE else self.agg_mode)
+        loss = share(weighted, "seq-mean-token-mean" if algorithm.loss_mode in PER_SEQUENCE else algorithm.agg_mode)
         upper, lower = token_mean(policy.clipped_high), token_mean(policy.clipped_low)
         metrics = {
             "actor/pg_loss": loss.detach(),
@@ -100,21 +92,23 @@ class PolicyObjective:
             "actor/ppo_kl": token_mean(inputs.old_logprobs - inputs.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
-        if self.entropy_coeff:
-            loss = loss - self.entropy_coeff * share(output.entropy)
-        if self.kl_coef is not None:
+        if algorithm.entropy_coeff:
+            loss = loss - algorithm.entropy_coeff * share(output.entropy)
+        if algorithm.loss_kl_coef is not None:
             kl = share(self._kl(output, batch))
-            loss = loss + self.kl_coef * kl
+            loss = loss + algorithm.loss_kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
 
     def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
-        if self.kl_type == EXACT_KL:
+        kind = self.algorithm.loss_kl_type
+        if kind == EXACT_KL:
             return _require(output.kl, "kl")
-        return kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), self.kl_type)
+        return kl_penalty(output.logprobs, _require(batch.ref_logprobs, "ref_logprobs"), kind)
 
     def _policy_loss(self, inputs: LossInputs) -> PolicyLoss:
-        loss = load_function(self.loss_mode, LOSSES, "policy_loss.loss_mode")(inputs, self.options)
+        function = load_function(self.algorithm.loss_mode, LOSSES, "policy_loss.loss_mode")
+        loss = function(inputs, self.algorithm.loss_options)
         return PolicyLoss(loss) if isinstance(loss, Tensor) else loss
 
 
@@ -133,19 +127,18 @@ def make_loss_inputs(logprobs: Tensor, batch: Batch) -> LossInputs:
 
 @dataclass(frozen=True, slots=True)
 class ValueObjective:
-    """The clipped value loss of a critic. `scale` is the length L of `seq-mean-token-sum-norm`."""
+    """The clipped value loss of a critic."""
 
-    clip: float = 0.5
-    agg_mode: str = "token-mean"
-    scale: float | None = None
+    algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
 
     def __call__(self, output: ValueOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def token_mean(values: Tensor) -> Tensor:
             return aggregate(values.detach(), batch.mask, batch.offsets, "token-mean", totals)
 
+        algorithm = self.algorithm
         old_values, returns = _require(batch.values, "values"), _require(batch.returns, "returns")
-        losses, clipped = value_loss(output.values, old_values, returns, self.clip)
-        loss = aggregate(losses, batch.mask, batch.offsets, self.agg_mode, totals, scale=self.scale)
+        losses, clipped = value_loss(output.values, old_values, returns, algorithm.value_clip)
+        loss = aggregate(losses, batch.mask, batch.offsets, algorithm.value_agg_mode, totals, scale=algorithm.scale)
         return loss, {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": token_mean(clipped),

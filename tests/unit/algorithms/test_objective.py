@@ -7,6 +7,7 @@ import torch
 from verl.algorithms.aggregate import MODES, Totals, aggregate, count_totals
 from verl.algorithms.losses import LossOptions, PolicyLoss, kl_penalty, vanilla
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, make_loss_inputs, sft
+from verl.algorithms.settings import AlgorithmSettings
 
 pytestmark = pytest.mark.unit
 
@@ -41,7 +42,9 @@ def custom_loss_with_a_report(x, o):
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_is_policy_minus_entropy_plus_kl_in_one_aggregation(mode):
     output, batch, totals = example()
-    objective = PolicyObjective(agg_mode=mode, scale=5.0, entropy_coeff=0.3, kl_coef=0.7, kl_type="k2")
+    objective = PolicyObjective(
+        AlgorithmSettings(agg_mode=mode, scale=5.0, entropy_coeff=0.3, loss_kl_coef=0.7, loss_kl_type="k2")
+    )
     loss, metrics = objective(output, batch, totals)
     share = lambda values: aggregate(values, batch.mask, batch.offsets, mode, totals, scale=5.0)  # noqa: E731
     policy = vanilla(make_loss_inputs(output.logprobs, batch), LossOptions())
@@ -54,7 +57,7 @@ def test_the_loss_is_policy_minus_entropy_plus_kl_in_one_aggregation(mode):
 
 def test_diagnostics_are_means_over_tokens_whatever_the_aggregation():
     output, batch, totals = example()
-    _, metrics = PolicyObjective(agg_mode="seq-mean-token-sum")(output, batch, totals)
+    _, metrics = PolicyObjective(AlgorithmSettings(agg_mode="seq-mean-token-sum"))(output, batch, totals)
     assert float(metrics["actor/entropy"]) == pytest.approx(float(output.entropy[batch.mask].mean()))
     kl = (batch.old_logprobs - output.logprobs)[batch.mask].mean()
     assert float(metrics["actor/ppo_kl"]) == pytest.approx(float(kl))
@@ -94,19 +97,19 @@ def test_a_batch_without_what_the_loss_needs_raises_an_error_that_names_it():
     output, batch, totals = example()
     batch.ref_logprobs = None
     with pytest.raises(ValueError, match="no ref_logprobs"):
-        PolicyObjective(kl_coef=0.1)(output, batch, totals)
+        PolicyObjective(AlgorithmSettings(loss_kl_coef=0.1))(output, batch, totals)
 
 
 def test_an_objective_can_be_sent_to_a_worker():
-    objective = PolicyObjective(kl_coef=0.1)
+    objective = PolicyObjective(AlgorithmSettings(loss_kl_coef=0.1))
     assert pickle.loads(pickle.dumps(objective)) == objective
 
 
 def test_importance_weights_scale_the_policy_term_alone():
     output, batch, totals = example()
-    plain = [PolicyObjective(kl_coef=coef)(output, batch, totals)[0] for coef in (0.0, 0.5)]
+    plain = [PolicyObjective(AlgorithmSettings(loss_kl_coef=coef))(output, batch, totals)[0] for coef in (0.0, 0.5)]
     batch.weights = torch.full((11,), 3.0).double()
-    weighted = PolicyObjective(kl_coef=0.5)(output, batch, totals)[0]
+    weighted = PolicyObjective(AlgorithmSettings(loss_kl_coef=0.5))(output, batch, totals)[0]
     assert float(weighted) == pytest.approx(float(3 * plain[0] + (plain[1] - plain[0])))
 
 
@@ -115,7 +118,9 @@ def test_importance_weights_scale_the_policy_term_alone():
 def test_losses_of_sequences_are_means_over_sequences_whatever_the_aggregation(loss_mode, mode):
     output, batch, totals = example()
     results = [
-        float(PolicyObjective(loss_mode, agg_mode=name, scale=5.0)(output, batch, totals)[0])
+        float(
+            PolicyObjective(AlgorithmSettings(loss_mode=loss_mode, agg_mode=name, scale=5.0))(output, batch, totals)[0]
+        )
         for name in (mode, "seq-mean-token-mean")
     ]
     assert results[0] == results[1]
@@ -125,7 +130,9 @@ def test_losses_of_sequences_are_means_over_sequences_whatever_the_aggregation(l
 def test_a_custom_loss_is_named_by_its_import_path(name):
     output, batch, totals = example()
     options = LossOptions(clip_low=0.5)
-    loss, metrics = PolicyObjective(f"{__name__}:{name}", options)(output, batch, totals)
+    loss, metrics = PolicyObjective(AlgorithmSettings(loss_mode=f"{__name__}:{name}", loss_options=options))(
+        output, batch, totals
+    )
     expected = -0.5 * (batch.advantages * output.logprobs)[batch.mask].mean()
     assert float(loss) == pytest.approx(float(expected))
     assert float(metrics["actor/pg_clipfrac_upper"]) == (1.0 if "report" in name else 0.0)
@@ -133,7 +140,7 @@ def test_a_custom_loss_is_named_by_its_import_path(name):
 
 def test_an_unkncustom_loss_names_the_known_ones():
     with pytest.raises(ValueError, match=r"policy_loss.loss_mode: 'ppo' is not one of vanilla, gspo"):
-        PolicyObjective("ppo")(*example())
+        PolicyObjective(AlgorithmSettings(loss_mode="ppo"))(*example())
 
 
 def test_the_outcome_of_a_response_is_predicted_by_the_sum_of_its_log_ratios():

@@ -9,6 +9,7 @@ from verl.algorithms.aggregate import count_totals, segment_sum
 from verl.algorithms.losses import LossInputs, LossOptions, vanilla
 from verl.algorithms.objective import ModelOutput, PolicyObjective
 from verl.algorithms.prepass import covariance, pairs, prepass_clip_cov, prepass_dpo, prepass_kl_cov, token_noise
+from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 
 pytestmark = pytest.mark.unit
@@ -119,7 +120,9 @@ def test_dpo_has_the_gradient_of_its_loss_over_pairs():
     batch = FlatBatch(torch.zeros_like(x.mask).long(), x.offsets, x.mask, old_logprobs=x.old_logprobs)
     batch = batch.with_(**results.fields)
     output = ModelOutput(logprobs, torch.zeros_like(logprobs))
-    share, _ = PolicyObjective("dpo", o)(output, batch, count_totals(batch.mask, batch.offsets))
+    share, _ = PolicyObjective(AlgorithmSettings(loss_mode="dpo", loss_options=o))(
+        output, batch, count_totals(batch.mask, batch.offsets)
+    )
     assert torch.allclose(torch.autograd.grad(share, logprobs)[0], gradient)
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from verl.algorithms.aggregate import MODES, aggregate, count_totals
 from verl.algorithms.losses import value_loss
 from verl.algorithms.objective import ValueObjective, ValueOutput
+from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 
 pytestmark = pytest.mark.unit
@@ -52,7 +53,9 @@ def test_a_value_may_not_run_away_towards_the_return_but_may_come_back():
 @pytest.mark.parametrize("mode", MODES)
 def test_the_objective_aggregates_the_loss_and_reports_means_over_tokens(mode):
     values, batch, totals = example()
-    loss, metrics = ValueObjective(clip=0.2, agg_mode=mode, scale=5.0)(ValueOutput(values), batch, totals)
+    loss, metrics = ValueObjective(AlgorithmSettings(value_clip=0.2, value_agg_mode=mode, scale=5.0))(
+        ValueOutput(values), batch, totals
+    )
     tokens, clipped = value_loss(values, batch.values, batch.returns, 0.2)
     expected = aggregate(tokens, batch.mask, batch.offsets, mode, totals, scale=5.0)
     assert 0 < float(clipped[batch.mask].double().mean()) < 1
@@ -71,7 +74,7 @@ def test_the_objective_aggregates_the_loss_and_reports_means_over_tokens(mode):
 @given(st.permutations(range(4)), st.sets(st.integers(1, 3)), st.sampled_from(MODES))
 def test_shares_of_any_cut_add_up_to_the_whole(order, cuts, mode):
     values, batch, totals = example()
-    objective = ValueObjective(clip=0.2, agg_mode=mode, scale=5.0)
+    objective = ValueObjective(AlgorithmSettings(value_clip=0.2, value_agg_mode=mode, scale=5.0))
     loss, metrics = objective(ValueOutput(values), batch, totals)
     (gradient,) = torch.autograd.grad(loss, values)
 
@@ -96,5 +99,5 @@ def test_a_batch_without_what_the_loss_needs_raises_an_error_that_names_it(name)
 
 
 def test_an_objective_can_be_sent_to_a_worker():
-    objective = ValueObjective(clip=0.1)
+    objective = ValueObjective(AlgorithmSettings(value_clip=0.1))
     assert pickle.loads(pickle.dumps(objective)) == objective

@@ -7,6 +7,7 @@ from tiny import tiny_qwen2
 
 from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.objective import ValueObjective
+from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training import model as packed_model
@@ -121,7 +122,7 @@ def test_the_head_is_kept_and_computed_in_float32(tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 def test_gradients_do_not_depend_on_how_the_batch_is_cut_and_packed(tmp_path, mode):
     model, batch = scored(tmp_path), mini_batch()
-    objective = ValueObjective(clip=0.5, agg_mode=mode, scale=12.0)
+    objective = ValueObjective(AlgorithmSettings(value_clip=0.5, value_agg_mode=mode, scale=12.0))
     totals = count_totals(batch.mask, batch.offsets)
 
     def gradients(cut):

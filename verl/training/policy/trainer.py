@@ -48,16 +48,7 @@ class PolicyTrainer:
         self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
         self._estimator, _ = load_functions(algorithm)
-        self._objective = PolicyObjective(
-            loss_mode=algorithm.loss_mode,
-            options=algorithm.loss_options,
-            agg_mode=algorithm.agg_mode,
-            scale=algorithm.scale,
-            entropy_coeff=algorithm.entropy_coeff,
-            kl_coef=algorithm.loss_kl_coef,
-            kl_type=algorithm.loss_kl_type,
-        )
-        self._value_objective = ValueObjective(algorithm.value_clip, algorithm.value_agg_mode, algorithm.scale)
+        self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
         self._reward_kl = algorithm.reward_kl
         self._steps = 0
         self._batch = FlatBatch.empty()
