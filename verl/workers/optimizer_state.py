@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl.errors import ConfigError
+from verl.training.settings import Schedule
 
 if TYPE_CHECKING:
     from verl.training.fsdp import FsdpEngine
-from verl.training.settings import Schedule
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:
