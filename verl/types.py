@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # reward workers import these records too, and start faster w
 class Prompt:
     """A prompt as token ids, with the arguments of the reward function. `raw` is the text or messages of the data.
 
-    >>> Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
+    >>> prompt = Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
     """
 
     row: int
@@ -100,8 +100,9 @@ class Sample:
     of one prompt. A sample with a `failure` has no score and is not trained on. `baseline` is the score of the greedy
     response to the same prompt, if requested.
 
-    >>> Sample(group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool),
-    ...        logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32), score=1.0)
+    >>> sample = Sample(
+    ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
+    ...     logprobs=np.array([0, 0, -.1, -.2], np.float32), versions=np.array([-1, -1, 5, 5], np.int32))
     """
 
     group: int

@@ -27,7 +27,6 @@ from verl.data.inspection import DataInspector, InspectionReport, RowPreview
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
-    from verl.sft.data import ExampleDataset
     from verl.sft.examples import Example
 
 HELP = f"""\
@@ -109,15 +108,25 @@ def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Con
 
 
 def _show_examples(options: argparse.Namespace, config: SftConfig) -> int:
+    """Print the files, some rows with their trained tokens, and the lengths of all."""
     from verl.sft.data import check_sft_files, read_sft_data
 
     if config.model.path == MISSING:
         raise ConfigError(["model.path: must be given; the chat template determines which tokens are trained"])
     check_sft_files(config)
     data = read_sft_data(config)
-    out = open_console()
-    rows = options.row or range(min(options.head, len(data.train)))
-    show_examples(data.train, out, rows, max_length=config.data.max_length, whole=bool(options.row))
+    examples, limit, out = data.train, config.data.max_length, open_console()
+    for row in options.row:
+        if not 0 <= row < len(examples):
+            raise DataError(f"--row {row}: rows go from 0 to {len(examples) - 1:,}")
+    _print_files(examples.files, out)
+    for row in options.row or range(min(options.head, len(examples))):
+        _print_rule(out, f"row {row}")
+        _print_example(examples[row], examples.tokenizer, out, whole=bool(options.row))
+    _print_rule(out, "lengths of the examples, in tokens")
+    _print_histogram(examples.lengths, limit, "max_length", out)
+    truncated = examples.report.truncated
+    out.print(f"{truncated:,} are longer and get truncated" if truncated else f"all are within data.max_length={limit}")
     for note in data.notes:
         out.print(note, style="yellow")
     return 0
@@ -162,22 +171,6 @@ def show_report(
     _print_table(out, counts.items())
     _print_rule(out, "problems")
     _print_problems(report, out)
-
-
-def show_examples(data: ExampleDataset, out: Console, rows: Sequence[int], *, max_length: int, whole: bool) -> None:
-    """Print SFT examples: the files, some rows with their trained tokens, and the lengths of all."""
-    for row in rows:
-        if not 0 <= row < len(data):
-            raise DataError(f"--row {row}: rows go from 0 to {len(data) - 1:,}")
-    _print_files(data.files, out)
-    for row in rows:
-        _print_rule(out, f"row {row}")
-        _print_example(data[row], data.tokenizer, out, whole)
-    _print_rule(out, "lengths of the examples, in tokens")
-    _print_histogram(data.lengths, max_length, "max_length", out)
-    truncated = data.report.truncated
-    within = f"all are within data.max_length={max_length}"
-    out.print(f"{truncated:,} are longer and get truncated" if truncated else within)
 
 
 def _print_example(example: Example, tokenizer: Any, out: Console, whole: bool) -> None:

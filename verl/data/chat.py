@@ -120,49 +120,49 @@ def chat_template_hint(
     )
 
 
-def read_prompt(prompt: Any, what: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:
+def read_prompt(prompt: Any, name: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:
     """Return a prompt as a string or as chat messages; raise `DataError` if it is neither.
 
-    `what` it is, and the `setting` that names its column, appear in the error.
+    `name` and the `setting` that names its column appear in the error.
     """
     if isinstance(prompt, str):
         if not prompt:
-            raise DataError(f"the {what} is an empty string; remove the row or fill it")
+            raise DataError(f"the {name} is an empty string; remove the row or fill it")
         if prompt.startswith(("[{'role'", '[{"role"', "[{'content'", '[{"content"')):
             raise DataError(
-                f"the {what} is text that holds chat messages, {prompt[:40]!r}; it must be the list itself. Write the "
+                f"the {name} is text that holds chat messages, {prompt[:40]!r}; it must be the list itself. Write the "
                 "file again without json.dumps or str around it"
             )
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not all(isinstance(each, Mapping) for each in prompt):
         raise DataError(
-            f"the {what} is {_kind(prompt)}; it must be a string or a list of messages such as "
+            f"the {name} is {_describe_type(prompt)}; it must be a string or a list of messages such as "
             f'[{{"role": "user", "content": "..."}}]. Fix the data or name another column with data.{setting}'
         )
-    messages: list[dict[str, Any]] = without_gaps(prompt)
+    messages: list[dict[str, Any]] = drop_none(prompt)
     for index, message in enumerate(messages):
         if missing := {"role", "content"} - message.keys() - ({"content"} if "tool_calls" in message else set()):
             raise DataError(
-                f"message {index} of the {what} has no {' and no '.join(sorted(missing))}, only "
+                f"message {index} of the {name} has no {' and no '.join(sorted(missing))}, only "
                 f"{', '.join(message) or 'nothing'}; every message needs role and content"
             )
         if not isinstance(message["role"], str):
-            raise DataError(f"message {index} of the {what} has the role {message['role']!r}; it must be text")
+            raise DataError(f"message {index} of the {name} has the role {message['role']!r}; it must be text")
     return messages
 
 
-def without_gaps(value: Any) -> Any:
+def drop_none(value: Any) -> Any:
     """Remove entries that are None, at any depth.
 
     A Parquet struct has the keys of all rows; those that a row lacks, such as the arguments of other tools, are None
     and would reach the model.
 
-    >>> without_gaps([{"role": "user", "content": "?", "name": None}])
+    >>> drop_none([{"role": "user", "content": "?", "name": None}])
     [{'role': 'user', 'content': '?'}]
     """
     if isinstance(value, Mapping):
-        return {key: without_gaps(each) for key, each in value.items() if each is not None}
-    return [without_gaps(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: drop_none(each) for key, each in value.items() if each is not None}
+    return [drop_none(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
@@ -184,7 +184,7 @@ def truncate(token_ids: list[int], limit: int, side: str) -> list[int]:
     raise ValueError(f"truncation is {side!r}, it must be left, right or middle")
 
 
-def _kind(prompt: Any) -> str:
+def _describe_type(prompt: Any) -> str:
     if isinstance(prompt, Sequence) and prompt:
         return f"a list that holds {type(prompt[0]).__name__}"
     return "an empty list" if prompt == [] else "missing" if prompt is None else f"of type {type(prompt).__name__}"

@@ -208,7 +208,7 @@ class PromptDataset(FileSet):
             if self._options.filter_overlong and self.is_streamed:
                 return None
             if self._options.truncation == "error":
-                raise DataError(self._too_long(row, len(token_ids), 1))
+                raise DataError(self._explain_too_long(row, len(token_ids), 1))
             token_ids = truncate(token_ids, self._limit, self._options.truncation)
         try:
             reward_fields = extract_reward_fields(fields)
@@ -227,7 +227,7 @@ class PromptDataset(FileSet):
         long = np.flatnonzero(lengths > self._limit)
         if not self._options.filter_overlong:
             if len(long) and self._options.truncation == "error":
-                raise DataError(self._too_long(int(long[0]), int(lengths[long[0]]), len(long)))
+                raise DataError(self._explain_too_long(int(long[0]), int(lengths[long[0]]), len(long)))
             return np.arange(rows), len(long)
         if len(long) == rows:
             raise DataError(
@@ -237,7 +237,7 @@ class PromptDataset(FileSet):
             )
         return np.delete(np.arange(rows), long), 0
 
-    def _too_long(self, row: int, length: int, count: int) -> str:
+    def _explain_too_long(self, row: int, length: int, count: int) -> str:
         return (
             f"{self.location(row)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
             + (f", as do {count - 1} others" if count > 1 else "")

@@ -129,20 +129,16 @@ class DataInspector(FileSet):
         if not 0 <= row < self.total_rows:
             raise DataError(f"--row {row}: rows go from 0 to {self.total_rows - 1:,}")
         file, index = self.locate(row)
-        location = file.location(index)
+        location, rewards = file.location(index), {}
         try:
             fields = file.row(index)
             prompt = fields.pop(self.prompt_key, None)
             rewards = extract_reward_fields(fields)
-        except DataError as error:
-            return RowPreview(location, "", None, error=str(error))
-        try:
             text = self._render(prompt)
         except DataError as error:
             return RowPreview(location, "", None, **rewards, error=str(error))
-        return RowPreview(
-            location, text, None if self.tokenizer is None else encode(self.tokenizer, [text])[0], **rewards
-        )
+        token_ids = None if self.tokenizer is None else encode(self.tokenizer, [text])[0]
+        return RowPreview(location, text, token_ids, **rewards)
 
     def inspect(self, *, max_prompt_length: int, long_ones_stop: bool, limit: int | None = None) -> InspectionReport:
         """Inspect all rows, or the first `limit`; `long_ones_stop`: whether a prompt that is too long stops a run."""

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     """Return as few pieces as best-fit decreasing finds, none with more than `budget` tokens.
 
-    A sample that is itself longer than the budget gets its own piece: `longer_than` lists these.
+    A sample that is itself longer than the budget gets its own piece.
 
     >>> pack([4, 9, 3, 2, 1], budget=5)
     [[1], [4, 0], [3, 2]]
@@ -23,7 +23,7 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     _require(budget=budget)
     pieces: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (free tokens, piece), ascending: the first with enough room fits best
-    for index in reversed(_ascending(lengths)):
+    for index in reversed(_sort_by_length(lengths)):
         length = lengths[index]
         best = bisect_left(room, (length, 0))
         if best < len(room):
@@ -59,7 +59,7 @@ def chunk(lengths: Sequence[int], size: int) -> list[list[int]]:
     [[4, 3], [2, 0], [1]]
     """
     _require(size=size)
-    order = _ascending(lengths)
+    order = _sort_by_length(lengths)
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
@@ -87,7 +87,7 @@ def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> t
     token, sample = parts * (len(lengths) + 1), parts
     loads = list(range(parts))
     full = []
-    for index in reversed(_ascending(lengths)):
+    for index in reversed(_sort_by_length(lengths)):
         load = loads[0]
         share = shares[load % parts]
         share.append(index)
@@ -103,12 +103,7 @@ def _deal(lengths: Sequence[int], parts: int, max_items: int | None = None) -> t
     return [share[::-1] for share in shares], weights
 
 
-def longer_than(lengths: Sequence[int], budget: int) -> list[int]:
-    """Return the samples longer than `budget`, longest first."""
-    return [index for index in reversed(_ascending(lengths)) if lengths[index] > budget]
-
-
-def _ascending(lengths: Sequence[int]) -> list[int]:
+def _sort_by_length(lengths: Sequence[int]) -> list[int]:
     """Return indices by length, stable."""
     return sorted(range(len(lengths)), key=lengths.__getitem__)
 

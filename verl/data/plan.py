@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.packing import balance, chunk, longer_than, pack, pack_into
+from verl.data.packing import balance, chunk, pack, pack_into
 from verl.types import SampleHandle
 
 Ints = npt.NDArray[np.int32]
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int32]
 class RaggedIndices:
     """Lists of local indices as two arrays: list k is `indices[ends[k-1]:ends[k]]`. Compact to send and to read.
 
-    >>> [list(part) for part in RaggedIndices.of([[2, 0], [], [1]])]
+    >>> [part.tolist() for part in RaggedIndices.of([[2, 0], [], [1]])]
     [[2, 0], [], [1]]
     """
 
@@ -103,7 +103,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchLimit:
-    """The size of a micro-batch: at most so many samples, or at most so many tokens."""
+    """The maximum size of a micro-batch, in samples or in tokens."""
 
     samples: int | None
     tokens: int | None
@@ -221,7 +221,7 @@ class Planner:
                 groups=groups[samples],
                 indices=np.array([handles[i].index for i in samples], np.int64),
                 scores=scores[samples],
-                baselines=_baselines([handles[i] for i in samples]),
+                baselines=_collect_baselines([handles[i] for i in samples]),
                 forward=RaggedIndices.of(forward[rank]),
                 reference=RaggedIndices.of(reference[rank]),
                 policy=policy[rank],
@@ -239,9 +239,9 @@ class Planner:
             "plan/updates": float(len(policy[0])),
             "plan/micro_batches": float(micro_batches),
             "plan/packing_efficiency": self._update.utilization(len(handles), sum(lengths), micro_batches * self.ranks),
-            **_describe(handles, groups, scores),
+            **_describe_samples(handles, groups, scores),
         }
-        return Plan(plans, metrics, self._warnings(handles, lengths))
+        return Plan(plans, metrics, self._list_warnings(handles, lengths))
 
     def _assign(self, order: _Order, lengths: list[int]) -> _Shares:
         """Assign the samples of each of the policy's mini-batches to ranks."""
@@ -259,13 +259,14 @@ class Planner:
             result.mini_batches.append([members[k] for share in shares for k in share])
         return result
 
-    def _warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
+    def _list_warnings(self, handles: Sequence[SampleHandle], lengths: Sequence[int]) -> list[str]:
         limits = [limit.tokens for limit in (self._update, self._forward, self._reference) if limit.tokens is not None]
-        if not limits or not (alone := longer_than(lengths, min(limits))):
+        alone = sum(length > min(limits) for length in lengths) if limits else 0
+        if not alone:
             return []
-        longest = handles[alone[0]]
+        longest = max(handles, key=lambda handle: handle.tokens)
         return [
-            f"{len(alone)} of {len(handles)} samples exceed the budget of {min(limits):,} tokens per micro-batch and "
+            f"{alone} of {len(handles)} samples exceed the budget of {min(limits):,} tokens per micro-batch and "
             f"run alone; the longest is a response to prompt {longest.group} with {longest.tokens:,} tokens. If memory "
             "runs out, reduce data.max_response_length; otherwise raise the budget above prompt + response length."
         ]
@@ -337,12 +338,12 @@ def _schedule(counts: Sequence[int], epochs: int, random: np.random.Generator | 
     return np.concatenate([spans, *later])
 
 
-def _baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
+def _collect_baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
     baselines = [handle.baseline for handle in handles if handle.baseline is not None]
     return np.array(baselines, np.float64) if len(baselines) == len(handles) else None
 
 
-def _describe(
+def _describe_samples(
     handles: Sequence[SampleHandle], groups: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]
 ) -> dict[str, float]:
     """Return statistics of rewards and response lengths. Groups of one sample are not groups without signal."""
@@ -353,22 +354,19 @@ def _describe(
     spread = np.maximum.reduceat(scores[order], starts) - np.minimum.reduceat(scores[order], starts)
     several = sizes > 1
     with np.errstate(invalid="ignore"):  # an infinite score is reported elsewhere
-        reward = {
+        return {
             "reward/mean": float(scores.mean()),
             "reward/std": float(scores.std()),
             "reward/min": float(scores.min()),
             "reward/max": float(scores.max()),
+            "reward/groups_without_signal": float((spread[several] == 0).mean()) if several.any() else 0.0,
+            "plan/groups": float(len(ids)),
+            "response_length/mean": float(responses.mean()),
+            "response_length/min": float(responses.min()),
+            "response_length/max": float(responses.max()),
+            "response_length/clip_ratio": truncated / len(handles),
+            **_mean_extra_metrics(handles),
         }
-    return {
-        **reward,
-        "reward/groups_without_signal": float((spread[several] == 0).mean()) if several.any() else 0.0,
-        "plan/groups": float(len(ids)),
-        "response_length/mean": float(responses.mean()),
-        "response_length/min": float(responses.min()),
-        "response_length/max": float(responses.max()),
-        "response_length/clip_ratio": truncated / len(handles),
-        **_mean_extra_metrics(handles),
-    }
 
 
 def _mean_extra_metrics(handles: Sequence[SampleHandle]) -> dict[str, float]:

@@ -30,7 +30,7 @@ def write_rows(prompts: Prompts, path: Path, most: int | None = None) -> str:
     sized, count, draft = _has_length(prompts), 0, path.with_name(f".{path.name}.draft")
     with draft.open("w", encoding="utf-8") as file:
         for row in itertools.islice(iter_rows(prompts), None if sized else most):
-            file.write(json.dumps(row, default=_plain) + "\n")
+            file.write(json.dumps(row, default=_to_json_value) + "\n")
             count += 1
             if count == MANY and not sized:
                 warnings.warn(
@@ -135,7 +135,7 @@ def _select(column: Any, row: int, name: str) -> Any:
     return column[row]
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Convert numbers and arrays of numpy and torch to JSON values."""
     if hasattr(value, "tolist"):
         return value.tolist()

@@ -74,7 +74,7 @@ class ShuffledSampler(_EpochSampler):
 
     def __init__(self, length: int, seed: int) -> None:
         identity = {"shuffle": True, "seed": seed}
-        super().__init__(length, identity, lambda epoch: _random(seed, epoch).permutation(length).astype("i4"))
+        super().__init__(length, identity, lambda epoch: _make_random(seed, epoch).permutation(length).astype("i4"))
 
 
 class BufferedShuffleSampler(Sampler):
@@ -86,7 +86,7 @@ class BufferedShuffleSampler(Sampler):
     """
 
     def __init__(self, block_ends: npt.NDArray[np.int64], buffer: int, seed: int) -> None:
-        identity = {"shuffle": True, "seed": seed, "shuffle_buffer_size": buffer, "blocks": _checksum(block_ends)}
+        identity = {"shuffle": True, "seed": seed, "shuffle_buffer_size": buffer, "blocks": _hash_array(block_ends)}
         super().__init__(int(block_ends[-1]) if len(block_ends) else 0, identity)
         self._buffer = buffer
         starts = np.concatenate([[0], block_ends[:-1]])
@@ -94,12 +94,12 @@ class BufferedShuffleSampler(Sampler):
 
         def blocks(epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Return, for the blocks in the order of the epoch: their ends in that order, and their last rows + 1."""
-            order = _random(seed, epoch).permutation(len(sizes))
+            order = _make_random(seed, epoch).permutation(len(sizes))
             return np.cumsum(sizes[order]), block_ends[order]
 
         def window(epoch: int, index: int) -> npt.NDArray[np.int32]:
             rows = min(buffer, self.length - index * buffer)
-            return _random(seed, epoch, index).permutation(rows).astype("i4")
+            return _make_random(seed, epoch, index).permutation(rows).astype("i4")
 
         self._blocks = lru_cache(maxsize=2)(blocks)
         self._window = lru_cache(maxsize=4)(window)
@@ -123,11 +123,11 @@ class CurriculumSampler(_EpochSampler):
 
     def __init__(self, values: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
         def rank(epoch: int) -> npt.NDArray[np.int32]:
-            rows = np.arange(len(values)) if seed is None else _random(seed, epoch).permutation(len(values))
+            rows = np.arange(len(values)) if seed is None else _make_random(seed, epoch).permutation(len(values))
             return rows[np.argsort(values[rows], kind="stable")].astype("i4")
 
         shuffle = {"shuffle": False} if seed is None else {"shuffle": True, "seed": seed}
-        super().__init__(len(values), {"curriculum_key": key, "numbers": _checksum(values), **shuffle}, rank)
+        super().__init__(len(values), {"curriculum_key": key, "numbers": _hash_array(values), **shuffle}, rank)
 
 
 SamplerFunction = Callable[[int, int, int, Callable[[str], list[Any]]], Sequence[int]]
@@ -202,7 +202,7 @@ class WeightedSampler(Sampler):
 
         def draw(index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Return, for each draw of a round: its sampler, and how many draws of that sampler came before."""
-            which = _random(seed, index).permutation(np.repeat(np.arange(len(lengths)), self._counts))
+            which = _make_random(seed, index).permutation(np.repeat(np.arange(len(lengths)), self._counts))
             before = np.empty_like(which)
             for sampler, count in enumerate(self._counts):
                 before[which == sampler] = np.arange(count)
@@ -260,12 +260,12 @@ def _require_rows(rows: int) -> int:
     return rows
 
 
-def _random(seed: int, *numbers: int) -> np.random.RandomState:
+def _make_random(seed: int, *numbers: int) -> np.random.RandomState:
     # RandomState, not default_rng: numpy guarantees that its numbers never change.
     return np.random.RandomState([seed % 2**32, *numbers])
 
 
-def _checksum(array: npt.NDArray[Any]) -> int:
+def _hash_array(array: npt.NDArray[Any]) -> int:
     return zlib.crc32(array.tobytes())
 
 

@@ -8,21 +8,20 @@ from collections.abc import Mapping, Sequence
 from verl.data.files import Files, Rows, find_files, list_entries, open_rows
 from verl.errors import DataError
 
-LIKELY_PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
-LIKELY = {
-    "prompt_key": LIKELY_PROMPTS,
-    "curriculum_key": ("difficulty", "level"),
-    "response_key": ("response", "answer", "completion", "output", "solution"),
-    "messages_key": ("messages", "conversations", "conversation"),
-    "tools_key": ("tools", "functions"),
+PROMPTS = ("prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text")
+RESPONSES = ("response", "answer", "completion", "output", "solution")
+CONVERSATIONS = ("messages", "conversations", "conversation")
+COLUMNS = {
+    "prompt_key": (
+        "the prompts",
+        ["prompt", "question", "problem", "messages", "conversations", "query", "instruction", "input", "text"],
+    ),
+    "curriculum_key": ("a number for each prompt, low for easy ones", ("difficulty", "level")),
+    "response_key": ("the responses", RESPONSES),
+    "messages_key": ("the conversations", CONVERSATIONS),
+    "tools_key": ("the tools of each conversation", ("tools", "functions")),
 }
-CONTENT = {
-    "prompt_key": "the prompts",
-    "curriculum_key": "a number for each prompt, low for easy ones",
-    "response_key": "the responses",
-    "messages_key": "the conversations",
-    "tools_key": "the tools of each conversation",
-}
+"""Setting -> the content of the column that it names, and likely names of that column."""
 MOST_SHOWN = 5
 
 
@@ -64,24 +63,24 @@ def describe_missing_column(file: Rows, name: str, setting: str, keys: Mapping[s
     """Return the problem of a file that lacks a required column, or None."""
     if not len(file) or file.has(name):
         return None
-    if keys is not None and "response_key" in keys and (talk := _conversations(file, keys["response_key"])):
+    if keys is not None and "response_key" in keys and (talk := _find_conversations(file, keys["response_key"])):
         if setting == "response_key" and keys["prompt_key"] not in file.columns:
             return None  # reported with the prompt
         return (
             f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {talk} looks like whole "
             f"conversations: set data.messages_key={talk}"
         )
-    likely = [column for column in LIKELY[setting] if column in file.columns]
+    content, names = COLUMNS[setting]
+    likely = [column for column in names if column in file.columns]
     likely += difflib.get_close_matches(name, file.columns, n=1, cutoff=0.5)
-    column = likely[0] if likely else f"the column with {CONTENT[setting]}"
-    fix = f"Set data.{setting}={column}" if likely else f"Set data.{setting} to {column}"
+    fix = f"Set data.{setting}={likely[0]}" if likely else f"Set data.{setting} to the column with {content}"
     return f"column '{name}' not found in {file.path}; it has: {', '.join(file.columns)}. {fix}"
 
 
-def _conversations(file: Rows, response: str) -> str | None:
+def _find_conversations(file: Rows, response: str) -> str | None:
     """Return the column of whole conversations in a file without responses."""
-    responses = {response, *LIKELY["response_key"]}.intersection(file.columns)
-    return next((column for column in LIKELY["messages_key"] if column in file.columns and not responses), None)
+    responses = {response, *RESPONSES}.intersection(file.columns)
+    return next((column for column in CONVERSATIONS if column in file.columns and not responses), None)
 
 
 def _find_column_mismatches(files: Sequence[Rows]) -> list[str]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.chat import encode, read_prompt, render, truncate, without_gaps
+from verl.data.chat import drop_none, encode, read_prompt, render, truncate
 from verl.errors import DataError
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class ExampleReader:
 
     def _tools(self, tools: Any) -> Any:
         try:
-            return json.loads(tools) if isinstance(tools, str) else without_gaps(tools)
+            return json.loads(tools) if isinstance(tools, str) else drop_none(tools)
         except ValueError as error:
             raise DataError(
                 f"column '{self.tools_key}': is not JSON: {error}; it must be a list of tools, or JSON of one"

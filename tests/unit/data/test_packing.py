@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.packing import balance, chunk, longer_than, pack, pack_into
+from verl.data.packing import balance, chunk, pack, pack_into
 
 pytestmark = pytest.mark.unit
 law = settings(max_examples=60, deadline=None)
@@ -35,8 +35,8 @@ def test_packing_never_exceeds_the_budget_but_by_a_lone_longer_sample(lengths: l
     assert_every_index_once(pieces, lengths)
     assert_within(pieces, lengths, budget)
     assert all(pieces)
-    alone = longer_than(lengths, budget)
-    assert {piece[0] for piece in pieces if tokens(piece, lengths) > budget} == set(alone)
+    alone = {index for index, length in enumerate(lengths) if length > budget}
+    assert {piece[0] for piece in pieces if tokens(piece, lengths) > budget} == alone
 
 
 @law
@@ -98,10 +98,6 @@ def test_a_bound_that_cannot_hold_all_samples_is_refused() -> None:
 def test_a_size_of_zero_is_refused(cut: type) -> None:
     with pytest.raises(ValueError, match="is 0, it must be at least 1"):
         cut([1, 2], 0)
-
-
-def test_long_samples_are_named_longest_first() -> None:
-    assert longer_than([5, 9, 2, 7], budget=5) == [1, 3]
 
 
 def test_sixteen_thousand_samples_are_packed_tightly() -> None:
