@@ -373,14 +373,8 @@ class EpisodeClient:
 
 def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[str, SamplingParams]:
     train, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
-    temperatures = {"train": train.temperature, "val": 0.0 if val.do_sample is False else val.temperature}
+    val_temperature = 0.0 if val.do_sample is False else val.temperature
     return {
-        split: SamplingParams(
-            max_tokens=config.data.max_response_length,
-            temperature=temperatures[split],
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            stop_token_ids=stop_token_ids,
-        )
-        for split, sampling in (("train", train), ("val", val))
+        split: SamplingParams(config.data.max_response_length, temperature, each.top_p, each.top_k, stop_token_ids)
+        for split, each, temperature in (("train", train, train.temperature), ("val", val, val_temperature))
     }

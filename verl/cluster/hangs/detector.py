@@ -12,8 +12,7 @@ from typing import TypeVar
 from verl.cluster.hangs.pending_calls import CallTarget, Deadline, PendingCall, PendingCalls, format_targets
 
 TICK_S = 0.5
-REPEAT_S = 600.0
-"""A call that is slow every time is mentioned this often."""
+REPEAT_S = 600.0  # a call that is slow every time is mentioned this often
 _PAUSE_S = 10.0
 
 _log = logging.getLogger(__name__)
@@ -52,51 +51,46 @@ class HangDetector:
 
     def poll(self) -> list[StalledCall]:
         """Return what has stalled since the last poll, each once; calls to several targets of a kind are one."""
-        now, calls = self._calls.clock(), self._calls.list_calls()
-        overdue, slow = (
-            {(call.action, call.target) for call in calls if call.remaining_s <= share * call.deadline.seconds}
-            for share in (0.0, 0.5)
-        )
-        new = overdue - self._overdue
-        kinds = {(action, target.kind) for action, target in new}
-        # Ranks are called one after the other: those about to expire belong to the same report.
-        new |= {
-            (call.action, call.target)
-            for call in calls
-            if (call.action, call.target.kind) in kinds and call.remaining_s <= 2 * TICK_S
-        }
-        self._overdue = overdue | new
-        slow = {key for key in slow - self._overdue if now - self._mentioned.get(key, float("-inf")) > REPEAT_S}
-        self._mentioned |= dict.fromkeys(slow, now)
-        return [*self._merge(calls, new, is_overdue=True), *self._merge(calls, slow, is_overdue=False)]
+        now, was_overdue, self._overdue = self._calls.clock(), self._overdue, set()
+        overdue, slow = [], []
+        for group in _group_by(self._calls.list_calls(), lambda call: (call.action, call.target.kind)).values():
+            expired = [call for call in group if call.remaining_s <= 0]
+            if any(call.key not in was_overdue for call in expired):
+                # Ranks are called one after the other: those about to expire belong to the same report.
+                expired = [call for call in group if call.remaining_s <= 2 * TICK_S]
+                overdue.append(self._summarize(expired, is_overdue=True))
+            self._overdue |= {call.key for call in expired}
+            late = [
+                call
+                for call in group
+                if call.remaining_s <= call.deadline.seconds / 2
+                and call.key not in self._overdue
+                and now - self._mentioned.get(call.key, float("-inf")) > REPEAT_S
+            ]
+            if late:
+                self._mentioned |= {call.key: now for call in late}
+                slow.append(self._summarize(late, is_overdue=False))
+        return overdue + slow
 
-    def _merge(
-        self, calls: Sequence[PendingCall], keys: set[tuple[str, CallTarget]], is_overdue: bool
-    ) -> list[StalledCall]:
-        stalled = [call for call in calls if (call.action, call.target) in keys]
-        merged = []
-        for group in _group_by(stalled, lambda call: (call.action, call.target.kind)).values():
-            oldest = max(group, key=lambda call: call.elapsed_s)
-            merged.append(
-                StalledCall(
-                    caller=self._caller,
-                    action=oldest.action,
-                    targets=tuple(sorted({call.target for call in group})),
-                    elapsed_s=oldest.elapsed_s,
-                    since=time.time() - oldest.elapsed_s,
-                    deadline=oldest.deadline,
-                    is_overdue=is_overdue,
-                    peers=oldest.peers,
-                    pending=format_pending(self._caller, self._calls),
-                )
-            )
-        return merged
+    def _summarize(self, calls: Sequence[PendingCall], is_overdue: bool) -> StalledCall:
+        oldest = max(calls, key=lambda call: call.elapsed_s)
+        return StalledCall(
+            caller=self._caller,
+            action=oldest.action,
+            targets=tuple(sorted({call.target for call in calls})),
+            elapsed_s=oldest.elapsed_s,
+            since=time.time() - oldest.elapsed_s,
+            deadline=oldest.deadline,
+            is_overdue=is_overdue,
+            peers=oldest.peers,
+            pending=format_pending(self._caller, self._calls),
+        )
 
 
 def format_pending(caller: str, calls: PendingCalls) -> tuple[str, ...]:
     """Return pending calls as lines of a table; the same calls to the same target share a line."""
     lines = []
-    for (action, target), group in _group_by(calls.list_calls(), lambda call: (call.action, call.target)).items():
+    for (action, target), group in _group_by(calls.list_calls(), lambda call: call.key).items():
         oldest = max(group, key=lambda call: call.elapsed_s)
         since = time.strftime("%H:%M:%S", time.localtime(time.time() - oldest.elapsed_s))
         count = f" ({len(group)} times)" if len(group) > 1 else ""

@@ -105,6 +105,10 @@ class PendingCall:
         self.started_at = self.clock()
 
     @property
+    def key(self) -> tuple[str, CallTarget]:
+        return self.action, self.target
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds since the call started, or since its target last finished anything."""
         return self.clock() - max(self.started_at, self.progress.finished_at)
@@ -174,7 +178,5 @@ class HeartbeatMonitor:
         await asyncio.shield(self._pending)
 
 
-PENDING_CALLS = PendingCalls()
-"""Those of this process."""
-
+PENDING_CALLS = PendingCalls()  # those of this process
 track_call, format_report_hint = PENDING_CALLS.track_call, PENDING_CALLS.format_report_hint
