@@ -155,7 +155,7 @@ class ActorGroup:
         deadline starts when the ranks are free: a weight sync to an engine that has restarted may have to wait for a
         save of an hour.
         """
-        own_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
+        first_args = [()] * len(self.actors) if per_rank is None else [(item,) for item in per_rank]
         async with self._lock:
             tasks = [
                 asyncio.ensure_future(
@@ -167,7 +167,7 @@ class ActorGroup:
                         peers=len(self.actors),
                     )
                 )
-                for rank, (actor, first) in enumerate(zip(self.actors, own_args, strict=True))
+                for rank, (actor, first) in enumerate(zip(self.actors, first_args, strict=True))
             ]
             try:
                 return list(await asyncio.gather(*tasks))

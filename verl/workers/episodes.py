@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, resolve_futures
+from verl.agents.episode import EpisodeRunner, EpisodeScorer, score_by_function, score_by_model, weighted_sum
 from verl.cluster.actors import RemoteActor, kill_actor, put
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
@@ -27,10 +28,15 @@ from verl.cluster.hangs.pending_calls import (
 )
 from verl.cluster.hangs.registry import report_failed_call
 from verl.config.schema.root import Config
+from verl.data.chat import load_tokenizer
+from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError
-from verl.rewards.result import FailureTracker, truncate
+from verl.rewards.models.tokenization import build_encoder
+from verl.rewards.pool.pool import RewardClient, open_rewards
+from verl.rewards.result import FailureTracker, RewardResult, truncate
 from verl.rewards.reward_function import resolve_scorer
 from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
+from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineSupervisor
 from verl.types import Failed, Prompt, Sample, SampleHandle, SamplePreview, SamplingParams
 from verl.workers.rewards import RemoteRewardModel, RewardModelPool
@@ -38,11 +44,6 @@ from verl.workers.rollout import RemoteEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-    from verl.agents.episode import EpisodeScorer
-    from verl.data.dataset import PromptOptions
-    from verl.rewards.pool.pool import RewardClient
-    from verl.rewards.result import RewardResult
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +107,6 @@ class EpisodeWorker:
 
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
-        from verl.agents.episode import EpisodeRunner
-        from verl.data.chat import load_tokenizer
-        from verl.data.dataset import PromptDataset
-        from verl.rollout.replica_pool import EnginePool
-
         settings = self._settings
         tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
         self._datasets = {
@@ -130,9 +126,6 @@ class EpisodeWorker:
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
         """Return the scorer: a reward function in a pool of processes, the reward model, or their weighted sum."""
-        from verl.agents.episode import score_by_function, weighted_sum
-        from verl.rewards.pool.pool import open_rewards
-
         reward, model = self._settings.reward, self._settings.model_reward
         by_model = None if model is None else self._build_model_scorer(tokenizer, model)
         if reward is None:
@@ -144,10 +137,6 @@ class EpisodeWorker:
         return by_function if model is None or by_model is None else weighted_sum(by_function, by_model, model.weight)
 
     def _build_model_scorer(self, tokenizer: PreTrainedTokenizerBase, model: ModelReward) -> EpisodeScorer:
-        from verl.agents.episode import score_by_model
-        from verl.data.chat import load_tokenizer
-        from verl.rewards.models.tokenization import build_encoder
-
         settings = self._settings
         try:
             model_tokenizer = load_tokenizer(model.path, trust_remote_code=settings.trust_remote_code)

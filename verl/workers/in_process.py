@@ -21,24 +21,37 @@ import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from verl.agents.episode import EpisodeRunner, EpisodeScorer, score_by_function
+from verl.algorithms.advantages import ESTIMATORS
+from verl.algorithms.settings import AlgorithmSettings, LossOptions
 from verl.cluster.actors import get_all
 from verl.cluster.hangs.pending_calls import UNLIMITED_S
 from verl.cluster.local import detect_local_device
+from verl.custom_functions import load_function
+from verl.data.chat import encode_prompts
+from verl.data.dataset import extract_reward_fields
+from verl.data.plan import Planner, UpdateSizes
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
+from verl.rewards.pool.pool import InProcessRewards
+from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
+from verl.rewards.settings import RewardFunctionSettings
+from verl.training.fsdp import FsdpEngine
+from verl.training.policy import PolicyTrainer
+from verl.training.process_group import close_process_group, init_process_group
+from verl.training.settings import FsdpSettings, Schedule
 from verl.types import Prompt, Sample, SamplingParams
+from verl.weights.bucket import load_hf, pack, to_hf
 from verl.workers.episodes import put_sample
 from verl.workers.inputs import check_model, find_tokenizer
+from verl.workers.optimizer_state import expose_moments, load_moments, read_optimizer
 from verl.workers.rollout import make_engine
 from verl.workers.train import BUCKET_BYTES
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-    from verl.agents.episode import EpisodeScorer
 
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
@@ -87,8 +100,6 @@ class RolloutWorker:
         temperature: float = 1.0,
         top_p: float = 1.0,
     ) -> None:
-        import torch
-
         check_model(model)
         if inference_engine not in ENGINES:
             raise ConfigError([f"inference_engine: {inference_engine!r} is not an engine; use {' or '.join(ENGINES)}"])
@@ -149,8 +160,6 @@ class RolloutWorker:
         self._folder.cleanup()
 
     async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
-        from verl.agents.episode import EpisodeRunner
-
         rows = [self._encode(index, row) for index, row in enumerate(prompts)]
         await self._sync_weights()
         runner = EpisodeRunner(self._engine.generate, self._score, self._decode)
@@ -162,8 +171,6 @@ class RolloutWorker:
 
     async def _sync_weights(self) -> None:
         """Load the model's weights into the engine, unless they are unchanged."""
-        from verl.weights.bucket import pack, to_hf
-
         weights = to_hf(self.model, ((name, each.detach()) for name, each in self.model.named_parameters()))
         buckets = list(pack(weights, max_bytes=BUCKET_BYTES, dtype=self._dtype))
         if (checksums := [zlib.crc32(bucket.data.data) for bucket in buckets]) == self._checksums:
@@ -172,10 +179,6 @@ class RolloutWorker:
         self._version, self._checksums = self._version + 1, checksums
 
     async def _start_scoring(self) -> EpisodeScorer:
-        from verl.agents.episode import score_by_function
-        from verl.rewards.pool.pool import InProcessRewards
-        from verl.rewards.settings import RewardFunctionSettings
-
         settings = RewardFunctionSettings()
         if self._reward is not None:
             name = getattr(self._reward, "__name__", type(self._reward).__name__)
@@ -185,10 +188,6 @@ class RolloutWorker:
         return score_by_function(functions.score)
 
     def _encode(self, index: int, row: Mapping[str, Any]) -> Prompt:
-        from verl.data.chat import encode_prompts
-        from verl.data.dataset import extract_reward_fields
-        from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
-
         fields = dict(row)
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
@@ -241,15 +240,6 @@ class TrainerWorker:
         mini_batch_size: int | None = None,
         micro_batch_tokens: int = 16384,
     ) -> None:
-        import torch
-
-        from verl.algorithms.settings import AlgorithmSettings, LossOptions
-        from verl.training.fsdp import FsdpEngine
-        from verl.training.policy import PolicyTrainer
-        from verl.training.process_group import close_process_group, init_process_group
-        from verl.training.settings import FsdpSettings
-        from verl.workers.optimizer_state import load_moments, read_optimizer
-
         check_model(model)
         _check_estimator(estimator)
         loss = LossOptions(clip_low=clip_range, clip_high=clip_range)
@@ -288,11 +278,6 @@ class TrainerWorker:
         Returns:
             The metrics of the step, with the names of `verl train`.
         """
-        from verl.data.plan import Planner, UpdateSizes
-        from verl.training.settings import Schedule
-        from verl.weights.bucket import load_hf
-        from verl.workers.optimizer_state import expose_moments
-
         if not self._is_open:
             raise EngineError("train_step: this TrainerWorker is closed; create another")
         if not rollouts:
@@ -320,8 +305,6 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Close the process group, so that another worker can be created; done at the end, if not before."""
-        from verl.training.process_group import close_process_group
-
         if not self._is_open:  # the current process group may be another worker's
             return
         self._is_open = False
@@ -356,9 +339,6 @@ def _find_stop_tokens(model: PreTrainedModel, eos_token_id: int | None) -> tuple
 
 
 def _check_estimator(estimator: str) -> None:
-    from verl.algorithms.advantages import ESTIMATORS
-    from verl.custom_functions import load_function
-
     if needs := {"gae": "a critic", "remax": "greedy responses"}.get(estimator):
         raise ConfigError([f"estimator={estimator}: needs {needs}; use PPOTrainer, GRPOTrainer or verl train"])
     try:
