@@ -125,7 +125,7 @@ async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_co
     connect({"num_cpus": 1})
     try:
         devices = DevicePool(1, "cpu", fix="")
-        settings = RewardModelSettings("fake", {}, batch=4, deadline_s=60)
+        settings = RewardModelSettings("fake", "", batch=4, deadline_s=60)
         models = [RemoteRewardModel.spawn(devices, number, settings, device=0, share=0.5) for number in (0, 1)]
         await asyncio.gather(*(model.start() for model in models))
         pool = RewardModelPool(models)

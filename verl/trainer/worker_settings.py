@@ -275,19 +275,19 @@ def _model_reward(config: Config) -> ModelReward | None:
 
 def reward_model_settings(config: Config, device: str, index: int) -> RewardModelSettings:
     """Return the settings of replica `index` of the reward model."""
-    model, trust = config.reward.reward_model, config.actor_rollout_ref.model.trust_remote_code
-    arguments: dict[str, Any] = {"model_path": model.model_path, "dtype": _dtype("auto", device), "device": device}
-    if model.rollout.name == "vllm":
-        arguments |= {
-            "load_format": "auto",
-            "max_num_seqs": model.micro_batch_size_per_gpu,
-            "memory_fraction": model.rollout.gpu_memory_utilization,
-            "trust_remote_code": trust,
-            "cpu_cores": _core(-1 - index) if device == "cpu" else "",
-        }
-    else:
-        arguments["trust"] = trust
-    return RewardModelSettings(model.rollout.name, arguments, model.micro_batch_size_per_gpu, config.reward.deadline_s)
+    model = config.reward.reward_model
+    assert model.model_path is not None
+    return RewardModelSettings(
+        engine=model.rollout.name,
+        model_path=model.model_path,
+        batch=model.micro_batch_size_per_gpu,
+        deadline_s=config.reward.deadline_s,
+        dtype=_dtype("auto", device),
+        device=device,
+        trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
+        memory_fraction=model.rollout.gpu_memory_utilization,
+        cpu_cores=_core(-1 - index) if device == "cpu" else "",
+    )
 
 
 def _core(index: int) -> str:

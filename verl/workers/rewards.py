@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from verl.cluster.actors import RemoteActor, kill_actor
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
@@ -25,12 +25,17 @@ MAX_PAUSE_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class RewardModelSettings:
-    """The engine of a reward actor, its arguments, the batch size, and the deadline of a batch."""
+    """A reward model, its engine (hf or vllm; fake for tests), and the size and deadline of its batches."""
 
-    name: str
-    arguments: dict[str, Any]
+    engine: str
+    model_path: str
     batch: int
     deadline_s: float
+    dtype: str = "float32"
+    device: str = "cpu"
+    trust_remote_code: bool = False
+    memory_fraction: float = 0.5  # of the device, for vllm
+    cpu_cores: str = ""  # for vllm on the CPU
 
 
 class RewardActor:
@@ -52,7 +57,7 @@ class RewardActor:
         async with self._starting:
             if self._batcher is None:
                 await self.close()  # of a model that was lost
-                self._model = _make_model(self._settings.name, self._settings.arguments)
+                self._model = _make_model(self._settings)
                 await self._model.start()
                 self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
 
@@ -74,21 +79,32 @@ class RewardActor:
             await self._model.close()
 
 
-def _make_model(name: str, arguments: dict[str, Any]) -> RewardModel:
-    if name == "hf":
+def _make_model(settings: RewardModelSettings) -> RewardModel:
+    path, dtype, device = settings.model_path, settings.dtype, settings.device
+    if settings.engine == "hf":
         from verl.rewards.models.hf import HfRewardModel
 
-        return HfRewardModel(**arguments)
-    if name == "vllm":
+        return HfRewardModel(path, dtype=dtype, device=device, trust=settings.trust_remote_code)
+    if settings.engine == "vllm":
         from verl.rollout.vllm.engine import VllmSettings
         from verl.rollout.vllm.reward_model import VllmRewardModel
 
-        return VllmRewardModel(VllmSettings(**arguments))
-    if name == "fake":
+        engine = VllmSettings(
+            path,
+            dtype,
+            load_format="auto",
+            max_num_seqs=settings.batch,
+            memory_fraction=settings.memory_fraction,
+            trust_remote_code=settings.trust_remote_code,
+            device=device,
+            cpu_cores=settings.cpu_cores,
+        )
+        return VllmRewardModel(engine)
+    if settings.engine == "fake":
         from verl.rewards.models.interface import FakeRewardModel
 
-        return FakeRewardModel(**arguments)
-    raise ConfigError([f"{SETTING}.rollout.name: {name!r} does not support reward models; use hf or vllm"])
+        return FakeRewardModel()
+    raise ConfigError([f"{SETTING}.rollout.name: {settings.engine!r} does not support reward models; use hf or vllm"])
 
 
 class RemoteRewardModel(RemoteActor):

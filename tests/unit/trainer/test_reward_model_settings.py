@@ -10,11 +10,11 @@ import pytest
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
-from verl.rollout.vllm.engine import VllmSettings
+from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.preflight import check_files
 from verl.trainer.worker_settings import episode_settings, reward_model_settings
 from verl.workers.episodes import DatasetSettings, ModelReward
-from verl.workers.rewards import RewardModelSettings
+from verl.workers.rewards import RewardModelSettings, _make_model
 
 pytestmark = pytest.mark.unit
 
@@ -49,15 +49,17 @@ def test_without_a_model_a_function_scores() -> None:
 
 def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:
     config = config_of(*MODEL, "reward.reward_model.micro_batch_size_per_gpu=4", "reward.deadline_s=7")
-    arguments = {"model_path": "my-org/rm", "dtype": "bfloat16", "device": "cuda", "trust": False}
-    assert reward_model_settings(config, "cuda", 0) == RewardModelSettings("hf", arguments, batch=4, deadline_s=7)
+    settings = reward_model_settings(config, "cuda", 0)
+    assert settings == RewardModelSettings("hf", "my-org/rm", 4, 7, "bfloat16", "cuda", trust_remote_code=False)
 
 
 def test_vllm_is_told_its_share_of_the_device_and_its_core() -> None:
     overrides = ("reward.reward_model.rollout.name=vllm", "reward.reward_model.rollout.gpu_memory_utilization=0.3")
     settings = reward_model_settings(config_of(*MODEL, *overrides), "cpu", 0)
-    assert settings.name == "vllm"
-    made = VllmSettings(**settings.arguments)
+    model = _make_model(settings)
+    assert isinstance(model, VllmRewardModel)
+    made = model._settings
+    assert (made.model_path, made.device, made.trust_remote_code) == ("my-org/rm", "cpu", False)
     assert (made.load_format, made.max_num_seqs, made.memory_fraction) == ("auto", 16, 0.3)
     assert made.cpu_cores == str((os.cpu_count() or 1) - 1)
 

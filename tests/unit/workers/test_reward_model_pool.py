@@ -200,15 +200,15 @@ async def test_a_conversation_is_not_blamed_for_models_that_are_gone_when_it_com
     assert sum(len(model.asked) for model in models) == 2
 
 
-def settings(name: str = "fake") -> RewardModelSettings:
-    return RewardModelSettings(name, {"vocabulary": 8} if name == "fake" else {}, batch=2, deadline_s=60)
+def settings(engine: str = "fake") -> RewardModelSettings:
+    return RewardModelSettings(engine, "", batch=2, deadline_s=60)
 
 
 async def test_an_actor_scores_in_batches_by_the_model_that_its_settings_name() -> None:
     actor = RewardActor(settings())
     await actor.start()
     assert await asyncio.gather(*(actor.score([number]) for number in range(5))) == [0, 1, 2, 3, 4]
-    assert isinstance(await actor.score([8]), ScoringFailure)
+    assert isinstance(await actor.score([FakeRewardModel().vocabulary]), ScoringFailure)
     await actor.close()
 
 
