@@ -186,7 +186,7 @@ def resolve_scorer(config: Config, data_source: str) -> str | None:
 def describe_scorer(data_source: str, settings: RewardFunctionSettings) -> str | None:
     """Return the name of what scores the rows of a data source, for messages; None if nothing does. Loads nothing."""
     paths = [part.get("path") for part in settings.functions] if settings.functions else [settings.path]
-    if None in paths and not has_builtin_scorer(data_source):
+    if None in paths and data_source not in BUILTIN_SCORERS:
         return None
     return BUILTIN_SCORERS[data_source] if paths == [None] else settings.label
 
@@ -201,10 +201,6 @@ def explain_no_scorer(data_source: str) -> str:
     return f"{problem}, or set {_SETTING}.path=my_reward.py to use your function (in Python: reward=my_function)"
 
 
-def has_builtin_scorer(data_source: str) -> bool:
-    return data_source in BUILTIN_SCORERS
-
-
 def _load_function(settings: RewardFunctionSettings, path: str | None, name: str, kwargs: Mapping[str, Any]) -> Scorer:
     """Load one function and check its signature."""
     builtin_kwargs = settings.builtin_kwargs
@@ -213,7 +209,8 @@ def _load_function(settings: RewardFunctionSettings, path: str | None, name: str
     module, label = _load_module(path), RewardFunctionSettings(path, name).label
     scorer = getattr(module, name, None)
     if scorer is None:
-        functions = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
+        members = inspect.getmembers(module, inspect.isfunction)
+        functions = [key for key, function in members if function.__module__ == module.__name__]
         has = f"it has: {', '.join(functions)}" if functions else "it defines no function"
         choice = functions[0] if len(functions) == 1 else "..."
         raise RewardError(f"{label}: there is no {name!r} in the file; {has}. Choose one with {_SETTING}.name={choice}")
@@ -224,7 +221,7 @@ def _load_function(settings: RewardFunctionSettings, path: str | None, name: str
 
 
 def _load_builtin(data_source: str, builtin_kwargs: Mapping[str, Mapping[str, Any]]) -> Scorer:
-    if not has_builtin_scorer(data_source):
+    if data_source not in BUILTIN_SCORERS:
         raise RewardError(explain_no_scorer(data_source))
     module = BUILTIN_SCORERS[data_source]
     return partial(importlib.import_module(module).compute_score, **builtin_kwargs.get(module, {}))
@@ -306,10 +303,6 @@ def _suggest_kwargs_fix(signature: inspect.Signature, kwargs: Mapping[str, Any])
         return f"set {_SETTING}.reward_kwargs.{missing[0]}=..."
     unknown = [name for name in kwargs if name not in signature.parameters]
     return f"its options are {', '.join(options)}; remove {unknown[0]}" if options and unknown else ""
-
-
-def _is_defined_in(module: ModuleType, value: Any) -> bool:
-    return inspect.isfunction(value) and value.__module__ == module.__name__
 
 
 def _format_user_traceback(error: BaseException) -> str:

@@ -39,7 +39,7 @@ from verl.data.plan import Planner, UpdateSizes
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.rewards.pool.pool import InProcessRewards
-from verl.rewards.reward_function import explain_no_scorer, has_builtin_scorer
+from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
 from verl.training.fsdp import FsdpEngine
 from verl.training.policy import PolicyTrainer
@@ -192,7 +192,7 @@ class RolloutWorker:
         raw = fields.pop("prompt")
         [tokens] = encode_prompts(self.tokenizer, [raw], {})
         reward_fields = extract_reward_fields(fields)
-        if self._reward is None and not has_builtin_scorer(reward_fields["data_source"]):
+        if self._reward is None and reward_fields["data_source"] not in BUILTIN_SCORERS:
             raise RewardError(
                 f"prompts[{index}]: nothing can score its responses; pass a reward function: "
                 f"RolloutWorker(..., reward=my_function). {explain_no_scorer(reward_fields['data_source'])}"

@@ -83,7 +83,12 @@ def run(
     kind = kind or best_isolation()
     user = isolation.choose_user()
     with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(_temporary_folder(user)) if kind == "limits" else "/"
+        folder = "/"
+        if kind == "limits":
+            temporary = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
+            folder = stack.enter_context(temporary)
+            if user is not None:
+                os.chown(folder, user, user)
         task = {
             "source": source,
             "files": dict(files or {}),
@@ -285,14 +290,6 @@ def _anonymous_file(content: bytes) -> Iterator[int]:
         file.seek(0)
         os.fchmod(file.fileno(), 0o444)  # so that another user's program can open /dev/stdin
         yield file.fileno()
-
-
-@contextlib.contextmanager
-def _temporary_folder(user: int | None) -> Iterator[str]:
-    with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as folder:
-        if user is not None:
-            os.chown(folder, user, user)
-        yield folder
 
 
 def _kill_all(process: subprocess.Popen[bytes], kind: str) -> None:
