@@ -92,15 +92,14 @@ def main(argv: Sequence[str]) -> int:
 async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
     from verl.commands.response_files import PartFiles, ResponseTable
     from verl.trainer.preflight import check_files
-    from verl.trainer.setup import resolve_path, with_changes
+    from verl.trainer.setup import with_absolute_paths
 
     check_files(config)
     prompts = _load_prompts(config)
     dataset, table = prompts.dataset, ResponseTable(prompts.dataset)
     for note in (str(dataset.report), *prompts.hints, *table.notes):
         console.note(note)
-    model = {"path": resolve_path(config.actor_rollout_ref.model.path)}
-    config = with_changes(config, {"actor_rollout_ref": {"model": model}})
+    config = with_absolute_paths(config, ["actor_rollout_ref.model.path"])
     parts = PartFiles(output, _describe_inputs(config) | {"part": part, "prompts": len(dataset)})
     starts = range(0, len(dataset), part)
     pending = [start for start in starts if not parts.has(start)]
@@ -125,15 +124,15 @@ async def _start_engines(
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs.pending_calls import MARGIN_S
     from verl.rollout.replica_pool import EnginePool
-    from verl.tracking.metrics import Metrics
     from verl.trainer.restarts import RestartTracker
     from verl.trainer.rl_builder import build_supervisor, place_engines
-    from verl.trainer.setup import start_runtime
+    from verl.trainer.setup import RunBuilder
     from verl.trainer.worker_settings import deadlines
 
     restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
-    runtime = await closing.enter_async_context(start_runtime(config, console, restarts, Metrics()))
-    engines = place_engines(config, runtime.pool, runtime.device, load_format="auto")
+    builder = RunBuilder(config, console, restarts, closing)
+    await builder.start_runtime()
+    engines = place_engines(config, builder.pool, builder.device, load_format="auto")
     for engine in engines:
         closing.push_async_callback(engine.close)
     await asyncio.gather(*(engine.start() for engine in engines))

@@ -21,7 +21,7 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.memory_advice import format_memory_advice, list_offload_settings
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.setup import RunBuilder, device_hints, resolve_path, with_changes
+from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.workers.train import RankSettings
@@ -33,35 +33,30 @@ async def build_sft_trainer(
 ) -> AsyncIterator[TrainLoop[SFTTrainer]]:
     """Start the processes of a run and resume it if it has a checkpoint; on exit, end the processes."""
     async with AsyncExitStack() as closing:
-        restarts = restarts or RestartTracker(console)
-        yield await SFTBuilder(with_absolute_paths(config), console, restarts, closing).build()
+        yield await SFTBuilder(config, console, restarts or RestartTracker(console), closing).build()
 
 
 class SFTBuilder(RunBuilder[SftConfig]):
     """The stages of building a run."""
 
+    paths = ("model.path", "model.tokenizer_path")
+
     async def build(self) -> TrainLoop[SFTTrainer]:
         check_sft_files(self.config)
         await self.start_runtime()
         model = self.spawn_train_workers(SFTWorkerGroup, share=1.0)
-        data = await self.load_data()
+        with timer(self.times, "start_data"):
+            data = await asyncio.to_thread(read_sft_data, self.config)
         schedule = build_schedule(self.config, data)
         self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_sft_hints)])
-        await self.start_train_workers(model, schedule)
+        with timer(self.times, "start_train_workers"):
+            self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
         stream = PromptStream(data.order)
         version = await self.resume(model, stream, schedule)
         split = partial(split_batch, ranks=count_train_ranks(self.config), limit=_micro_batch_limit(self.config))
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
         return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
-
-    async def load_data(self) -> SFTData:
-        with timer(self.times, "start_data"):
-            return await asyncio.to_thread(read_sft_data, self.config)
-
-    async def start_train_workers(self, model: SFTWorkerGroup, schedule: LoopSchedule) -> None:
-        with timer(self.times, "start_train_workers"):
-            self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
 
 
 def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
@@ -120,12 +115,3 @@ def _describe(schedule: LoopSchedule, data: SFTData) -> str:
         f"{schedule.total_steps:,} steps of {schedule.batch:,} examples: {epochs:.3g} epochs; an example has "
         f"{lengths.mean():,.0f} tokens on average, {lengths.max():,} at most"
     )
-
-
-def with_absolute_paths(config: SftConfig) -> SftConfig:
-    """Return the settings with local paths in full: workers may have another working directory."""
-    paths = {"path": resolve_path(config.model.path)}
-    if config.model.tokenizer_path is not None:
-        paths["tokenizer_path"] = resolve_path(config.model.tokenizer_path)
-    folder = str(config.trainer.checkpoint_dir.absolute())
-    return with_changes(config, {"model": paths, "trainer": {"default_local_dir": folder}})

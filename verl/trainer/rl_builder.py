@@ -24,7 +24,7 @@ from verl.trainer.preflight import check_rl_run
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.run_data import RunData, read_data
-from verl.trainer.setup import RunBuilder, device_hints, resolve_path, with_changes
+from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import (
     algorithm_settings,
@@ -73,8 +73,19 @@ async def build_trainer(
 class RLBuilder(RunBuilder[Config]):
     """The stages of building a run. Engines and reward models start in the background while the data is read."""
 
+    paths = (
+        "data.train_files",
+        "data.val_files",
+        "actor_rollout_ref.model.path",
+        "actor_rollout_ref.model.tokenizer_path",
+        "critic.model.path",
+        "reward.custom_reward_function.path",
+        "reward.prime.model_path",
+        "reward.reward_model.model_path",
+    )
+
     def __init__(self, config: Config, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
-        super().__init__(with_absolute_paths(config), console, restarts, closing)
+        super().__init__(config, console, restarts, closing)
         self._starting: list[asyncio.Task[None]] = []
 
     async def build(
@@ -268,28 +279,3 @@ def place_reward_models(config: Config, pool: PlacementPool, device: str) -> lis
 
 def _engine_share(config: Config) -> float:
     return (1 - TRAIN_SHARE) / (2 if config.reward.reward_model.enable else 1)
-
-
-def with_absolute_paths(config: Config) -> Config:
-    """Return the settings with local paths in full: workers may have another working directory."""
-
-    def absolute(paths: str | list[str] | None) -> str | list[str] | None:
-        return [resolve_path(path) for path in paths] if isinstance(paths, list) else paths and resolve_path(paths)
-
-    model, reward = config.actor_rollout_ref.model, config.reward
-    return with_changes(
-        config,
-        {
-            "data": {name: absolute(getattr(config.data, name)) for name in ("train_files", "val_files")},
-            "actor_rollout_ref": {
-                "model": {"path": resolve_path(model.path), "tokenizer_path": absolute(model.tokenizer_path)}
-            },
-            "critic": {"model": {"path": absolute(config.critic.model.path)}},
-            "reward": {
-                "custom_reward_function": {"path": absolute(reward.custom_reward_function.path)},
-                "prime": {"model_path": absolute(reward.prime.model_path)},
-                "reward_model": {"model_path": absolute(reward.reward_model.model_path)},
-            },
-            "trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())},
-        },
-    )

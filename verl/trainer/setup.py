@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AsyncExitStack
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +17,7 @@ from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import connect, detect_device, disconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks
+from verl.config.paths import set_path
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError
@@ -35,54 +36,12 @@ T = TypeVar("T", bound=TrainTask)
 G = TypeVar("G", bound=RankGroup)
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime(Generic[C]):
-    """The devices of a run, and its settings, adapted to the devices that exist."""
-
-    config: C
-    pool: DevicePool | LocalPool
-    device: str
-
-
-@asynccontextmanager
-async def start_runtime(
-    config: C, console: Console, restarts: RestartTracker, times: Metrics
-) -> AsyncIterator[Runtime[C]]:
-    """Reserve the devices of a run, in Ray or in this process; release them on exit."""
-    if config.trainer.local:
-        yield Runtime(config, LocalPool(), _device(config, detect_local_device))
-        return
-    async with AsyncExitStack() as closing:
-        limits = deadlines(config)
-        closing.callback(disconnect)
-        with timer(times, "start_ray"):
-            if note := connect(config.ray_kwargs.ray_init.arguments()):
-                console.note(note)
-        if timeline := config.ray_kwargs.timeline_json_file:
-            closing.callback(_write_timeline, Path(timeline), console)
-        stalls = config.trainer.checkpoint_dir / "stalls"
-        closing.enter_context(watch_for_hangs(stalls, console.note, console.advice, limits.reply))
-        device = _device(config, detect_device)
-        if restarts.has_restarted:
-            config = await _fit_to_devices(config, device, console)
-        owned = f"{os.cpu_count()} cores here" if device == "cpu" else "its GPUs"
-        fix = f"set trainer.n_gpus_per_node to what a machine has: {owned}"
-        ranks = count_train_ranks(config)
-        pool = await asyncio.to_thread(DevicePool, ranks, device, fix=fix, deadline=limits.devices)
-        closing.callback(pool.close)
-        yield Runtime(config, pool, device)
-
-
 def _write_timeline(path: Path, console: Console) -> None:
     try:
         write_timeline(path)
         console.note(f"Ray's timeline is in {path}: open it in https://ui.perfetto.dev or chrome://tracing")
     except Exception as error:  # noqa: BLE001 - must not hide how the run has ended
         console.note(f"Ray's timeline was not written to {path} (ray_kwargs.timeline_json_file): {error}")
-
-
-def _device(config: Config | SftConfig, detect: Callable[[], str]) -> str:
-    return detect() if config.trainer.device == "auto" else config.trainer.device
 
 
 async def _fit_to_devices(config: C, device: str, console: Console) -> C:
@@ -108,6 +67,16 @@ def resolve_path(path: str) -> str:
     """Return the absolute path of what exists here; anything else, such as a name on the hub, unchanged."""
     local = Path(path).expanduser()
     return str(local.absolute()) if local.exists() else path
+
+
+def with_absolute_paths(config: C, keys: Iterable[str]) -> C:
+    """Return the settings with local paths in full: workers may have another working directory."""
+    changes: dict[str, Any] = {"trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())}}
+    for key in keys:
+        value: Any = attrgetter(key)(config)
+        absolute = [*map(resolve_path, value)] if isinstance(value, list) else value and resolve_path(value)
+        set_path(changes, tuple(key.split(".")), absolute)
+    return with_changes(config, changes)
 
 
 def with_changes(section: S, changes: Mapping[str, Any]) -> S:
@@ -147,16 +116,38 @@ def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSch
 class RunBuilder(Generic[C]):
     """The stages that building any run begins and ends with. Each registers with `closing` how to undo it."""
 
+    paths: tuple[str, ...] = ()
+    """The settings that are paths, to be made absolute."""
+
     def __init__(self, config: C, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
-        self.config: C = config
+        self.config: C = with_absolute_paths(config, self.paths)
         self.console, self.restarts, self._closing = console, restarts, closing
         self.times = Metrics()
 
     async def start_runtime(self) -> None:
-        """Connect to the cluster. From here on the settings fit the devices that exist."""
-        runtime = start_runtime(self.config, self.console, self.restarts, self.times)
-        started = await self._closing.enter_async_context(runtime)
-        self.config, self.pool, self.device = started.config, started.pool, started.device
+        """Reserve the devices, in Ray or in this process. From here on the settings fit the devices that exist."""
+        self.pool: DevicePool | LocalPool
+        device, is_local = self.config.trainer.device, self.config.trainer.local
+        if is_local:
+            self.pool, self.device = LocalPool(), detect_local_device() if device == "auto" else device
+            return
+        limits = deadlines(self.config)
+        self._closing.callback(disconnect)
+        with timer(self.times, "start_ray"):
+            if note := connect(self.config.ray_kwargs.ray_init.arguments()):
+                self.console.note(note)
+        if timeline := self.config.ray_kwargs.timeline_json_file:
+            self._closing.callback(_write_timeline, Path(timeline), self.console)
+        stalls = self.config.trainer.checkpoint_dir / "stalls"
+        self._closing.enter_context(watch_for_hangs(stalls, self.console.note, self.console.advice, limits.reply))
+        self.device = detect_device() if device == "auto" else device
+        if self.restarts.has_restarted:
+            self.config = await _fit_to_devices(self.config, self.device, self.console)
+        owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
+        fix = f"set trainer.n_gpus_per_node to what a machine has: {owned}"
+        ranks = count_train_ranks(self.config)
+        self.pool = await asyncio.to_thread(DevicePool, ranks, self.device, fix=fix, deadline=limits.devices)
+        self._closing.callback(self.pool.close)
 
     def spawn_train_workers(self, group: type[G], share: float) -> G:
         workers = group.spawn(self.pool, count_train_ranks(self.config), share=share, deadlines=deadlines(self.config))

@@ -6,7 +6,8 @@ import pytest
 
 from verl.config.load import load
 from verl.trainer.launcher import with_sweep_folder
-from verl.trainer.rl_builder import with_absolute_paths
+from verl.trainer.rl_builder import RLBuilder
+from verl.trainer.setup import with_absolute_paths
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit
@@ -33,7 +34,7 @@ def test_local_paths_are_made_absolute_and_names_on_a_hub_are_left_alone(
     Path("train.parquet").touch()
     Path("rewards.py").touch()
     [loaded] = load([*REQUIRED, "reward.custom_reward_function.path=rewards.py"])
-    config = with_absolute_paths(loaded.config)
+    config = with_absolute_paths(loaded.config, RLBuilder.paths)
     assert config.data.train_files == str(tmp_path / "train.parquet")
     assert config.reward.custom_reward_function.path == str(tmp_path / "rewards.py")
     assert config.actor_rollout_ref.model.path == "model", "no such folder: a name on a hub"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from typing import Any, NoReturn
 
 import pytest
@@ -15,10 +13,10 @@ from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
-from verl.trainer import rl_builder, setup
+from verl.trainer import rl_builder
 from verl.trainer.preflight import check_rl_run
 from verl.trainer.rl_builder import build_trainer
-from verl.trainer.setup import Runtime
+from verl.trainer.setup import RunBuilder
 
 pytestmark = pytest.mark.unit
 
@@ -50,12 +48,9 @@ class Workers(Part):
 async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[str] = []
 
-    @asynccontextmanager
-    async def runtime(config: Config, *_: Any) -> AsyncIterator[Runtime[Config]]:
-        try:
-            yield Runtime(config, LocalPool(), "cpu")
-        finally:
-            closed.append("runtime")
+    async def start_runtime(builder: RunBuilder[Config]) -> None:
+        builder.pool, builder.device = LocalPool(), "cpu"
+        builder._closing.callback(closed.append, "runtime")
 
     async def passes(*_: Any) -> None: ...
 
@@ -63,7 +58,7 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
         raise DataError("a row is wrong")
 
     monkeypatch.setattr(rl_builder, "check_rl_run", passes)
-    monkeypatch.setattr(setup, "start_runtime", runtime)
+    monkeypatch.setattr(RunBuilder, "start_runtime", start_runtime)
     monkeypatch.setattr(rl_builder, "place_engines", lambda *_: [Engine("engine", closed)])
     monkeypatch.setattr(rl_builder, "place_reward_models", lambda *_: [Engine("reward model", closed)])
     monkeypatch.setattr(rl_builder.PolicyGroup, "spawn", lambda *_, **__: Workers("train workers", closed))

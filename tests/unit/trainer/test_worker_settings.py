@@ -15,8 +15,8 @@ from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
-from verl.trainer.rl_builder import with_absolute_paths
-from verl.trainer.setup import device_hints
+from verl.trainer.rl_builder import RLBuilder
+from verl.trainer.setup import device_hints, with_absolute_paths
 from verl.trainer.worker_settings import (
     algorithm_settings,
     build_planner,
@@ -303,7 +303,8 @@ def test_local_paths_of_all_models_are_made_absolute(tmp_path: Path, monkeypatch
     for name in ("policy", "judge"):
         Path(name).mkdir()
     found = with_absolute_paths(
-        config_of(*PPO, "critic.model.path=judge", "reward.prime.model_path=judge", "data.train_files=[policy, far]")
+        config_of(*PPO, "critic.model.path=judge", "reward.prime.model_path=judge", "data.train_files=[policy, far]"),
+        RLBuilder.paths,
     )
     assert found.actor_rollout_ref.model.path == str(tmp_path / "policy")
     assert found.critic.model.path == found.reward.prime.model_path == str(tmp_path / "judge")
