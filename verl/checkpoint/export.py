@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from verl.checkpoint.adapter import SavedAdapter, is_adapter, merge_adapter, read_saved_adapter
-from verl.checkpoint.files import FileChecksum, compute_checksum, sync_directory, write
-from verl.checkpoint.shards import read_index, read_tensors
+from verl.checkpoint.files import FileChecksum, sync_directory, write
+from verl.checkpoint.shards import read_index, read_tensors, write_shard
 from verl.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -76,23 +75,29 @@ def _read_merged(directory: str | Path, base: BaseWeights | None) -> Iterator[tu
 def export_weights(
     weights: Iterable[tuple[str, Tensor]], folder: Path, *, file_bytes: int = FILE_BYTES
 ) -> dict[str, FileChecksum]:
-    """Write the weights into `folder`; returns checksums by file name, for which every file is read again."""
-    drafts: list[list[str]] = []
+    """Write the weights into `folder`; returns checksums by file name."""
+    drafts: list[tuple[list[str], FileChecksum]] = []
     pending: dict[str, Tensor] = {}
     total = size = 0
+
+    def write_draft() -> None:
+        drafts.append((list(pending), write_shard(_draft(folder, len(drafts)), pending)))
+
     for name, tensor in weights:
         if pending and size + tensor.nbytes > file_bytes:
-            drafts.append(_save(pending, folder, len(drafts)))
+            write_draft()
             pending, size = {}, 0
-        pending[name] = tensor.contiguous()
+        pending[name] = tensor
         size, total = size + tensor.nbytes, total + tensor.nbytes
-    drafts.append(_save(pending, folder, len(drafts)))
-    names = [_file_name(index, len(drafts)) for index in range(len(drafts))]
-    for index, file in enumerate(names):
+    write_draft()
+    written: dict[str, FileChecksum] = {}
+    weight_map: dict[str, str] = {}
+    for index, (stored, checksum) in enumerate(drafts):
+        file = SINGLE if len(drafts) == 1 else f"model-{index + 1:05d}-of-{len(drafts):05d}.safetensors"
         os.replace(_draft(folder, index), folder / file)
-    written = {file: compute_checksum(folder / file) for file in names}
-    if len(names) > 1:
-        weight_map = {name: file for file, stored in zip(names, drafts, strict=True) for name in stored}
+        written[file] = checksum
+        weight_map |= dict.fromkeys(stored, file)
+    if len(drafts) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
         written[INDEX] = write(folder / INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
     sync_directory(folder)
@@ -141,20 +146,5 @@ def _read_embedding(directory: str | Path) -> Tensor:
     raise CheckpointError(f"checkpoint {directory}: has no {EMBEDDING}, to which {HEAD} is tied")
 
 
-def _save(weights: Mapping[str, Tensor], folder: Path, index: int) -> list[str]:
-    path = _draft(folder, index)
-    try:
-        save_file(dict(weights), path, metadata={"format": "pt"})
-        with path.open("rb+") as file:
-            os.fsync(file.fileno())
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: cannot be written: {error}. Free disk space and rerun.") from error
-    return list(weights)
-
-
 def _draft(folder: Path, index: int) -> Path:
     return folder / f".model-{index + 1:05d}.draft"
-
-
-def _file_name(index: int, count: int) -> str:
-    return SINGLE if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"

@@ -332,10 +332,10 @@ def _describe_missing_file(path: Path) -> str:
 
 
 def suggest_path(path: Path) -> tuple[str, Path | None]:
-    """Describe the nearest existing folder above a missing path, and return the entry probably meant."""
-    folder = path
-    while not folder.is_dir():
-        folder = folder.parent
+    """Describe the folder of a missing path, and return the entry probably meant."""
+    folder = path if path.is_dir() else path.parent
+    if not folder.is_dir():
+        return f"{folder} does not exist", None
     names = sorted(entry.name + "/" * entry.is_dir() for entry in folder.iterdir())
     shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
     near = difflib.get_close_matches(path.name, names, n=1)

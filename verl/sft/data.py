@@ -19,14 +19,7 @@ from verl.data.validate import describe_missing_column, find_data_warnings, find
 from verl.errors import ConfigError, DataError, VerlError
 from verl.sft.examples import Example, ExampleReader, find_missing_header
 from verl.trainer.preflight import find_model_problems, raise_problems
-from verl.trainer.run_data import (
-    check_length,
-    data_splits,
-    find_stop_tokens,
-    length_cache_dir,
-    open_tokenizer,
-)
-from verl.training.families import family_note
+from verl.trainer.run_data import check_model, data_splits, find_stop_tokens, length_cache_dir, open_tokenizer
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
@@ -153,8 +146,6 @@ def check_sft_files(config: SftConfig) -> None:
 
 def read_sft_data(config: SftConfig) -> SFTData:
     """Read and tokenize every example once, so that a bad row is found before training."""
-    from transformers import AutoConfig
-
     data = config.data
     tokenizer = open_tokenizer(config.model, "model")
     reader = ExampleReader(
@@ -184,10 +175,7 @@ def read_sft_data(config: SftConfig) -> SFTData:
     if data.messages_key is None and isinstance(first, str):
         warning = find_missing_header(tokenizer, first, data.apply_chat_template_kwargs)
         notes += [f"{train.report.name}: {warning}"] if warning else []
-    model = config.model
-    loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    check_length(model.path, loaded, data.max_length, "data.max_length")
-    notes += [note] if (note := family_note(model.path, loaded.model_type, published=False)) else []
+    notes += check_model(config.model, data.max_length, "data.max_length", published=False)[1]
     seed = config.trainer.seed if data.seed is None else data.seed
     order = ShuffledSampler(len(train), seed) if data.shuffle else SequentialSampler(len(train))
     return SFTData(train, order, datasets.get("val"), notes)

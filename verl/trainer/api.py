@@ -93,7 +93,12 @@ Training = TrainResult
 
 
 class _Trainer:
-    """What the trainers share; each adds the settings of its algorithm."""
+    """What the trainers share; each names the settings of its algorithm."""
+
+    _estimator: str
+    _group_size: int
+    _kl_switch: str
+    _kl_coef: str
 
     def __init__(
         self,
@@ -209,33 +214,27 @@ class _Trainer:
         return find_tokenizer(self.model, self.tokenizer)
 
     def _algorithm_settings(self) -> dict[str, Any]:
-        raise NotImplementedError
+        config, uses_kl = self.config, self.config.kl_coef > 0
+        return {
+            "algorithm.adv_estimator": self._estimator,
+            "actor_rollout_ref.rollout.n": config.group_size or self._group_size,
+            self._kl_switch: uses_kl,
+            **({self._kl_coef: config.kl_coef} if uses_kl else {}),
+        }
 
 
 class GRPOTrainer(_Trainer):
     """Trainer for GRPO: responses to the same prompt are compared with each other, without a critic."""
 
-    def _algorithm_settings(self) -> dict[str, Any]:
-        uses_kl = self.config.kl_coef > 0
-        return {
-            "algorithm.adv_estimator": "grpo",
-            "actor_rollout_ref.rollout.n": self.config.group_size or 8,
-            "actor_rollout_ref.actor.use_kl_loss": uses_kl,
-            **({"actor_rollout_ref.actor.kl_loss_coef": self.config.kl_coef} if uses_kl else {}),
-        }
+    _estimator, _group_size = "grpo", 8
+    _kl_switch, _kl_coef = "actor_rollout_ref.actor.use_kl_loss", "actor_rollout_ref.actor.kl_loss_coef"
 
 
 class PPOTrainer(_Trainer):
     """Trainer for PPO: responses are compared with the values of a critic of the same architecture."""
 
-    def _algorithm_settings(self) -> dict[str, Any]:
-        uses_kl = self.config.kl_coef > 0
-        return {
-            "algorithm.adv_estimator": "gae",
-            "actor_rollout_ref.rollout.n": self.config.group_size or 1,
-            "algorithm.use_kl_in_reward": uses_kl,
-            **({"algorithm.kl_ctrl.kl_coef": self.config.kl_coef} if uses_kl else {}),
-        }
+    _estimator, _group_size = "gae", 1
+    _kl_switch, _kl_coef = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
 
 
 def _explain_stop(code: int, folder: Path) -> str:

@@ -65,8 +65,6 @@ def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptio
 
 def read_data(config: Config) -> RunData:
     """Read and tokenize all prompts (of streamed data a few), to find those that are too long or cannot be scored."""
-    from transformers import AutoConfig
-
     model = config.actor_rollout_ref.model
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
     datasets: dict[str, DatasetSettings] = {}
@@ -98,18 +96,27 @@ def read_data(config: Config) -> RunData:
         if unknown:
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
-    loaded = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     longest = get_max_sequence_tokens(config)
-    check_length(model.path, loaded, longest, "data.max_prompt_length + data.max_response_length")
-    reports += [note] if (note := family_note(model.path, loaded.model_type)) else []
+    loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
+    reports += notes
     stops = find_stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, loaded.get_text_config().vocab_size)
 
 
-def check_length(path: str, model: PretrainedConfig, longest: int, settings: str) -> None:
-    """Raise if a model cannot be trained on packed sequences as long as the settings allow."""
-    if problem := packing_length_problem(path, model.get_text_config().to_dict(), longest, settings):
+def check_model(
+    model: ModelConfig, longest: int, settings: str, *, published: bool = True
+) -> tuple[PretrainedConfig, list[str]]:
+    """Return the configuration of a model, and notes for the user.
+
+    Raises if it cannot be trained on packed sequences of `longest` tokens, which the `settings` allow.
+    """
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if problem := packing_length_problem(model.path, config.get_text_config().to_dict(), longest, settings):
         raise ConfigError([problem])
+    note = family_note(model.path, config.model_type, published=published)
+    return config, [note] if note else []
 
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
@@ -124,11 +131,11 @@ def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:
 def _suggest_folder(path: str) -> str:
     """Return a hint for a path that is not a local folder and was therefore looked for on the hub."""
     folder = Path(path).expanduser()
-    existing, near = ("", None) if folder.is_dir() else suggest_path(folder)
+    if folder.is_dir():
+        return ""
+    existing, near = suggest_path(folder)
     question = f"did you mean {near}? " if near is not None and near.is_dir() else ""
-    return (
-        f"\n{question}{path} is not a local folder, and was taken for a name on the hub; {existing}" if existing else ""
-    )
+    return f"\n{question}{path} is not a local folder, and was taken for a name on the hub; {existing}"
 
 
 def find_stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:

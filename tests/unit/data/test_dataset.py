@@ -221,7 +221,7 @@ def test_a_missing_file_is_named_with_what_lies_beside_it(tmp_path: Path, tokeni
         f"data file not found: {tmp_path}/trian.parquet does not exist; {tmp_path} contains: old/, train.parquet. "
         f"Did you mean {tmp_path}/train.parquet?"
     )
-    assert f"{tmp_path} contains: old/" in refusal(tmp_path / "none" / "deep" / "x.parquet", tokenizer)
+    assert f"; {tmp_path}/none/deep does not exist. Set" in refusal(tmp_path / "none" / "deep" / "x.parquet", tokenizer)
     assert "is a folder" in refusal(tmp_path, tokenizer)
     assert "matches no file" in refusal(tmp_path / "*.jsonl", tokenizer)
     assert "no data files are given" in refusal([], tokenizer)

@@ -14,7 +14,7 @@ from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
 from verl.trainer import rl_builder
-from verl.trainer.preflight import check_rl_run
+from verl.trainer.preflight import check_files, check_rl_run
 from verl.trainer.rl_builder import build_trainer
 from verl.trainer.setup import RunBuilder
 
@@ -87,6 +87,16 @@ async def test_problems_of_models_files_and_the_reward_function_are_reported_in_
     assert f"{tmp_path}/train.parquet does not exist" in train
     assert f"{tmp_path}/val.parquet does not exist" in val
     assert f"{tmp_path}/reward.py" in reward
+
+
+def test_a_model_path_in_a_missing_folder_does_not_list_the_root() -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_files(config_of("actor_rollout_ref.model.path=/no-such-folder/deep/model", "data.train_files=[]"))
+    problem = next(problem for problem in raised.value.problems if "model.path" in problem)
+    assert (
+        "there is no such directory; /no-such-folder/deep does not exist; set actor_rollout_ref.model.path" in problem
+    )
+    assert "contains" not in problem
 
 
 async def test_problems_of_one_kind_keep_their_type(tmp_path: Any) -> None:
