@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
@@ -42,20 +43,12 @@ class DevicePool:
         self,
         actor: type,
         *args: Any,
-        device: int | None = None,
-        share: float = 0.0,
-        is_async: bool = False,
-        restarts: bool = False,
+        device: int | None = None,  # index; None: it uses none
+        share: float = 0.0,  # of the device; those of all its actors sum to at most 1
+        is_async: bool = False,  # run any number of its coroutines concurrently
+        restarts: bool = False,  # let Ray replace its process when it dies; a caller must start the new one again
     ) -> Any:
-        """Return the handle of a new actor, without waiting for its process.
-
-        Args:
-            actor: its class, created with `args`.
-            device: index of the device that it uses; None: it uses none.
-            share: fraction of the device; those of all its actors sum to at most 1.
-            is_async: run any number of its coroutines concurrently.
-            restarts: let Ray replace its process when it dies; the new one must be started again by a caller.
-        """
+        """Return the handle of a new actor, created with `args`, without waiting for its process."""
         options: dict[str, Any] = {"num_cpus": 0}
         if device is not None:
             options["num_cpus" if self.resource == "CPU" else "num_gpus"] = share
@@ -77,6 +70,12 @@ PlacementPool = DevicePool | LocalPool
 """Starts the actors of a run: on the devices of a cluster, or in this process."""
 
 
+def run_on_node(node: str, function: Callable[..., Any], *args: Any) -> ray.ObjectRef:
+    """Start a task on a node; it fails if the node does not respond."""
+    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+    return ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote(*args)
+
+
 async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0, reply_s: float = 20.0) -> int:
     """Return the number of devices on responding nodes: once there are `wanted`, or after `timeout_s`.
 
@@ -92,13 +91,7 @@ async def count_live_devices(device: str, wanted: int, *, timeout_s: float = 0.0
 
 
 def _count_responding(resource: str, reply_s: float) -> int:
-    ping = ray.remote(lambda: True)
-    replies = {}
-    for node in ray.nodes():
-        if node["Alive"]:
-            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-            reply = ping.options(num_cpus=0, max_retries=0, scheduling_strategy=strategy).remote()
-            replies[reply] = node["Resources"]
+    replies = {run_on_node(node["NodeID"], lambda: True): node["Resources"] for node in ray.nodes() if node["Alive"]}
     ready, _ = ray.wait(list(replies), num_returns=len(replies), timeout=reply_s)
     count = 0
     for reply in ready:

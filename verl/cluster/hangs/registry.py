@@ -17,6 +17,7 @@ import ray
 from ray.exceptions import RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl.cluster.device_pool import run_on_node
 from verl.cluster.hangs.detector import REPEAT_S, StalledCall, Watchdog, format_pending
 from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
@@ -164,7 +165,7 @@ def inspect_located(locations: Locations) -> dict[CallTarget, list[ProcessInfo]]
     for target, location in locations.items():
         by_node[location.node][target] = location.pid
     here = by_node.pop(ray.get_runtime_context().get_node_id(), {})
-    tasks = {node: _inspect_on(node, list(pids.values())) for node, pids in by_node.items()}
+    tasks = {node: run_on_node(node, inspect_processes, list(pids.values())) for node, pids in by_node.items()}
     infos = dict(zip(here, inspect_processes(list(here.values())), strict=True))
     if tasks:
         ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=_INSPECT_S)
@@ -172,9 +173,3 @@ def inspect_located(locations: Locations) -> dict[CallTarget, list[ProcessInfo]]
         with contextlib.suppress(RayError):
             infos |= dict(zip(by_node[node], ray.get(task, timeout=0), strict=True))
     return infos
-
-
-def _inspect_on(node: str, pids: list[int]) -> ray.ObjectRef:
-    strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-    task = ray.remote(inspect_processes).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-    return task.remote(pids)
