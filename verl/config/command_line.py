@@ -33,11 +33,7 @@ class SweepPoint:
 
 
 def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split the arguments of a command into names (of files or keys) and settings for `load`.
-
-    >>> names_and_settings(["test.parquet", "rollout.n=8", "--config-name", "grpo"])
-    (['test.parquet'], ['rollout.n=8', '--config-name', 'grpo'])
-    """
+    """Split the arguments of a command into names (of files or keys) and settings for `load`."""
     names: list[str] = []
     settings: list[str] = []
     rest = iter(arguments)

@@ -24,7 +24,6 @@ from verl.config.aliases import (
     Aliases,
     canonicalize,
     canonicalize_tree,
-    list_section_aliases,
 )
 from verl.config.command_line import (
     SweepPoint,
@@ -215,17 +214,17 @@ def _resolve(run_type: RunType[C], tree: Tree, problems: list[str]) -> None:
     whole: Tree = run_type.root().model_dump(mode="json")
     for path, value in iter_leaves(tree):
         set_path(whole, path, value)
-    for short, full in list_section_aliases(run_type.aliases):
-        whole.setdefault(short, f"${{{full}}}")
+    for alias, key in run_type.aliases.keys.items():
+        if "." not in alias:  # a section, as in ${rollout.n}
+            whole.setdefault(alias, f"${{{key}}}")
     try:
         root = OmegaConf.create(whole)
     except OmegaConfBaseException as error:
         problems.append(f"{error.full_key}: cannot be read: {format_error(error)}; write ${{section.key}}")
-        root = None
-    for path, value in waiting:
-        if root is None:
+        for path, _ in waiting:
             delete_path(tree, path)
-            continue
+        return
+    for path, value in waiting:
         try:
             node: Any = root
             for name in path:

@@ -1,17 +1,21 @@
-"""What a run cannot start without: required settings, installed packages, and features that are supported."""
+"""What a run cannot start without: required settings, installed packages, supported features and engine arguments."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
 from importlib.metadata import distributions
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from verl.config.features import list_adapters
 from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
-from verl.config.schema.rules import ROLLOUT
+from verl.config.schema.rules import ACTOR, ROLLOUT
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
@@ -24,6 +28,22 @@ _ALTERNATIVES = {
     "reward.reward_model.replicas sets the number of copies",
 }
 """What to use instead of a planned setting."""
+
+_ENGINE_KEY, _MODEL_KEY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model"
+_ENGINE_SETTINGS = {
+    "model": f"{_MODEL_KEY}.path",
+    "tokenizer": f"{_MODEL_KEY}.tokenizer_path",
+    "trust_remote_code": f"{_MODEL_KEY}.trust_remote_code",
+    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "gpu_memory_utilization", "enforce_eager")},
+    **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
+    "seed": "trainer.seed",
+}
+"""Engine arguments that have a setting of their own, which is validated."""
+
+_RESERVED = ("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls")
+"""Engine arguments whose values verl depends on."""
 
 
 def find_missing(config: Section) -> Iterator[str]:
@@ -91,3 +111,43 @@ def _check_vllm() -> str:
 def _is_installed(package: str) -> bool:
     spec = find_spec(package)
     return spec is not None and spec.origin is not None  # a folder of that name, as wandb creates, has no origin
+
+
+def check_engine_arguments(config: Config) -> Iterator[str]:
+    """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
+    rollout = config.actor_rollout_ref.rollout
+    if rollout.name != "vllm" or not rollout.engine_kwargs.vllm:
+        return
+    known = list_vllm_arguments()
+    for name in rollout.engine_kwargs.vllm:
+        key = f"{_ENGINE_KEY}.{name}"
+        if name in _ENGINE_SETTINGS:
+            yield f"{key}: has its own setting; set {_ENGINE_SETTINGS[name]} instead"
+        elif name in _RESERVED:
+            yield f"{key}: is set by verl and cannot be changed; remove it"
+        elif known and name not in known:
+            close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
+            fix = (
+                f"did you mean {_ENGINE_SETTINGS.get(close[0], f'{_ENGINE_KEY}.{close[0]}')}?" if close else "remove it"
+            )
+            yield f"{key}: is not an engine argument of the installed vLLM; {fix}"
+
+
+@cache
+def list_vllm_arguments() -> frozenset[str]:
+    """Return the names of vLLM's engine arguments, read from its source, since importing it takes seconds.
+
+    Empty if vLLM is not installed, or has no such source.
+    """
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(folders[0], "engine", "arg_utils.py") if folders else None
+    if source is None or not source.is_file():
+        return frozenset()
+    return frozenset(
+        statement.target.id
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    )

@@ -18,7 +18,6 @@ from verl.config.batch_sizes import (
     get_critic_batch_sizes,
     get_max_sequence_tokens,
 )
-from verl.config.engine_arguments import check_engine_arguments
 from verl.config.features import (
     VLLM_LORA_RANKS,
     get_checkpoint_settings,
@@ -29,6 +28,7 @@ from verl.config.features import (
 )
 from verl.config.ignored import find_ignored_settings, find_unmet_condition
 from verl.config.paths import get_value, is_overridden
+from verl.config.requirements import check_engine_arguments
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import OptimConfig
 from verl.config.schema.rules import ACTOR, ROLLOUT

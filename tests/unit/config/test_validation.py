@@ -10,7 +10,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.config import engine_arguments
+from verl.config import requirements
 from verl.config.batch_sizes import (
     BatchSizes,
     count_critic_optimizer_steps,
@@ -299,13 +299,13 @@ def test_engine_arguments_must_exist_and_not_duplicate_a_setting(
     argument: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = frozenset({"block_size", "max_num_seqs", "enable_prefix_caching"})
-    monkeypatch.setattr(engine_arguments, "list_vllm_arguments", lambda: names)
+    monkeypatch.setattr(requirements, "list_vllm_arguments", lambda: names)
     assert problem(f"+{VLLM}.{argument}") == f"{VLLM}.{argument.partition('=')[0]}: {says}"
     assert hints(f"+{VLLM}.enable_prefix_caching=false") == []
 
 
 def test_engine_arguments_are_not_checked_by_name_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_arguments, "list_vllm_arguments", frozenset)
+    monkeypatch.setattr(requirements, "list_vllm_arguments", frozenset)
     assert hints(f"+{VLLM}.quixotic=1") == []
 
 

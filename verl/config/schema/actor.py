@@ -6,16 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl.config.schema.base import CustomFunction, Dtype, Section, section, setting
-from verl.config.schema.rules import (
-    BY_SAMPLES,
-    BY_TOKENS,
-    HAS_DEVICE_MEMORY,
-    OnlyIf,
-    needs,
-    unless,
-    unless_given,
-)
+from verl.config.schema.base import Count, CustomFunction, Dtype, Fraction, Positive, Section, section, setting
+from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, HAS_DEVICE_MEMORY, OnlyIf, needs, unless, unless_given
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -65,36 +57,30 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: float = setting(1e-6, "Learning rate of AdamW.", gt=0)
+    lr: Positive = setting(1e-6, "Learning rate of AdamW.")
     weight_decay: float = setting(0.01, "Weight decay of AdamW.", ge=0)
     betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
-    eps: float = setting(1e-8, "Epsilon of AdamW.", gt=0)
+    eps: Positive = setting(1e-8, "Epsilon of AdamW.")
     lr_warmup_steps: int | None = setting(
         None, "Optimizer steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
     )
-    lr_warmup_steps_ratio: float = setting(
-        0.0, "Warm-up as a fraction of all optimizer steps.", ge=0, le=1, only_if=unless_given(".lr_warmup_steps")
+    lr_warmup_steps_ratio: Fraction = setting(
+        0.0, "Warm-up as a fraction of all optimizer steps.", only_if=unless_given(".lr_warmup_steps")
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Learning rate schedule after the warm-up."
     )
-    min_lr_ratio: float = setting(
-        0.0, "Final learning rate as a fraction of lr (linear, cosine).", ge=0, le=1, only_if=_DECAYS
-    )
+    min_lr_ratio: Fraction = setting(0.0, "Final learning rate as a fraction of lr (linear, cosine).", only_if=_DECAYS)
 
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLoss | CustomFunction = setting(
         "vanilla", "Policy loss; dpo and sppo compare the scored responses of a group, against the reference."
     )
-    tau_pos: float = setting(1.0, "Temperature of the sapo gate for positive advantages.", gt=0, only_if=_SAPO)
-    tau_neg: float = setting(1.05, "Temperature of the sapo gate for negative advantages.", gt=0, only_if=_SAPO)
-    clip_cov_ratio: float = setting(
-        2e-4,
-        "Fraction of tokens, within the bounds, that lose their gradient (clip_cov).",
-        ge=0,
-        le=1,
-        only_if=_CLIP_COV,
+    tau_pos: Positive = setting(1.0, "Temperature of the sapo gate for positive advantages.", only_if=_SAPO)
+    tau_neg: Positive = setting(1.05, "Temperature of the sapo gate for negative advantages.", only_if=_SAPO)
+    clip_cov_ratio: Fraction = setting(
+        2e-4, "Fraction of tokens, within the bounds, that lose their gradient (clip_cov).", only_if=_CLIP_COV
     )
     clip_cov_lb: float = setting(
         1.0, "Lower bound of the covariance of log-prob and advantage (clip_cov).", only_if=_CLIP_COV
@@ -102,17 +88,17 @@ class PolicyLossConfig(Section):
     clip_cov_ub: float = setting(
         5.0, "Upper bound of the covariance of log-prob and advantage (clip_cov).", only_if=_CLIP_COV
     )
-    kl_cov_ratio: float = setting(
-        2e-4, "Fraction of tokens, of largest covariance, with a KL penalty (kl_cov).", ge=0, le=1, only_if=_KL_COV
+    kl_cov_ratio: Fraction = setting(
+        2e-4, "Fraction of tokens, of largest covariance, with a KL penalty (kl_cov).", only_if=_KL_COV
     )
     ppo_kl_coef: float = setting(
         0.1, "Coefficient of the KL to the old policy on these tokens (kl_cov).", ge=0, only_if=_KL_COV
     )
-    dpo_beta: float = setting(
-        0.1, "Strength of the pull toward the reference (dpo).", gt=0, only_if=needs(".loss_mode", "dpo")
+    dpo_beta: Positive = setting(
+        0.1, "Strength of the pull toward the reference (dpo).", only_if=needs(".loss_mode", "dpo")
     )
-    sppo_eta: float = setting(
-        1.0, "Step size away from the reference for winning responses.", gt=0, only_if=needs(".loss_mode", "sppo")
+    sppo_eta: Positive = setting(
+        1.0, "Step size away from the reference for winning responses.", only_if=needs(".loss_mode", "sppo")
     )
 
 
@@ -138,16 +124,14 @@ class FsdpConfig(Section):
 
 
 class MegatronConfig(Section):
-    tensor_model_parallel_size: int = setting(1, "Tensor parallel size.", unit="ranks", ge=1)
-    pipeline_model_parallel_size: int = setting(1, "Pipeline parallel size.", unit="stages", ge=1)
+    tensor_model_parallel_size: Count = setting(1, "Tensor parallel size.", unit="ranks")
+    pipeline_model_parallel_size: Count = setting(1, "Pipeline parallel size.", unit="stages")
 
 
 class PeftConfig(Section):
     peft_type: Literal["lora"] | None = setting(None, "Type of adapter; null: lora if lora_rank is above 0.")
     lora_rank: int = setting(0, "Rank of the adapter that is trained instead of all weights; 0: no adapter.", ge=0)
-    lora_alpha: int = setting(
-        16, "The adapter's output is scaled by lora_alpha / lora_rank.", ge=1, only_if=_HAS_ADAPTER
-    )
+    lora_alpha: Count = setting(16, "The adapter's output is scaled by lora_alpha / lora_rank.", only_if=_HAS_ADAPTER)
     target_modules: str | list[str] = setting(
         "all-linear", "Linear modules with an adapter: suffixes of names, or a pattern.", only_if=_HAS_ADAPTER
     )
@@ -176,35 +160,34 @@ class ActorCheckpointConfig(CheckpointConfig):
 class ActorConfig(Section):
     strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
     optim: OptimConfig = section(OptimConfig, "Optimizer and learning rate schedule.")
-    ppo_mini_batch_size: int = setting(
-        256, "Prompts per optimizer step over all ranks; each has rollout.n samples.", unit="prompts", ge=1
+    ppo_mini_batch_size: Count = setting(
+        256, "Prompts per optimizer step over all ranks; each has rollout.n samples.", unit="prompts"
     )
-    ppo_micro_batch_size_per_gpu: int = setting(
-        8, "Samples per rank and pass; does not change the gradient.", unit="samples", ge=1, only_if=BY_SAMPLES
+    ppo_micro_batch_size_per_gpu: Count = setting(
+        8, "Samples per rank and pass; does not change the gradient.", unit="samples", only_if=BY_SAMPLES
     )
     use_dynamic_bsz: bool = setting(
         False, "Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of samples."
     )
-    ppo_max_token_len_per_gpu: int = setting(
-        16384, "Maximum tokens per micro-batch; longer samples run alone.", unit="tokens", ge=1, only_if=BY_TOKENS
+    ppo_max_token_len_per_gpu: Count = setting(
+        16384, "Maximum tokens per micro-batch; longer samples run alone.", unit="tokens", only_if=BY_TOKENS
     )
-    ppo_epochs: int = setting(1, "Passes over the responses of a step.", unit="passes", ge=1)
+    ppo_epochs: Count = setting(1, "Passes over the responses of a step.", unit="passes")
     shuffle: bool = setting(False, "Shuffle the samples of a step before they are split into mini-batches.")
     clip_ratio: float = setting(
         0.2, "Clip range of the probability ratio around 1.", gt=0, lt=1, only_if=(_CLIPPED, _CLIP_RATIO)
     )
     clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", gt=0, lt=1, only_if=_CLIPPED)
-    clip_ratio_high: float | None = setting(None, "Upper clip range; null: clip_ratio.", gt=0, only_if=_CLIPPED)
+    clip_ratio_high: Positive | None = setting(None, "Upper clip range; null: clip_ratio.", only_if=_CLIPPED)
     clip_ratio_c: float = setting(
         3.0, "Upper bound of the ratio for negative advantages (dual clip).", gt=1, only_if=_DUAL_CLIP
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig, "The policy loss.")
     loss_agg_mode: Aggregation = setting("token-mean", "How per-token losses are reduced.", only_if=_AGGREGATES)
-    loss_scale_factor: float | None = setting(
+    loss_scale_factor: Positive | None = setting(
         None,
         "Divisor of seq-mean-token-sum-norm; null: data.max_response_length.",
         unit="tokens",
-        gt=0,
         only_if=(_AGGREGATES, needs(".loss_agg_mode", "seq-mean-token-sum-norm")),
     )
     entropy_coeff: float = setting(0.0, "Coefficient of the entropy bonus.")
@@ -217,7 +200,7 @@ class ActorConfig(Section):
         "KL estimator; a trailing + takes the gradient of k2; full: exact over the vocabulary.",
         only_if=needs(".use_kl_loss"),
     )
-    grad_clip: float | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.", gt=0)
+    grad_clip: Positive | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.")
     use_torch_compile: bool = setting(
         True,
         "Compile the log-prob and entropy kernels, on accelerators; if compilation fails they run uncompiled.",
@@ -243,10 +226,10 @@ class RefFsdpConfig(Section):
 
 
 class RefConfig(Section):
-    log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples per rank and pass; null: same as rollout.", unit="samples", ge=1, only_if=BY_SAMPLES
+    log_prob_micro_batch_size_per_gpu: Count | None = setting(
+        None, "Samples per rank and pass; null: same as rollout.", unit="samples", only_if=BY_SAMPLES
     )
-    log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "Tokens per rank and pass; null: same as rollout.", unit="tokens", ge=1, only_if=BY_TOKENS
+    log_prob_max_token_len_per_gpu: Count | None = setting(
+        None, "Tokens per rank and pass; null: same as rollout.", unit="tokens", only_if=BY_TOKENS
     )
     fsdp_config: RefFsdpConfig = section(RefFsdpConfig, "Sharding of the reference.")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl.config.schema.actor import KlKind
-from verl.config.schema.base import CustomFunction, Section, section, setting
+from verl.config.schema.base import Count, CustomFunction, Fraction, Positive, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, OnlyIf, is_custom_function, needs, needs_given
 
 Estimator = Literal[
@@ -39,8 +39,8 @@ _DISCOUNTS = OnlyIf(
 class KlControlConfig(Section):
     type: Literal["fixed", "adaptive"] = setting("fixed", "fixed: keep kl_coef; adaptive: adjust it toward target_kl.")
     kl_coef: float = setting(0.001, "Coefficient of the KL penalty in the reward.", ge=0)
-    horizon: int = setting(10000, "Time constant of the adaptive controller.", unit="samples", ge=1, only_if=_ADAPTIVE)
-    target_kl: float = setting(0.1, "Target KL of the adaptive controller.", unit="nats", gt=0, only_if=_ADAPTIVE)
+    horizon: Count = setting(10000, "Time constant of the adaptive controller.", unit="samples", only_if=_ADAPTIVE)
+    target_kl: Positive = setting(0.1, "Target KL of the adaptive controller.", unit="nats", only_if=_ADAPTIVE)
 
 
 class FilterGroupsConfig(Section):
@@ -53,7 +53,7 @@ class RolloutCorrectionConfig(Section):
     rollout_is: Literal["token", "sequence"] | None = setting(
         None, "Importance weights per token or per sequence; null: none."
     )
-    rollout_is_threshold: float = setting(2.0, "Upper bound of the weights.", gt=0, only_if=needs_given(".rollout_is"))
+    rollout_is_threshold: Positive = setting(2.0, "Upper bound of the weights.", only_if=needs_given(".rollout_is"))
     rollout_is_batch_normalize: bool = setting(
         False, "Scale the weights to a mean of 1.", only_if=needs_given(".rollout_is")
     )
@@ -68,10 +68,10 @@ class RolloutCorrectionConfig(Section):
 
 class AlgorithmConfig(Section):
     adv_estimator: Estimator | CustomFunction = setting("grpo", "Advantage estimator.", only_if=HAS_ADVANTAGES)
-    gamma: float = setting(
-        1.0, "Discount factor (gae, reinforce_plus_plus, PRIME).", ge=0, le=1, only_if=(HAS_ADVANTAGES, _DISCOUNTS)
+    gamma: Fraction = setting(
+        1.0, "Discount factor (gae, reinforce_plus_plus, PRIME).", only_if=(HAS_ADVANTAGES, _DISCOUNTS)
     )
-    lam: float = setting(1.0, "Lambda of gae.", ge=0, le=1, only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
+    lam: Fraction = setting(1.0, "Lambda of gae.", only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gae")))
     norm_adv_by_std_in_grpo: bool = setting(
         True,
         "Divide advantages by the group's standard deviation; false: Dr.GRPO.",

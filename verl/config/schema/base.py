@@ -104,7 +104,7 @@ class Setting:
         """Whether any key is accepted below this one: a dictionary that is passed on unchanged."""
         if self.section is not None:
             return self.section.model_config.get("extra") == "allow"
-        return _strip(self.annotation) is dict
+        return get_origin(self.annotation) is dict
 
     @property
     def choices(self) -> tuple[Any, ...]:
@@ -157,17 +157,9 @@ def _read(name: str, field: FieldInfo, parent: Setting | None) -> Setting:
     )
 
 
-def _strip(annotation: Any) -> Any:
-    if get_origin(annotation) is Annotated:
-        return _strip(get_args(annotation)[0])
-    return get_origin(annotation) or annotation
-
-
 def _choices(annotation: Any) -> Iterator[Any]:
     if get_origin(annotation) is Literal:
         yield from get_args(annotation)
-    elif get_origin(annotation) is Annotated:
-        yield from _choices(get_args(annotation)[0])
     else:
         for part in get_args(annotation):
             yield from _choices(part)
@@ -210,6 +202,10 @@ def _module_and_function(value: str) -> str:
 def _one_or_many(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 
 Interval = Annotated[int, AfterValidator(_never_or_positive)]
 """An interval in steps; -1: never."""

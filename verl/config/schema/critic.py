@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
-from verl.config.schema.base import Section, section, setting
+from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.rules import OnlyIf
 
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
@@ -23,7 +23,7 @@ class CriticModelConfig(Section):
 
 
 class CriticOptimConfig(OptimConfig):
-    lr: float = setting(1e-5, "Learning rate of AdamW.", gt=0)
+    lr: Positive = setting(1e-5, "Learning rate of AdamW.")
 
 
 class CriticConfig(Section):
@@ -33,24 +33,22 @@ class CriticConfig(Section):
     strategy: Literal["fsdp2", "megatron"] = setting("fsdp2", "Training engine.", planned=("megatron",))
     model: CriticModelConfig = section(CriticModelConfig, "The value model.")
     optim: CriticOptimConfig = section(CriticOptimConfig, "Optimizer and learning rate schedule.")
-    ppo_mini_batch_size: int | None = setting(
-        None, "Prompts per optimizer step; null: same as the actor.", unit="prompts", ge=1
+    ppo_mini_batch_size: Count | None = setting(
+        None, "Prompts per optimizer step; null: same as the actor.", unit="prompts"
     )
-    ppo_micro_batch_size_per_gpu: int = setting(
-        8, "Samples per rank and pass.", unit="samples", ge=1, only_if=_BY_SAMPLES
-    )
+    ppo_micro_batch_size_per_gpu: Count = setting(8, "Samples per rank and pass.", unit="samples", only_if=_BY_SAMPLES)
     use_dynamic_bsz: bool | None = setting(
         None, "Limit micro-batches by tokens instead of samples; null: same as the actor."
     )
-    ppo_max_token_len_per_gpu: int | None = setting(
-        None, "Maximum tokens per micro-batch; null: same as the actor.", unit="tokens", ge=1, only_if=_BY_TOKENS
+    ppo_max_token_len_per_gpu: Count | None = setting(
+        None, "Maximum tokens per micro-batch; null: same as the actor.", unit="tokens", only_if=_BY_TOKENS
     )
-    ppo_epochs: int | None = setting(
-        None, "Passes over the responses of a step; null: same as the actor.", unit="passes", ge=1
+    ppo_epochs: Count | None = setting(
+        None, "Passes over the responses of a step; null: same as the actor.", unit="passes"
     )
     loss_agg_mode: Aggregation = setting("token-mean", "How per-token losses are reduced.")
-    cliprange_value: float = setting(0.5, "Clip range of a value around the old value.", gt=0)
-    grad_clip: float = setting(1.0, "Maximum norm of the gradient.", gt=0)
+    cliprange_value: Positive = setting(0.5, "Clip range of a value around the old value.")
+    grad_clip: Positive = setting(1.0, "Maximum norm of the gradient.")
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter; the value head is trained in full.")
     checkpoint: CheckpointConfig = section(CheckpointConfig, "Contents of checkpoints.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.base import Section, setting
+from verl.config.schema.base import Count, Section, setting
 from verl.config.schema.rules import OnlyIf, needs_given, unless, unless_given
 
 _TRUNCATES = unless(
@@ -34,11 +34,11 @@ class DataConfig(Section):
     )
     val_files: str | list[str] | None = setting(None, "Validation prompts; null: no validation.")
     prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a formatted string.")
-    max_prompt_length: int = setting(512, "Maximum prompt length.", unit="tokens", ge=1)
-    max_response_length: int = setting(512, "Maximum response length.", unit="tokens", ge=1)
-    train_batch_size: int = setting(1024, "Prompts per step; each gets rollout.n responses.", unit="prompts", ge=1)
-    val_batch_size: int | None = setting(
-        None, "Prompts per validation batch; null: all at once.", unit="prompts", ge=1, only_if=_VALIDATES
+    max_prompt_length: Count = setting(512, "Maximum prompt length.", unit="tokens")
+    max_response_length: Count = setting(512, "Maximum response length.", unit="tokens")
+    train_batch_size: Count = setting(1024, "Prompts per step; each gets rollout.n responses.", unit="prompts")
+    val_batch_size: Count | None = setting(
+        None, "Prompts per validation batch; null: all at once.", unit="prompts", only_if=_VALIDATES
     )
     shuffle: bool = setting(
         True, "Shuffle the training prompts every epoch.", only_if=unless_given(".sampler", ", which decides the order")
@@ -60,8 +60,8 @@ class DataConfig(Section):
     streaming: bool | None = setting(
         None, "Read training rows only when they are needed; null: from 1,000,000 rows or 1 GiB on."
     )
-    shuffle_buffer_size: int = setting(
-        16384, "Rows in the shuffle buffer of a streamed data set.", unit="rows", ge=1, only_if=_USES_BUFFER
+    shuffle_buffer_size: Count = setting(
+        16384, "Rows in the shuffle buffer of a streamed data set.", unit="rows", only_if=_USES_BUFFER
     )
     num_workers: int | None = setting(
         None,

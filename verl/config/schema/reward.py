@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.base import Section, section, setting
+from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.rules import needs, needs_given, unless, unless_given
 
 _IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
@@ -30,7 +30,7 @@ class RewardRolloutConfig(Section):
     name: Literal["hf", "vllm", "sglang"] = setting(
         "hf", "Engine of the reward model; hf: transformers, supports any model.", planned=("sglang",)
     )
-    tensor_model_parallel_size: int = setting(1, "Devices per engine.", unit="devices", ge=1, planned=True)
+    tensor_model_parallel_size: Count = setting(1, "Devices per engine.", unit="devices", planned=True)
     gpu_memory_utilization: float = setting(
         0.5,
         "Fraction of an accelerator's memory.",
@@ -46,21 +46,19 @@ class RewardModelConfig(Section):
         None, "Hugging Face name or directory of the reward model; it must have one label."
     )
     weight: float = setting(1.0, "With a reward function: reward = function + weight * model.")
-    replicas: int = setting(1, "Processes that each hold a copy of the reward model.", unit="processes", ge=1)
-    micro_batch_size_per_gpu: int = setting(16, "Responses that a replica scores at once.", unit="samples", ge=1)
+    replicas: Count = setting(1, "Processes that each hold a copy of the reward model.", unit="processes")
+    micro_batch_size_per_gpu: Count = setting(16, "Responses that a replica scores at once.", unit="samples")
     rollout: RewardRolloutConfig = section(RewardRolloutConfig, "The engine of the reward model.")
 
 
 class SandboxConfig(Section):
     url: str | None = setting(None, "Remote sandbox (SandboxFusion) that runs the programs; null: a local sandbox.")
-    seconds: float = setting(
-        10.0, "Time limit for one input of a program, or for all calls of a function.", unit="seconds", gt=0
+    seconds: Positive = setting(
+        10.0, "Time limit for one input of a program, or for all calls of a function.", unit="seconds"
     )
     memory_mb: int = setting(1024, "Memory limit of a program and its children.", unit="MB", ge=64)
-    processes: int = setting(
-        32, "Maximum processes and threads of a program.", unit="processes", ge=1, only_if=_IS_LOCAL
-    )
-    output_mb: int = setting(8, "Maximum output of a program.", unit="MB", ge=1)
+    processes: Count = setting(32, "Maximum processes and threads of a program.", unit="processes", only_if=_IS_LOCAL)
+    output_mb: Count = setting(8, "Maximum output of a program.", unit="MB")
     require: Literal["bubblewrap", "namespaces", "limits"] = setting(
         "limits", "Weakest isolation to accept: a run does not start on a machine that offers less.", only_if=_IS_LOCAL
     )
@@ -79,10 +77,10 @@ class OverlongBuffer(Section):
 class PrimeConfig(Section):
     enable: bool = setting(False, "Train an implicit process reward model (PRIME) and add its token rewards.")
     model_path: str | None = setting(None, "Its initial and reference model; null: the actor's.")
-    lr: float = setting(1e-6, "Its learning rate (AdamW).", gt=0)
-    beta: float = setting(0.05, "A token's reward is beta times its log-ratio to the initial model.", gt=0)
+    lr: Positive = setting(1e-6, "Its learning rate (AdamW).")
+    beta: Positive = setting(0.05, "A token's reward is beta times its log-ratio to the initial model.")
     coef: float = setting(5.0, "Weight of the process rewards; the response's score has weight 1.", ge=0)
-    grad_clip: float = setting(10.0, "Maximum norm of its gradient.", gt=0)
+    grad_clip: Positive = setting(10.0, "Maximum norm of its gradient.")
 
 
 class RewardConfig(Section):
@@ -94,13 +92,13 @@ class RewardConfig(Section):
     functions: list[dict[str, Any]] = setting(
         [], "Several functions to add up, each {path, name, reward_kwargs, weight, clip: [low, high], label}."
     )
-    num_workers: int = setting(
-        1, "Scoring processes (prime).", unit="processes", ge=1, only_if=needs(".reward_manager.name", "prime")
+    num_workers: Count = setting(
+        1, "Scoring processes (prime).", unit="processes", only_if=needs(".reward_manager.name", "prime")
     )
-    batch_size: int = setting(
-        64, "Maximum responses per call.", unit="responses", ge=1, only_if=needs(".reward_manager.name", "batch")
+    batch_size: Count = setting(
+        64, "Maximum responses per call.", unit="responses", only_if=needs(".reward_manager.name", "batch")
     )
-    deadline_s: float = setting(60.0, "Time limit for scoring one response.", unit="seconds", gt=0)
+    deadline_s: Positive = setting(60.0, "Time limit for scoring one response.", unit="seconds")
     memory_mb: int | None = setting(None, "Memory limit of a scoring process; null: none.", unit="MB", ge=64)
     max_failure_rate: float = setting(
         0.1, "Maximum fraction of a step's responses that may fail to be scored; failed ones are left out.", ge=0, lt=1

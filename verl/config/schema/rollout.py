@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.base import Section, section, setting
+from verl.config.schema.base import Count, Positive, Section, section, setting
 from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, unless
 
 _HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
@@ -23,13 +23,13 @@ class ValidationSampling(Section):
     top_k: int = setting(
         -1, "Sample from the k most likely tokens; -1: from all.", ge=-1, only_if=(_SAMPLES, _HAS_TEMPERATURE)
     )
-    n: int = setting(1, "Responses per validation prompt.", unit="responses", ge=1)
+    n: Count = setting(1, "Responses per validation prompt.", unit="responses")
     do_sample: bool | None = setting(None, "false: greedy at any temperature; null: the temperature decides.")
 
 
 class MultiTurnConfig(Section):
     enable: bool = setting(False, "Episodes of several turns, with tools.")
-    max_turns: int | None = setting(None, "Maximum model turns per episode; null: no limit.", unit="turns", ge=1)
+    max_turns: Count | None = setting(None, "Maximum model turns per episode; null: no limit.", unit="turns")
     tool_server: str | None = setting(None, "URL of a tool server.")
 
 
@@ -44,26 +44,26 @@ class RolloutConfig(Section):
     name: Literal["vllm", "sglang", "hf"] = setting(
         "vllm", "Rollout engine; hf: transformers, for debugging.", planned=("sglang",)
     )
-    n: int = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses", ge=1)
+    n: Count = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses")
     temperature: float = setting(1.0, "Sampling temperature.", ge=0)
     top_p: float = setting(1.0, "Nucleus sampling.", gt=0, le=1)
     top_k: int = setting(-1, "Sample from the k most likely tokens; -1: from all.", ge=-1)
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
-    num_engines: int | None = setting(
-        None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines", ge=1
+    num_engines: Count | None = setting(
+        None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines"
     )
-    tensor_model_parallel_size: int = setting(1, "Devices per engine.", unit="devices", ge=1, planned=True)
+    tensor_model_parallel_size: Count = setting(1, "Devices per engine.", unit="devices", planned=True)
     gpu_memory_utilization: float = setting(
         0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_IS_VLLM, _HAS_GPU)
     )
-    cpu_cache_gib: int = setting(
-        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", ge=1, only_if=(_IS_VLLM, _HAS_NO_GPU)
+    cpu_cache_gib: Count = setting(
+        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_IS_VLLM, _HAS_NO_GPU)
     )
-    max_num_seqs: int = setting(
-        256, "Maximum sequences that an engine generates at once.", unit="sequences", ge=1, only_if=_IS_VLLM
+    max_num_seqs: Count = setting(
+        256, "Maximum sequences that an engine generates at once.", unit="sequences", only_if=_IS_VLLM
     )
-    max_num_batched_tokens: int | None = setting(
-        None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", ge=1, only_if=_IS_VLLM
+    max_num_batched_tokens: Count | None = setting(
+        None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", only_if=_IS_VLLM
     )
     max_model_len: int | None = setting(
         None,
@@ -87,17 +87,17 @@ class RolloutConfig(Section):
     lora_transport: Literal["auto", "adapter", "merged"] = setting(
         "auto", "Send engines the adapter only, or merged weights; auto: only it if possible.", only_if=_HAS_ADAPTER
     )
-    probe_tolerance: float | None = setting(
-        None, "Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype.", unit="nats", gt=0
+    probe_tolerance: Positive | None = setting(
+        None, "Maximum mean log-prob difference to the trainer after a weight sync; null: by dtype.", unit="nats"
     )
     calculate_log_probs: bool = setting(
         True, "Compare log-probs of engine and trainer; always on.", only_if=_ALWAYS_COMPARES
     )
-    log_prob_micro_batch_size_per_gpu: int | None = setting(
-        None, "Samples per rank and pass; null: same as the actor.", unit="samples", ge=1, only_if=BY_SAMPLES
+    log_prob_micro_batch_size_per_gpu: Count | None = setting(
+        None, "Samples per rank and pass; null: same as the actor.", unit="samples", only_if=BY_SAMPLES
     )
-    log_prob_max_token_len_per_gpu: int | None = setting(
-        None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", ge=1, only_if=BY_TOKENS
+    log_prob_max_token_len_per_gpu: Count | None = setting(
+        None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", only_if=BY_TOKENS
     )
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", planned=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.config.schema.actor import ActorCheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
-from verl.config.schema.base import Interval, Section, section, setting
+from verl.config.schema.base import Count, Interval, Positive, Section, section, setting
 from verl.config.schema.rules import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
 
@@ -29,21 +29,16 @@ class SftDataConfig(Section):
     tools_key: str | None = setting(
         None, "Column of the tools of a conversation, for the chat template; a list, or its JSON."
     )
-    train_batch_size: int = setting(256, "Examples per optimizer step over all ranks.", unit="examples", ge=1)
-    micro_batch_size_per_gpu: int = setting(
+    train_batch_size: Count = setting(256, "Examples per optimizer step over all ranks.", unit="examples")
+    micro_batch_size_per_gpu: Count = setting(
         4,
         "Examples per rank and pass; does not change the gradient.",
         unit="examples",
-        ge=1,
         only_if=unless(".packing", True),
     )
     packing: bool = setting(False, "Limit micro-batches by tokens (max_token_len_per_gpu) instead of examples.")
-    max_token_len_per_gpu: int = setting(
-        16384,
-        "Maximum tokens per micro-batch; a longer example runs alone.",
-        unit="tokens",
-        ge=1,
-        only_if=needs(".packing"),
+    max_token_len_per_gpu: Count = setting(
+        16384, "Maximum tokens per micro-batch; a longer example runs alone.", unit="tokens", only_if=needs(".packing")
     )
     max_length: int = setting(2048, "Maximum length of an example, prompt and response together.", unit="tokens", ge=2)
     truncation: Literal["error", "left", "right"] = setting(
@@ -68,8 +63,8 @@ class SftModelConfig(ModelConfig):
 
 
 class SftOptimConfig(OptimConfig):
-    lr: float = setting(1e-5, "Learning rate of AdamW.", gt=0)
-    grad_clip: float | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.", gt=0)
+    lr: Positive = setting(1e-5, "Learning rate of AdamW.")
+    grad_clip: Positive | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.")
 
 
 class SftRunConfig(RunConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict
 
-from verl.config.schema.base import Interval, OneOrMany, Section, section, setting
+from verl.config.schema.base import Count, Interval, OneOrMany, Positive, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
@@ -22,30 +22,28 @@ class PrometheusConfig(Section):
 
 
 class DeadlinesConfig(Section):
-    devices: float = setting(300.0, "Time limit for reserving the cluster's devices.", unit="seconds", gt=0)
-    start: float = setting(1800.0, "Time limit for a process to start and load its model.", unit="seconds", gt=0)
-    generation: float = setting(
-        1800.0, "Maximum time between finished responses of a busy engine.", unit="seconds", gt=0
+    devices: Positive = setting(300.0, "Time limit for reserving the cluster's devices.", unit="seconds")
+    start: Positive = setting(1800.0, "Time limit for a process to start and load its model.", unit="seconds")
+    generation: Positive = setting(1800.0, "Maximum time between finished responses of a busy engine.", unit="seconds")
+    train: Positive = setting(
+        3600.0, "Time limit for a train worker's log-probs and advantages, or its update.", unit="seconds"
     )
-    train: float = setting(
-        3600.0, "Time limit for a train worker's log-probs and advantages, or its update.", unit="seconds", gt=0
+    weights: Positive = setting(
+        900.0, "Time limit for gathering weights, loading them into an engine, or probing it.", unit="seconds"
     )
-    weights: float = setting(
-        900.0, "Time limit for gathering weights, loading them into an engine, or probing it.", unit="seconds", gt=0
+    checkpoint: Positive = setting(
+        3600.0, "Time limit for a train worker to save or load a checkpoint.", unit="seconds"
     )
-    checkpoint: float = setting(
-        3600.0, "Time limit for a train worker to save or load a checkpoint.", unit="seconds", gt=0
-    )
-    reply: float = setting(60.0, "Time limit for a short reply from an idle process.", unit="seconds", gt=0)
-    close: float = setting(30.0, "Time limit for a process to exit before it is killed.", unit="seconds", gt=0)
+    reply: Positive = setting(60.0, "Time limit for a short reply from an idle process.", unit="seconds")
+    close: Positive = setting(30.0, "Time limit for a process to exit before it is killed.", unit="seconds")
 
 
 class FaultsConfig(Section):
     max_restarts: int = setting(
         3, "Maximum consecutive restarts from a checkpoint after a lost worker or machine.", unit="restarts", ge=0
     )
-    max_engine_restarts: int = setting(
-        5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts", ge=1
+    max_engine_restarts: Count = setting(
+        5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts"
     )
     on_lost_node: Literal["wait", "shrink"] = setting(
         "wait", "After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."
@@ -56,16 +54,16 @@ class FaultsConfig(Section):
 class RunConfig(Section):
     """The settings of every run."""
 
-    nnodes: int = setting(1, "Machines.", unit="machines", ge=1)
-    n_gpus_per_node: int = setting(
-        8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices", ge=1
+    nnodes: Count = setting(1, "Machines.", unit="machines")
+    n_gpus_per_node: Count = setting(
+        8, "Accelerators per machine; on a machine without any: train ranks (processes).", unit="devices"
     )
     device: Literal["auto", "cpu", "cuda"] = setting("auto", "Device to train on; auto: cuda if available.")
-    total_epochs: int = setting(
-        1, "Passes over the training data.", unit="epochs", ge=1, only_if=unless_given(".total_training_steps")
+    total_epochs: Count = setting(
+        1, "Passes over the training data.", unit="epochs", only_if=unless_given(".total_training_steps")
     )
-    total_training_steps: int | None = setting(
-        None, "Steps of the run; null: determined by total_epochs.", unit="steps", ge=1
+    total_training_steps: Count | None = setting(
+        None, "Steps of the run; null: determined by total_epochs.", unit="steps"
     )
     save_freq: Interval | None = setting(
         -1, "Steps between checkpoints, and one after the last step; null: only the last; -1: none.", unit="steps"
@@ -79,11 +77,11 @@ class RunConfig(Section):
         "Also save the model for from_pretrained in every checkpoint (actor/huggingface), as verl merge does.",
         only_if=_SAVES,
     )
-    max_ckpts_to_keep: int | None = setting(
-        None, "Number of newest checkpoints to keep; null: all.", unit="checkpoints", ge=1, only_if=_SAVES
+    max_ckpts_to_keep: Count | None = setting(
+        None, "Number of newest checkpoints to keep; null: all.", unit="checkpoints", only_if=_SAVES
     )
-    max_hours: float | None = setting(
-        None, "Save and stop within this time; null: before the end of the Slurm job, if any.", unit="hours", gt=0
+    max_hours: Positive | None = setting(
+        None, "Save and stop within this time; null: before the end of the Slurm job, if any.", unit="hours"
     )
     stop_margin: float = setting(
         60.0, "Safety margin for that, in addition to the longest step and save so far.", unit="seconds", ge=0
@@ -143,8 +141,8 @@ class RayInit(Section):
 
     model_config = ConfigDict(extra="allow")
 
-    num_cpus: int | None = setting(
-        None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores", ge=1
+    num_cpus: Count | None = setting(
+        None, "CPUs that Ray may use; set it where Slurm restricts them. null: all.", unit="cores"
     )
     address: str | None = setting(
         None, "Cluster to join; local: a new one; null: RAY_ADDRESS, else a cluster on this machine, else a new one."
