@@ -27,7 +27,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
-from verl.training.lora import check_base, describe_adapter, is_trainable
+from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
 from verl.training.model import PackedCausalLM
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
@@ -297,6 +297,32 @@ class FsdpEngine:
         dist.all_gather_object(gathered, {name: float(value) for name, value in shares.items()})
         names = dict.fromkeys(name for metrics in gathered for name in metrics)
         return {name: sum(metrics.get(name, 0.0) for metrics in gathered) for name in names}
+
+
+class BaseModelReference:
+    """An engine with its adapter disabled: no second copy of the weights, and never updated."""
+
+    def __init__(self, engine: FsdpEngine) -> None:
+        self._engine = engine
+        self.rank, self.world_size = engine.rank, engine.world_size
+
+    def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
+        with disable_adapter(self._engine.model):
+            return self._engine.forward(micro_batches, **options)
+
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
+        """Return the last layer without the adapter; safe in the middle of an update of the adapted model."""
+        training = self._engine.model.training
+        with disable_adapter(self._engine.model):
+            layer = self._engine.last_layer(batch)
+        self._engine.model.train(training)
+        return layer
+
+    def reshard(self) -> None:
+        self._engine.reshard()
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Do nothing: its weights are those of the model's path."""
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -8,13 +8,10 @@ one number per position (the log of the normalizer), and the backward pass recom
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, Generic, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 CHUNK_ELEMENTS = 1 << 24
 """Default number of logits per chunk: 64 MiB in float32."""
@@ -91,31 +88,25 @@ def compiled_kernels(device: torch.device, dtype: torch.dtype) -> tuple[Kernels,
     return kernels, forward.error or backward.error
 
 
-class Compiled(Generic[P, T]):
+class Compiled:
     """A function compiled at its first call, for all shapes. It must not change its arguments.
 
     If compilation fails, for lack of a C++ compiler, CUDA headers or a matching Triton, the plain function runs from
     then on, and `error` says why.
     """
 
-    def __init__(self, function: Callable[P, T]) -> None:
-        self._plain = function
-        self._compiled: Callable[P, T] = torch.compile(function, dynamic=True)
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._plain, self._compiled = function, torch.compile(function, dynamic=True)
         self.error: str | None = None
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+    def __call__(self, *args: Any) -> Any:
         if self.error is None:
             try:
-                return self._compiled(*args, **kwargs)
+                return self._compiled(*args)
             except Exception as error:  # noqa: BLE001 - compilers fail in many ways; errors of the function recur below
-                self.error = f"{type(error).__name__}: {_first_line(error)}"
-        return self._plain(*args, **kwargs)
-
-
-def _first_line(error: BaseException) -> str:
-    """Return the first line of an error: torch's messages about compilers go on for pages."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else "no reason given"
+                lines = str(error).strip().splitlines() or ["no reason given"]  # torch's messages go on for pages
+                self.error = f"{type(error).__name__}: {lines[0].strip()[:300]}"
+        return self._plain(*args)
 
 
 def _forward(layer: LastLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:

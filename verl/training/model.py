@@ -59,14 +59,6 @@ class PackedModel(nn.Module):
         """Return the modules that compute in float32, whatever the layers compute in."""
         return []
 
-    def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
-        """Return what `forward_packed` returns, for a single unpacked sequence, and the largest magnitude behind it."""
-        raise NotImplementedError
-
-    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the numbers by which packing is verified, for all sequences at once."""
-        raise NotImplementedError
-
 
 class PackedCausalLM(PackedModel):
     """A policy. Log-probs are computed inside `forward`, where the weight of the head is unsharded."""
@@ -166,17 +158,13 @@ class ScoredBackbone(nn.Module):
         self.config = hf.config
         self._name = hf.base_model_prefix
         self.add_module(self._name, hf.base_model)
-        self.score = _find_scalar_head(hf) or _make_zero_head(hf.config.get_text_config().hidden_size)
+        heads = [module for module in hf.children() if isinstance(module, nn.Linear) and module.out_features == 1]
+        self.score = heads[0].float() if heads else _make_zero_head(hf.config.get_text_config().hidden_size)
 
     @property
     def base_model(self) -> PreTrainedModel:
         """The backbone, under the name that Hugging Face models use."""
         return cast(PreTrainedModel, self.get_submodule(self._name))
-
-
-def _find_scalar_head(hf: PreTrainedModel) -> nn.Linear | None:
-    heads = [module for module in hf.children() if isinstance(module, nn.Linear) and module.out_features == 1]
-    return heads[0].float() if heads else None
 
 
 def _make_zero_head(size: int) -> nn.Linear:
@@ -311,19 +299,9 @@ def _attend_varlen(
         return _attend_by_runs(query, key, value, scaling=scaling, window=window, softcap=softcap, **kwargs)
     from torch.nn.attention.varlen import varlen_attn  # only in builds of torch with flash attention
 
-    back = -1 if window is None else window - 1
-    out = varlen_attn(
-        query,
-        key,
-        value,
-        cu_seq_lens_q,
-        cu_seq_lens_q,
-        max_length_q,
-        max_length_q,
-        scale=scaling,
-        window_size=(back, 0),
-        enable_gqa=True,
-    )
+    lengths = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    window_size = -1 if window is None else window - 1, 0
+    out = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=window_size, enable_gqa=True)
     assert isinstance(out, Tensor)
     return out
 

@@ -26,7 +26,6 @@ from verl.training.lora import add_adapter
 from verl.training.model import (
     PACKED_ATTENTION,
     PackedCausalLM,
-    PackedModel,
     PackedValueModel,
     ScoredBackbone,
     register_attention,
@@ -114,7 +113,7 @@ _SAMPLE_LENGTHS = (7, 4, 4)
 
 
 @torch.no_grad()
-def _enable_packing(model: PackedModel, path: str) -> None:
+def _enable_packing(model: PackedCausalLM | PackedValueModel, path: str) -> None:
     """Replace the model's attention, and verify on a sample that packed sequences give the same results as single ones.
 
     Half of the digits of the weights' dtype must agree; the rest is left to rounding.

@@ -42,23 +42,13 @@ class Receiver(Protocol):
     async def version(self) -> int: ...
 
 
-class Transport(Protocol):
-    """A way to send weights from a source to receivers."""
-
-    supports_sync_one: bool
-    """Whether a single receiver, whose process is new, can be reached."""
-
-    async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
-        """Return for each receiver how it was lost, or None if it has the weights."""
-        ...
-
-
 class HostTransport:
     """Sends through host memory: the source packs once, every receiver loads. Works everywhere."""
 
-    supports_sync_one = True
+    supports_sync_one = True  # a single receiver, whose process is new, can be reached
 
     async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
+        """Return for each receiver how it was lost, or None if it has the weights."""
         buckets = await source.pack_weights()
         loads = (receiver.load_weights(buckets, version) for receiver in receivers)
         outcomes = await asyncio.gather(*loads, return_exceptions=True)
@@ -91,6 +81,9 @@ class DeviceTransport:
             )
         await source.send_weights(self.backend, receivers, version)
         return [None] * len(receivers)
+
+
+Transport = HostTransport | DeviceTransport
 
 
 class Membership(Protocol):

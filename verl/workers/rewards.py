@@ -94,7 +94,7 @@ def _make_model(settings: RewardModelSettings) -> RewardModel:
             dtype,
             load_format="auto",
             max_num_seqs=settings.batch,
-            memory_fraction=settings.memory_fraction,
+            gpu_memory_utilization=settings.memory_fraction,
             trust_remote_code=settings.trust_remote_code,
             device=device,
             cpu_cores=settings.cpu_cores,

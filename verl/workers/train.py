@@ -246,9 +246,8 @@ class TrainWorker(BaseTrainWorker):
         """
         import torch
 
-        from verl.training.fsdp import FsdpEngine
+        from verl.training.fsdp import BaseModelReference, FsdpEngine
         from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
-        from verl.training.policy.reference import BaseModelReference
 
         def make_engine(model: FsdpSettings | None) -> FsdpEngine | None:
             return None if model is None else FsdpEngine(model)

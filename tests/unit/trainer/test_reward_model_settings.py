@@ -60,7 +60,7 @@ def test_vllm_is_told_its_share_of_the_device_and_its_core() -> None:
     assert isinstance(model, VllmRewardModel)
     made = model._settings
     assert (made.model_path, made.device, made.trust_remote_code) == ("my-org/rm", "cpu", False)
-    assert (made.load_format, made.max_num_seqs, made.memory_fraction) == ("auto", 16, 0.3)
+    assert (made.load_format, made.max_num_seqs, made.gpu_memory_utilization) == ("auto", 16, 0.3)
     assert made.cpu_cores == str((os.cpu_count() or 1) - 1)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import tempfile
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
-from verl.rollout.shared_memory import remove_stale, shared_folder
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket, unpack
 
@@ -40,7 +40,7 @@ class AdapterSettings:
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings:
-    """Settings of a vLLM engine. `kwargs` are passed to vLLM's engine arguments unchanged."""
+    """Settings of a vLLM engine. `kwargs` and `ENGINE_ARGUMENTS` are passed to vLLM's engine arguments unchanged."""
 
     model_path: str
     dtype: str = "bfloat16"
@@ -48,8 +48,8 @@ class VllmSettings:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
-    tensor_parallel: int = 1
-    memory_fraction: float = 0.5
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.5
     enforce_eager: bool = True
     trust_remote_code: bool = False
     weight_backend: str = "host"
@@ -59,6 +59,12 @@ class VllmSettings:
     cpu_cache_gib: int = 1
     cpu_cores: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+ENGINE_ARGUMENTS = (
+    *("dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("tensor_parallel_size", "enforce_eager", "trust_remote_code", "seed"),
+)
 
 
 class VllmEngine:
@@ -71,7 +77,6 @@ class VllmEngine:
         self._adapter: LoRARequest | None = None
 
     async def start(self) -> None:
-        remove_stale()
         self._llm = start_vllm(self.settings, _engine_arguments(self.settings))
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
@@ -114,12 +119,13 @@ class VllmEngine:
         await self._llm.pause_generation(mode="keep", clear_cache=True)
         await self._llm.start_weight_update()
         for bucket in buckets:
-            # vLLM's worker is a child process that cannot see the object store: it gets a path in shared memory.
-            with shared_folder() as folder:
-                file = folder / "bucket"
+            # vLLM's worker is a child process that cannot see the object store: it gets the path of a file in memory,
+            # which is freed even if this process is killed.
+            with open(os.memfd_create("verl-weights"), "wb") as file:
                 bucket.data.tofile(file)
                 slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in bucket.slots]
-                info = {"path": str(file), "size": bucket.data.nbytes, "slots": slots}
+                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
+                info = {"path": path, "size": bucket.data.nbytes, "slots": slots}
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
         await self._llm.resume_generation()
@@ -139,10 +145,10 @@ class VllmEngine:
             base=self.settings.model_path, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets
         )
         await self._llm.pause_generation(mode="keep", clear_cache=True)
-        with shared_folder() as folder:
-            write_adapter(folder, config, tensors)
+        with tempfile.TemporaryDirectory(prefix="verl-adapter-") as folder:
+            write_adapter(Path(folder), config, tensors)
             try:
-                await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER_ID, str(folder), load_inplace=True))
+                await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER_ID, folder, load_inplace=True))
             except VLLMServerError:  # its process has died; see `map_engine_errors`
                 raise
             except Exception as error:  # process boundary
@@ -151,7 +157,7 @@ class VllmEngine:
                     "send merged weights instead."
                 ) from error
             # vLLM holds this id now, and does not look into the folder again.
-            self._adapter = LoRARequest(f"version {version}", ADAPTER_ID, str(folder))
+            self._adapter = LoRARequest(f"version {version}", ADAPTER_ID, folder)
         await self._llm.update_weight_version(str(version))
         await self._llm.resume_generation()
 
@@ -258,18 +264,14 @@ def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
     from verl.rollout.vllm.transfer import EXTENSION
 
     common: dict[str, Any] = {
-        "worker_extension_cls": EXTENSION,
         "model": settings.model_path,
-        "dtype": settings.dtype,
-        "max_num_seqs": settings.max_num_seqs,
-        "tensor_parallel_size": settings.tensor_parallel,
-        "enforce_eager": settings.enforce_eager,
-        "trust_remote_code": settings.trust_remote_code,
+        "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
+        **{name: getattr(settings, name) for name in ENGINE_ARGUMENTS},
     }
     if settings.device != "cpu":
-        common["gpu_memory_utilization"] = settings.memory_fraction
+        common["gpu_memory_utilization"] = settings.gpu_memory_utilization
     try:
         return AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs))
     except Exception as error:  # the cause is on stderr, which vLLM's process shares with this one
@@ -281,17 +283,11 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
     backend = BACKEND if settings.weight_backend == "host" else settings.weight_backend
     arguments: dict[str, Any] = {
-        "load_format": settings.load_format,
-        "seed": settings.seed,
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": backend},
     }
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
-    if settings.max_model_len is not None:
-        arguments["max_model_len"] = settings.max_model_len
-    if settings.max_num_batched_tokens is not None:
-        arguments["max_num_batched_tokens"] = settings.max_num_batched_tokens
     return arguments
 
 
@@ -301,7 +297,7 @@ def environment(settings: VllmSettings) -> dict[str, str]:
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # AsyncLLM has an engine process either way; this keeps the model in it instead of in a third process.
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.tensor_parallel == 1 else "1"
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.tensor_parallel_size == 1 else "1"
         if settings.cpu_cores:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
         if settings.enforce_eager:

@@ -40,7 +40,7 @@ class HostInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class HostUpdateInfo(WeightTransferUpdateInfo):
-    """A bucket in shared memory: the file that holds its bytes, and its slots as plain tuples."""
+    """A bucket: the file in memory that holds its bytes, and its slots as plain tuples."""
 
     path: str
     size: int
@@ -48,7 +48,7 @@ class HostUpdateInfo(WeightTransferUpdateInfo):
 
 
 class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
-    """Maps buckets that the rollout actor wrote to shared memory and loads them like a checkpoint."""
+    """Maps buckets that the rollout actor wrote to memory and loads them like a checkpoint."""
 
     init_info_cls = HostInitInfo
     update_info_cls = HostUpdateInfo
