@@ -40,6 +40,7 @@ class SyntheticEpisodes:
     """An episode worker whose engine is the fake; everything behind the engine is the real path."""
 
     def __init__(self) -> None:
+        import _common  # noqa: F401 - in the actor's process too, it makes tests/ importable
         from fake_rollout_engine import FakeRolloutEngine
 
         from verl.agents.episode import EpisodeRunner
