@@ -32,7 +32,7 @@ from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, RankPlan, Updates
 from verl.errors import ConfigError
-from verl.training.engine import TrainEngine, compute_logprobs, restore_order, select_contents
+from verl.training.engine import TrainEngine, select_contents
 from verl.types import Sample
 
 
@@ -52,10 +52,10 @@ class PrimeRewardModel:
 
     def prepare(self, batch: FlatBatch, cuts: RaggedIndices, scores: Tensor) -> Tensor:
         """Return the rewards of all tokens [T] under the current weights; the scores [B] are kept for `update`."""
-        ref = compute_logprobs(self._reference, batch, cuts)
+        ref = _compute_logprobs(self._reference, batch, cuts)
         outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
         self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        log_ratio = torch.where(batch.mask, compute_logprobs(self.model, batch, cuts) - ref, 0.0)
+        log_ratio = torch.where(batch.mask, _compute_logprobs(self.model, batch, cuts) - ref, 0.0)
         return self._coef * self._beta * log_ratio.double()
 
     def update(self, updates: Updates) -> Iterator[dict[str, float]]:
@@ -158,15 +158,15 @@ class PolicyTrainer:
         cuts = plan.forward
         exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT_KL else None
         outputs = self.actor.forward(batch.split(cuts), reference=exact)
-        batch = batch.with_(old_logprobs=restore_order(batch, cuts, [output.logprobs for output in outputs]))
+        batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
         if self.reference is not None:
-            batch = batch.with_(ref_logprobs=compute_logprobs(self.reference, batch, plan.reference))
+            batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(cuts))]
-            batch = batch.with_(values=restore_order(batch, cuts, values))
+            batch = batch.with_(values=_restore_order(batch, cuts, values))
         if exact is None:
             return batch, None
-        return batch, restore_order(batch, cuts, [output.kl for output in outputs if output.kl is not None])
+        return batch, _restore_order(batch, cuts, [output.kl for output in outputs if output.kl is not None])
 
     def _compute_rewards(
         self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None
@@ -268,6 +268,19 @@ def load_functions(algorithm: AlgorithmSettings) -> tuple[Estimator, LossFunctio
         )
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+
+
+def _compute_logprobs(engine: TrainEngine[ModelOutput], batch: FlatBatch, cuts: RaggedIndices) -> Tensor:
+    """Compute the log-probs [T] of a batch, one micro-batch after another."""
+    return _restore_order(batch, cuts, [output.logprobs for output in engine.forward(batch.split(cuts))])
+
+
+def _restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
+    """Return per-token values of micro-batches in the order of the batch's tokens [T]."""
+    indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
+    values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default dtype
+    values[indices] = torch.cat([values[:0], *parts])
+    return values
 
 
 def _estimate_kl(batch: FlatBatch, kind: str) -> Tensor:

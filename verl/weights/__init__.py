@@ -1,2 +1,2 @@
 """Weight sync from the trainer to the engines: buckets of bytes, transports that send them, and a probe that verifies
-every engine. Knows neither models nor engines. Imported by training, rollout and everything above."""
+every engine. Knows no engines. Imported by training, rollout and everything above."""

@@ -37,10 +37,8 @@ class _Source(WeightSource):
         return self._engine.weights(self._dtype)
 
 
-class EngineClient(Protocol):
-    """Calls one method on every rollout engine, engine k with `arguments(k)`, and waits for all of them."""
-
-    def __call__(self, method: str, arguments: Callable[[int], tuple[Any, ...]]) -> None: ...
+EngineClient = Callable[[str, Callable[[int], tuple[Any, ...]]], None]
+"""(method, arguments): calls the method of every rollout engine, engine k with `arguments(k)`, and waits for all."""
 
 
 class _Control:
