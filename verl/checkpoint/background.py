@@ -79,22 +79,13 @@ class BackgroundWriter:
         finishers: Iterable[Finisher],
     ) -> None:
         start = time.monotonic()
-        mine: dict[str, FileChecksum] = {}
+        files: dict[str, FileChecksum] = {}
         for folder, state in states.items():
             written = save(state, directory / folder, group=self._group)
-            mine |= {f"{folder}/{name}": each for name, each in written.items()}
-        files = self._gather(mine)
+            files |= {f"{folder}/{name}": each for name, each in written.items()}
         if self._rank == 0:
             with map_os_errors(directory):
                 for finish in finishers:
                     files |= finish(directory)
             CheckpointDir(directory.parent).commit(int(directory.name.rpartition("_")[2]), files, trainer)
         self.seconds = time.monotonic() - start
-
-    def _gather(self, mine: dict[str, FileChecksum]) -> dict[str, FileChecksum]:
-        """Return the checksums of all ranks on rank 0."""
-        if self._group is None:
-            return mine
-        parts: list[Any] | None = [None] * dist.get_world_size() if self._rank == 0 else None
-        dist.gather_object(mine, parts, group=self._group)
-        return {name: each for part in parts or [] for name, each in part.items()}

@@ -43,12 +43,11 @@ def save(
 ) -> dict[str, FileChecksum]:
     """Write `state` (nested dictionaries of tensors and plain values) into `directory`; all ranks call it together.
 
-    Returns the checksums of the files that this rank has written, by name.
+    Returns the checksums of the files that all ranks have written, by name.
     """
     folder, leaves = Path(directory), dict(_flatten(state))
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     file = shard_name(rank, ranks)
-    checksums: dict[str, FileChecksum] = {}
 
     def describe() -> ShardIndex:
         make_directory(folder)
@@ -56,17 +55,16 @@ def save(
 
     index = _assign_parts(_run_on_all_ranks(describe, folder, "written", group))
 
-    def write() -> None:
+    def write() -> dict[str, FileChecksum]:
         owned = (name for name, entry in index.tensors.items() for part in entry.parts if part.file == file)
-        checksums[file] = write_shard(folder / file, {name: _local(leaves[name])[0] for name in owned})
+        return {file: write_shard(folder / file, {name: _local(leaves[name])[0] for name in owned})}
 
-    def finish() -> None:
-        if rank == 0:
-            checksums[METADATA] = write_index(folder, index)
+    def finish() -> dict[str, FileChecksum]:
+        return {METADATA: write_index(folder, index)} if rank == 0 else {}
 
-    _run_on_all_ranks(write, folder, "written", group)
-    _run_on_all_ranks(finish, folder, "written", group)
-    return checksums
+    written = _run_on_all_ranks(write, folder, "written", group)
+    written += _run_on_all_ranks(finish, folder, "written", group)
+    return {name: checksum for part in written for name, checksum in part.items()}
 
 
 def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:

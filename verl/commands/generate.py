@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,8 @@ from verl.errors import ConfigError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from verl.data.dataset import PromptDataset
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
@@ -97,7 +99,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
     check_files(config)
     prompts = _load_prompts(config)
     dataset, table = prompts.dataset, ResponseTable(prompts.dataset)
-    for note in (str(dataset.report), *prompts.hints, *table.notes):
+    for note in filter(None, (str(dataset.report), prompts.hint, *table.notes)):
         console.note(note)
     config = with_absolute_paths(config, ["actor_rollout_ref.model.path"])
     parts = PartFiles(output, _describe_inputs(config) | {"part": part, "prompts": len(dataset)})
@@ -154,8 +156,8 @@ async def _start_engines(
 class _Prompts:
     dataset: PromptDataset
     sampling: SamplingParams
-    decode: Callable[[Sequence[int]], str]
-    hints: list[str]
+    tokenizer: PreTrainedTokenizerBase
+    hint: str | None
 
     async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Completion]:
         prompt = self.dataset[row]
@@ -166,7 +168,9 @@ class _Prompts:
 
     def to_columns(self, responses: Sequence[Completion]) -> dict[str, Any]:
         return {
-            "responses": [self.decode(response.token_ids) for response in responses],
+            "responses": [
+                str(self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True)) for response in responses
+            ],
             "finish_reasons": [response.finish_reason for response in responses],
             "response_lengths": [len(response.token_ids) for response in responses],
         }
@@ -184,12 +188,7 @@ def _load_prompts(config: Config) -> _Prompts:
     stop_ids = find_stop_tokens(model.path, tokenizer)
     sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
-    return _Prompts(
-        dataset,
-        sampling,
-        lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-        [hint] if hint else [],
-    )
+    return _Prompts(dataset, sampling, tokenizer, hint)
 
 
 def _seed(config: Config, row: int, index: int) -> int:

@@ -36,10 +36,7 @@ _SHOWN = 24  # characters shown before and after the first difference of two tex
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """T tokens; `mask[t]` is True where token t is trained.
-
-    >>> Example(np.array([5, 6, 7, 2], np.int32), np.array([False, False, True, True]))
-    """
+    """T tokens; `mask[t]` is True where token t is trained."""
 
     tokens: npt.NDArray[np.int32]
     mask: npt.NDArray[np.bool_]

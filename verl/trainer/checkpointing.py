@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from verl.workers.train import RankGroup
 
 T = TypeVar("T")
-Verify = Callable[[str], Awaitable[list[str]]]
-"""The directory of a checkpoint -> what is wrong with its files."""
 
 
 class Checkpointer:
@@ -128,7 +126,10 @@ async def on_disk(what: str, work: Callable[[], T], root: Path, deadline: Deadli
 
 
 async def find_checkpoint(
-    source: CheckpointDir, verify: Verify, console: Console, deadline: Deadline = DEFAULT_DEADLINES.checkpoint
+    source: CheckpointDir,
+    verify: Callable[[str], Awaitable[list[str]]],
+    console: Console,
+    deadline: Deadline = DEFAULT_DEADLINES.checkpoint,
 ) -> int | None:
     """Return the step to resume from: of the newest complete checkpoint; None if there is nothing to resume.
 

@@ -6,11 +6,11 @@ import asyncio
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from itertools import chain
 
 from verl.tracking.diagnosis import explain_all_zero
-from verl.trainer.statistics import pass_at_k
+from verl.trainer.statistics import pass_rates
 from verl.types import Failed, SampleHandle
 
 PASS_SCORE = 0.5
@@ -53,30 +53,21 @@ class Evaluator:
         scores = {source: list(chain.from_iterable(prompts)) for source, prompts in by_prompt.items()}
         metrics = {f"val/{source}/mean@{count}": _mean(scores[source]) for source in sorted(scores)}
         for source, prompts in sorted(by_prompt.items()):
-            metrics |= {f"val/{source}/pass@{k}": _mean(passes) for k, passes in _pass_rates(prompts, count)}
+            for k in (2**power for power in range(1, count.bit_length())):
+                if rates := pass_rates(prompts, k, PASS_SCORE):
+                    metrics[f"val/{source}/pass@{k}"] = _mean(rates)
         if len(scores) > 1 and "all" not in scores:
             metrics[f"val/all/mean@{count}"] = _mean(list(chain.from_iterable(scores.values())))
-        self.warnings = [await self._warn(source, scores[source], truncated[source]) for source in self._zeros(scores)]
+        self.warnings = []
+        for source, values in scores.items():
+            if values and not any(values) and source not in self._warned:
+                self._warned.add(source)
+                preview = await self._preview(source)
+                self.warnings.append(explain_all_zero(source, len(values), truncated[source], preview))
         if failures:
             metrics["val/unscored"] = float(len(failures))
             self.warnings.append(f"validation: {len(failures)} responses could not be scored; {failures[0].message}")
         return metrics | {"timing_s/validation": time.perf_counter() - start}
-
-    def _zeros(self, scores: dict[str, list[float]]) -> list[str]:
-        """Return the sources that have only scores of 0 and no warning yet."""
-        zeros = (source for source, values in scores.items() if values and not any(values))
-        return [source for source in zeros if source not in self._warned]
-
-    async def _warn(self, source: str, scores: list[float], truncated: int) -> str:
-        self._warned.add(source)
-        return explain_all_zero(source, len(scores), truncated, await self._preview(source))
-
-
-def _pass_rates(prompts: list[list[float]], max_count: int) -> Iterator[tuple[int, list[float]]]:
-    """Yield k and the pass@k of every prompt with at least k scored responses."""
-    for k in (2**power for power in range(1, max_count.bit_length())):
-        if enough := [scores for scores in prompts if len(scores) >= k]:
-            yield k, [pass_at_k(len(scores), sum(score >= PASS_SCORE for score in scores), k) for scores in enough]
 
 
 def _mean(scores: list[float]) -> float:

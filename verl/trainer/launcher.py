@@ -85,8 +85,7 @@ def run_all(points: Sequence[LoadedConfig[C]], train: Callable[[C, Console], Cor
 def with_sweep_folder(loaded: LoadedConfig[C]) -> C:
     """Return the settings of one point of a sweep with its own checkpoint directory: points must not resume each other.
 
-    >>> own_folder(load(["-m", "trainer.seed=1,2", ...])[1]).trainer.checkpoint_dir
-    PosixPath('checkpoints/verl/default/trainer.seed=2')
+    Such as `checkpoints/verl/default/trainer.seed=2`.
     """
     if not loaded.sweep:
         return loaded.config

@@ -84,10 +84,6 @@ class RLBuilder(RunBuilder[Config]):
         "reward.reward_model.model_path",
     )
 
-    def __init__(self, config: Config, console: Console, restarts: RestartTracker, closing: AsyncExitStack) -> None:
-        super().__init__(config, console, restarts, closing)
-        self._starting: list[asyncio.Task[None]] = []
-
     async def build(
         self,
         reward: Callable[..., Any] | None = None,
@@ -97,9 +93,11 @@ class RLBuilder(RunBuilder[Config]):
             await check_rl_run(self.config, reward)
         await self.start_runtime()
         engines = place_engines(self.config, self.pool, self.device)
-        self._start_in_background("engines", engines)
         reward_models = place_reward_models(self.config, self.pool, self.device)
-        self._start_in_background("reward_models", reward_models)
+        starting = [
+            self._start_in_background("engines", engines),
+            self._start_in_background("reward_models", reward_models),
+        ]
         policy = self.spawn_train_workers(PolicyGroup, TRAIN_SHARE)
         data = await self.load_data()
         schedule = self.build_schedule(data)
@@ -112,7 +110,7 @@ class RLBuilder(RunBuilder[Config]):
             self.note(await self._timed("train_workers", lambda: policy.start(settings)))
 
         start_episode_workers = self._timed("episode_workers", episode_pool.start)
-        await asyncio.gather(*self._starting, start_train_workers(), start_episode_workers)
+        await asyncio.gather(*starting, start_train_workers(), start_episode_workers)
         stream = PromptStream(data.order)
         version = await self.resume(policy, stream, schedule)
         supervisor = build_supervisor(self.config, engines, self.restarts)
@@ -193,7 +191,7 @@ class RLBuilder(RunBuilder[Config]):
         return weights
 
     def build_evaluator(self, episodes: EpisodeClient, data: RunData) -> Evaluator | None:
-        if not data.has_validation:
+        if not data.val_sources:
             return None
         return Evaluator(
             episodes.run_validation,
@@ -211,7 +209,7 @@ class RLBuilder(RunBuilder[Config]):
             length=min(PROBE_LENGTH, get_max_sequence_tokens(self.config) - 1),
         )
 
-    def _start_in_background(self, name: str, actors: Sequence[RemoteEngine | RemoteRewardModel]) -> None:
+    def _start_in_background(self, name: str, actors: Sequence[RemoteEngine | RemoteRewardModel]) -> asyncio.Task[None]:
         async def start() -> None:
             await asyncio.gather(*(actor.start() for actor in actors))
 
@@ -221,7 +219,7 @@ class RLBuilder(RunBuilder[Config]):
         self._closing.push_async_callback(close)
         starting = asyncio.create_task(self._timed(name, start))
         self._closing.callback(starting.cancel)
-        self._starting.append(starting)
+        return starting
 
     async def _timed(self, name: str, stage: Callable[[], Awaitable[T]]) -> T:
         with timer(self.times, f"start_{name}"):

@@ -46,10 +46,6 @@ class RunData:
     stop_token_ids: tuple[int, ...]
     vocabulary: int
 
-    @property
-    def has_validation(self) -> bool:
-        return bool(self.val_sources)
-
 
 def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptions:
     """Return how the rows of training or validation files become prompts."""
@@ -185,9 +181,8 @@ def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
 
 def load_sampler(name: str) -> SamplerFunction:
     """Load the function that data.sampler names."""
-    known: dict[str, SamplerFunction] = {}
     try:
-        return load_function(name, known, "data.sampler")
+        return load_function(name, {}, "data.sampler")
     except ValueError as error:
         raise ConfigError([str(error)]) from error
 

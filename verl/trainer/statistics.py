@@ -45,6 +45,12 @@ def pass_at_k(responses: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(responses - correct, k) / math.comb(responses, k)
 
 
+def pass_rates(prompts: Sequence[Sequence[float]], k: int, threshold: float) -> list[float]:
+    """Return the pass@k of every prompt with at least k scores; those from `threshold` on are of correct responses."""
+    enough = (scores for scores in prompts if len(scores) >= k)
+    return [pass_at_k(len(scores), sum(score >= threshold for score in scores), k) for scores in enough]
+
+
 def majority_score(responses: ScoredResponses) -> float:
     """Return the mean score of the responses with the most frequent final answer; ties are averaged.
 
@@ -88,15 +94,10 @@ def summarize(
     draws: int = 1000,
     seed: int = 0,
 ) -> dict[str, Estimate]:
-    """Return all metrics of the prompts of one data source.
+    """Return all metrics of the prompts of one data source; a response with a score of `threshold` is correct.
 
-    Args:
-        prompts: The scored responses of each prompt. Prompts without any are skipped.
-        threshold: The lowest score of a correct response.
-        ks: The k of pass@k; powers of two up to the number of responses by default. Prompts with fewer than k scored
-            responses do not count for pass@k.
-        draws: Bootstrap draws.
-        seed: Seed of the bootstrap.
+    `ks` are by default the powers of two up to the number of responses. Prompts with fewer than k scored responses do
+    not count for pass@k.
     """
     prompts = [responses for responses in prompts if responses.scores]
     if not prompts:
@@ -105,8 +106,7 @@ def summarize(
     ks = ks or sorted({*(2**power for power in range(most.bit_length())), most})
     values: dict[str, list[float]] = {f"mean@{most}": [float(np.mean(responses.scores)) for responses in prompts]}
     for k in ks:
-        enough = [responses.scores for responses in prompts if len(responses.scores) >= k]
-        values[f"pass@{k}"] = [pass_at_k(len(s), sum(score >= threshold for score in s), k) for s in enough]
+        values[f"pass@{k}"] = pass_rates([responses.scores for responses in prompts], k, threshold)
     if most > 1:
         values[f"maj@{most}"] = [majority_score(responses) for responses in prompts]
     return {name: bootstrap(each, draws=draws, seed=seed) for name, each in values.items() if each}

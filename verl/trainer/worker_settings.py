@@ -53,35 +53,13 @@ def deadlines(config: Config | SftConfig) -> Deadlines:
 
 def train_settings(config: Config, total_steps: int, device: str) -> TrainSettings:
     """Return the models of a train worker: the policy, and those that its algorithm needs."""
-    model, actor, critic, prime = (
-        config.actor_rollout_ref.model,
-        config.actor_rollout_ref.actor,
-        config.critic,
-        config.reward.prime,
-    )
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    critic, prime = config.critic, config.reward.prime
     updates = count_optimizer_steps(config, total_steps)
     if not updates:
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
-    base = replace(
-        fsdp_settings(model.path, actor.fsdp_config, device),
-        temperature=config.actor_rollout_ref.rollout.temperature,
-        trust_remote_code=model.trust_remote_code,
-        compile=actor.use_torch_compile and device != "cpu",
-    )
-    trained = replace(
-        base,
-        lora=lora_settings(actor.peft, config.trainer.seed),
-        grad_clip=actor.grad_clip,
-        gradient_checkpointing=model.enable_gradient_checkpointing,
-    )
-    frozen = replace(
-        base,
-        trainable=False,
-        param_offload=device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
-        optimizer_offload=False,
-        offload_policy=False,
-    )
+    trained, frozen = _policy_settings(config, device)
     has_reference = uses_reference(config) and not uses_policy_as_reference(config)
     prime_path = prime.model_path or model.path
     prime_model = replace(
@@ -111,6 +89,31 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
         load_contents=_contents(actor.checkpoint.load_contents, critic.checkpoint.load_contents),
     )
+
+
+def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSettings]:
+    """Return the settings of the policy, without its optimizer, and of a reference of the same model."""
+    model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
+    base = replace(
+        fsdp_settings(model.path, actor.fsdp_config, device),
+        temperature=config.actor_rollout_ref.rollout.temperature,
+        trust_remote_code=model.trust_remote_code,
+        compile=actor.use_torch_compile and device != "cpu",
+    )
+    trained = replace(
+        base,
+        lora=lora_settings(actor.peft, config.trainer.seed),
+        grad_clip=actor.grad_clip,
+        gradient_checkpointing=model.enable_gradient_checkpointing,
+    )
+    frozen = replace(
+        base,
+        trainable=False,
+        param_offload=device != "cpu" and config.actor_rollout_ref.ref.fsdp_config.param_offload,
+        optimizer_offload=False,
+        offload_policy=False,
+    )
+    return trained, frozen
 
 
 def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSettings:
