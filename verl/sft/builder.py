@@ -53,7 +53,12 @@ class SFTBuilder(RunBuilder[SftConfig]):
             self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
         stream = PromptStream(data.order)
         version = await self.resume(model, stream, schedule)
-        split = partial(split_batch, ranks=count_train_ranks(self.config), limit=_micro_batch_limit(self.config))
+        sizes = self.config.data
+        limit = MicroBatchLimit(
+            samples=None if sizes.packing else sizes.micro_batch_size_per_gpu,
+            tokens=sizes.max_token_len_per_gpu if sizes.packing else None,
+        )
+        split = partial(split_batch, ranks=count_train_ranks(self.config), limit=limit)
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
         return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
@@ -88,13 +93,6 @@ def _memory_advice(config: SftConfig) -> str:
     switches = {"model.enable_gradient_checkpointing": model.enable_gradient_checkpointing}
     switches |= list_offload_settings("model.fsdp_config", model.fsdp_config)
     return format_memory_advice({f"data.{name}": getattr(data, name)}, switches)
-
-
-def _micro_batch_limit(config: SftConfig) -> MicroBatchLimit:
-    data = config.data
-    if data.packing:
-        return MicroBatchLimit(samples=None, tokens=data.max_token_len_per_gpu)
-    return MicroBatchLimit(samples=data.micro_batch_size_per_gpu, tokens=None)
 
 
 def build_schedule(config: SftConfig, data: SFTData) -> LoopSchedule:

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl.algorithms.objective import ModelOutput, sft
 from verl.data.flat_batch import FlatBatch
@@ -30,7 +29,10 @@ class SFTModel:
         """Return the sum of the losses of all trained tokens over all ranks, and their count."""
         batches = [*map(flatten, rank_batch)]
         outputs = self.engine.forward(batches)
-        sums = [float(_masked(output.logprobs, batch)) for output, batch in zip(outputs, batches, strict=True)]
+        sums = [
+            float(torch.where(batch.mask, output.logprobs, 0.0).double().sum())
+            for output, batch in zip(outputs, batches, strict=True)
+        ]
         mine = torch.tensor([[-sum(sums), float(sum(batch.mask.sum() for batch in batches))]], dtype=torch.float64)
         total, tokens = self.engine.gather(mine).sum(0).tolist()
         return total, tokens
@@ -42,10 +44,6 @@ class SFTModel:
     def load_states(self, states: dict[str, dict[str, Any]]) -> None:
         """Load what `states` returned; what is missing stays as it is."""
         self.engine.load_state(states.get("actor", {}))
-
-
-def _masked(logprobs: Tensor, batch: FlatBatch) -> Tensor:
-    return torch.where(batch.mask, logprobs, 0.0).double().sum()
 
 
 def flatten(examples: Sequence[Example]) -> FlatBatch:

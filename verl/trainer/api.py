@@ -159,11 +159,7 @@ class _Trainer:
 
     def _load(self, prompts: Prompts) -> LoadedConfig:
         tree: dict[str, Any] = {}
-        for key, value in {
-            **self._common_settings(prompts),
-            **self._algorithm_settings(),
-            **self.config.settings,
-        }.items():
+        for key, value in {**self._settings(prompts), **self.config.settings}.items():
             set_path(tree, tuple(key.split(".")), value)
         loaded = load_dict(tree)
         trainer = loaded.config.trainer
@@ -173,8 +169,8 @@ class _Trainer:
             )
         return loaded
 
-    def _common_settings(self, prompts: Prompts) -> dict[str, Any]:
-        config, folder = self.config, self.folder
+    def _settings(self, prompts: Prompts) -> dict[str, Any]:
+        config, folder, uses_kl = self.config, self.folder, self.config.kl_coef > 0
         if not isinstance(self.model, str | Path):
             check_model(self.model)
         validation = None if self.validation is None else write_rows(self.validation, folder / "validation.jsonl")
@@ -205,6 +201,10 @@ class _Trainer:
             "trainer.resume_mode": "disable",
             "trainer.default_local_dir": str(folder),
             **_reward_settings(self.reward),
+            "algorithm.adv_estimator": self._estimator,
+            "actor_rollout_ref.rollout.n": config.group_size or self._group_size,
+            self._kl_switch: uses_kl,
+            **({self._kl_coef: config.kl_coef} if uses_kl else {}),
         }
 
     def _find_tokenizer(self) -> str | Path | PreTrainedTokenizerBase | None:
@@ -212,15 +212,6 @@ class _Trainer:
         if isinstance(self.model, str | Path) or isinstance(self.tokenizer, str | Path):
             return self.tokenizer
         return find_tokenizer(self.model, self.tokenizer)
-
-    def _algorithm_settings(self) -> dict[str, Any]:
-        config, uses_kl = self.config, self.config.kl_coef > 0
-        return {
-            "algorithm.adv_estimator": self._estimator,
-            "actor_rollout_ref.rollout.n": config.group_size or self._group_size,
-            self._kl_switch: uses_kl,
-            **({self._kl_coef: config.kl_coef} if uses_kl else {}),
-        }
 
 
 class GRPOTrainer(_Trainer):
