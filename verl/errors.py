@@ -22,10 +22,7 @@ class VerlError(Exception):
 
 
 class ConfigError(VerlError):
-    """Invalid settings: all problems, not only the first.
-
-    >>> raise ConfigError(["data.train_batch_size: 0 must be at least 1"])
-    """
+    """Invalid settings: all problems, not only the first."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = list(problems)

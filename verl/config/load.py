@@ -93,8 +93,6 @@ def load(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[Con
     Args:
         argv: Overrides and options.
         complete: Whether required settings and packages must be present, as for a run.
-
-    >>> [loaded] = load(["--config-name", "grpo", "data.train_batch_size=64", "+ray_kwargs.ray_init.num_gpus=1"])
     """
     return _load(TRAIN, argv, complete)
 
@@ -109,7 +107,7 @@ def load_for_generation(argv: Sequence[str]) -> LoadedConfig[Config]:
     return _load(GENERATE, argv, complete=False)[0]
 
 
-def _load(run_type: RunType[C], argv: Sequence[str], complete: bool) -> list[LoadedConfig[C]]:
+def _load(run_type: RunType[C], argv: Sequence[str], complete: bool, tree: Tree | None = None) -> list[LoadedConfig[C]]:
     problems: list[str] = []
     options = parse_options(argv, problems)
     overrides = parse_overrides(options.overrides, problems)
@@ -118,7 +116,7 @@ def _load(run_type: RunType[C], argv: Sequence[str], complete: bool) -> list[Loa
     if problems:
         # what could be read is validated too, so that all problems are reported
         points = points[:1] or [SweepPoint([])]
-    runs = [_build(run_type, point, source=source, complete=complete, problems=problems) for point in points]
+    runs = [_build(run_type, point, tree or {}, source, complete, problems) for point in points]
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return runs
@@ -127,42 +125,32 @@ def _load(run_type: RunType[C], argv: Sequence[str], complete: bool) -> list[Loa
 def load_dict(
     settings: Mapping[str, Any], overrides: Sequence[str] = (), *, complete: bool = True
 ) -> LoadedConfig[Config]:
-    """Load settings from nested dicts and apply overrides.
-
-    >>> load_dict({"data": {"train_files": "a.parquet"}}, ["actor_rollout_ref.model.path=Qwen/Qwen2.5-0.5B"]).config
-    """
-    problems: list[str] = []
-    parsed = parse_overrides(overrides, problems)
-    [point] = expand_sweeps(parsed, False, problems)
-    loaded = _build(TRAIN, point, tree=copy.deepcopy(dict(settings)), complete=complete, problems=problems)
-    if problems:
-        raise ConfigError(list(dict.fromkeys(problems)))
-    return loaded
+    """Load settings from nested dicts and apply overrides."""
+    return _load(TRAIN, overrides, complete, copy.deepcopy(dict(settings)))[0]
 
 
 def _build(
     run_type: RunType[C],
     point: SweepPoint,
-    *,
-    problems: list[str],
+    tree: Tree,
+    source: tuple[File, str] | None,
     complete: bool,
-    source: tuple[File, str] | None = None,
-    tree: Tree | None = None,
+    problems: list[str],
 ) -> LoadedConfig[C]:
     hints: list[str] = []
     overrides = point.overrides
     if source is not None:
         tree, overrides = compose_yaml(*source, overrides, problems)
-    tree = canonicalize_tree(tree or {}, hints, problems, run_type.aliases)
+    tree = canonicalize_tree(tree, hints, problems, run_type.aliases)
     for override in overrides:
         _apply(run_type, override, tree, hints, problems)
     _resolve(run_type, tree, problems)
     remember(tree)
     config, invalid = _validate(run_type, _select_known(run_type, tree, problems), problems)
-
     conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
         conflicts = [*find_missing(config), *conflicts]
+    # an invalid value was replaced by its default, so a conflict that names its key may not exist
     problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]
     hints += run_type.find_hints(config)
     return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep)

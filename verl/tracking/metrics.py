@@ -24,11 +24,7 @@ import psutil
 
 
 class Metrics(dict[str, float]):
-    """A dict of floats that can be merged.
-
-    >>> Metrics.merge({"reward/mean": 0.5}, {"timing_s/gen": 1.0}, {"timing_s/gen": 0.5})
-    {'reward/mean': 0.5, 'timing_s/gen': 1.5}
-    """
+    """A dict of floats that can be merged."""
 
     @classmethod
     def merge(cls, *parts: Mapping[str, float]) -> Metrics:
@@ -47,11 +43,7 @@ class Metrics(dict[str, float]):
 
 @contextmanager
 def timer(metrics: MutableMapping[str, float], name: str) -> Iterator[None]:
-    """Add the seconds spent in the block to `timing_s/<name>`, even if it raises.
-
-    >>> with timer(metrics, "gen"):
-    ...     groups = await buffer.take(64)
-    """
+    """Add the seconds spent in the block to `timing_s/<name>`, even if it raises."""
     start = time.perf_counter()
     try:
         yield

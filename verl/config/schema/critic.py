@@ -10,10 +10,10 @@ from verl.config.schema.rules import OnlyIf
 
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
 _BY_TOKENS = OnlyIf(
-    _DYNAMIC, lambda own, actor: actor if own is None else own, "use_dynamic_bsz of the critic is false"
+    _DYNAMIC, lambda critic, actor: actor if critic is None else critic, "use_dynamic_bsz of the critic is false"
 )
 _BY_SAMPLES = OnlyIf(
-    _DYNAMIC, lambda own, actor: not (actor if own is None else own), "use_dynamic_bsz of the critic is true"
+    _DYNAMIC, lambda critic, actor: not (actor if critic is None else critic), "use_dynamic_bsz of the critic is true"
 )
 
 
