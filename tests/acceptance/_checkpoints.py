@@ -3,35 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import io
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from _common import ROOT  # noqa: F401 - makes the helpers of tests importable
+from recording_console import RecordingConsole
 
 from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.files import make_directory, write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.checkpoint.shards import read_index, read_tensors
-from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
 FOLDERS = ("actor", "critic")
-
-
-class Screen(Console):
-    """Records messages."""
-
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
-
-    advice = note
 
 
 class LocalPolicy:
@@ -53,9 +40,9 @@ def _small_files(directory: Path) -> dict[str, Any]:
     return {"actor/huggingface/config.json": write(folder / "config.json", b'{"model_type": "qwen2"}')}
 
 
-def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: int | None = None) -> Screen:
+def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: int | None = None) -> RecordingConsole:
     """A whole save as the loop makes it: begin, copy, write, commit, delete the oldest."""
-    screen = Screen()
+    screen = RecordingConsole()
 
     async def run() -> None:
         checkpointer = Checkpointer(LocalPolicy(states), CheckpointDir(root), screen, keep=keep)
@@ -68,12 +55,12 @@ def save(root: Path, step: int, states: Mapping[str, dict[str, Any]], *, keep: i
 
 def chosen(root: Path) -> tuple[int | None, list[str]]:
     """The step that a run with `trainer.resume_mode=auto` would resume from, and what it says of the others."""
-    screen = Screen()
+    screen = RecordingConsole()
 
     async def verify(directory: str) -> list[str]:
         return find_corruption(Path(directory))
 
-    return asyncio.run(find_checkpoint(CheckpointDir(root), verify, screen)), screen.said
+    return asyncio.run(find_checkpoint(CheckpointDir(root), verify, screen)), screen.messages
 
 
 def states_of(directory: Path) -> dict[str, dict[str, Any]]:

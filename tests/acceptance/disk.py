@@ -100,25 +100,25 @@ def injected(whole: Path, root: Path, place: int, code: int, stays: bool) -> lis
             raise OSError(code, os.strerror(code))
 
     with watched(fail):
-        said = attempted(root)
-    return judged(root, code, said)
+        message = attempted(root)
+    return judged(root, code, message)
 
 
 def attempted(root: Path) -> str | None:
-    """What was said about the failure; None if there was none."""
+    """The message about the failure; None if there was none."""
     try:
-        notes = save(root, NEW, states(NEW), keep=2).said
+        notes = save(root, NEW, states(NEW), keep=2).messages
     except CheckpointError as error:
         return str(error)
     return next((note for note in notes if "cannot be" in note), None)
 
 
-def judged(root: Path, code: int, said: str | None) -> list[str]:
+def judged(root: Path, code: int, message: str | None) -> list[str]:
     problems = []
-    if said is None:
+    if message is None:
         problems.append("no message was printed")
-    elif os.strerror(code) not in said or f"{root}/" not in said:
-        problems.append(f"neither cause nor path in {said!r}")
+    elif os.strerror(code) not in message or f"{root}/" not in message:
+        problems.append(f"neither cause nor path in {message!r}")
     checkpoints = CheckpointDir(root)
     if damage := find_corruption(checkpoints.step_dir(OLD)):
         problems.append(f"the former checkpoint is harmed: {damage}")
@@ -173,11 +173,11 @@ def real_file_systems(whole: Path, mount: Path, sizes: int, wrong: list[str]) ->
         try:
             root = mount / "run"
             shutil.copytree(whole, root)
-            said = attempted(root)
+            message = attempted(root)
             fits = CheckpointDir(root).latest() == NEW
-            if not fits or said is not None:
+            if not fits or message is not None:
                 subprocess.run(["mount", "-o", f"remount,size={4 * room}", str(mount)], check=True)
-                wrong += [f"a tmpfs of {pages} pages: {each}" for each in judged(root, errno.ENOSPC, said)]
+                wrong += [f"a tmpfs of {pages} pages: {each}" for each in judged(root, errno.ENOSPC, message)]
             done += 1
         finally:
             subprocess.run(["umount", str(mount)], check=True)

@@ -74,17 +74,17 @@ def main() -> None:
 
 
 def judged(root: Path, expected: int, named: list[str], truth: dict[int, Any]) -> list[str]:
-    """What is wrong with the choice, with what is said, and with what is loaded."""
-    step, said = chosen(root)
-    problems = [] if step == expected else [f"{step} was chosen, {expected} is the newest whole one ({said})"]
-    problems += [f"{words!r} is not said in {said}" for words in named if not any(words in line for line in said)]
+    """What is wrong with the choice, the messages and the loaded state."""
+    step, messages = chosen(root)
+    problems = [] if step == expected else [f"{step} was chosen, {expected} is the newest whole one ({messages})"]
+    problems += [f"{words!r} is not in {messages}" for words in named if not any(words in line for line in messages)]
     if step is not None and not equal(loaded(CheckpointDir(root).step_dir(step)), truth[step]):
         problems.append(f"what was loaded from step {step} is not what was saved")
     return problems
 
 
 def harmed(root: Path, kind: str, draw: random.Random) -> tuple[int, list[str], str]:
-    """Harm one file of each of the newest steps: (the newest whole one, what must be said, in words)."""
+    """Harm one file of each of the newest steps: (the newest whole one, what messages must contain)."""
     depth = draw.choice((1, 1, 2, 3))
     named, done = [], []
     for step in range(STEPS, STEPS - depth, -1):

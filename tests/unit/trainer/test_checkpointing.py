@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import io
 import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from recording_console import RecordingConsole
 
 from verl.checkpoint.files import write
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.cluster.hangs.pending_calls import PENDING_CALLS, Deadline
 from verl.errors import CheckpointError
-from verl.tracking.console import Console
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 
 pytestmark = pytest.mark.unit
@@ -49,19 +48,8 @@ class Writing:
         return self.seconds
 
 
-class Screen(Console):
-    def __init__(self) -> None:
-        super().__init__(io.StringIO())
-        self.said: list[str] = []
-
-    def note(self, text: str) -> None:
-        self.said.append(text)
-
-    advice = note
-
-
 async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
-    policy, screen = Writing(), Screen()
+    policy, screen = Writing(), RecordingConsole()
     checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), screen)
     await checkpointer.save(1, {})
     await checkpointer.poll()
@@ -70,12 +58,12 @@ async def test_the_next_save_waits_for_the_former_one(tmp_path: Path) -> None:
     assert CheckpointDir(tmp_path).latest() == 1
     await checkpointer.finish()
     assert CheckpointDir(tmp_path).latest() == 2
-    assert screen.said == [f"saved {tmp_path}/global_step_1", f"saved {tmp_path}/global_step_2"]
+    assert screen.messages == [f"saved {tmp_path}/global_step_1", f"saved {tmp_path}/global_step_2"]
 
 
 async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Path) -> None:
     policy = Writing()
-    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), keep=1)
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), RecordingConsole(), keep=1)
     policy.done = True
     for step in (1, 2, 3):
         await checkpointer.save(step, {})
@@ -85,7 +73,7 @@ async def test_a_look_finds_what_is_written_and_deletes_the_oldest(tmp_path: Pat
 
 async def test_an_error_is_raised_at_the_next_opportunity_and_only_there(tmp_path: Path) -> None:
     policy = Writing()
-    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen())
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), RecordingConsole())
     await checkpointer.save(1, {})
     policy.error = CheckpointError("checkpoint .../global_step_1: no space")
     with pytest.raises(CheckpointError, match="global_step_1: no space"):
@@ -108,7 +96,7 @@ A_MOMENT = Deadline(0.05, "trainer.deadlines.checkpoint")
 
 async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    checkpointer = Checkpointer(Writing(), hanging, Screen(), deadline=A_MOMENT)
+    checkpointer = Checkpointer(Writing(), hanging, RecordingConsole(), deadline=A_MOMENT)
     with pytest.raises(
         CheckpointError, match=rf"waiting for the file system of {tmp_path} \(begin a checkpoint\).*checkpoint=0.05"
     ):
@@ -118,7 +106,7 @@ async def test_a_file_system_that_does_not_answer_ends_the_save_by_its_name(tmp_
 
 async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "begin")
-    saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, Screen()).save(1, {}))
+    saving = asyncio.ensure_future(Checkpointer(Writing(), hanging, RecordingConsole()).save(1, {}))
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     found = [(call.action, str(call.target)) for call in PENDING_CALLS.list_calls()]
@@ -128,19 +116,19 @@ async def test_a_file_system_that_does_not_answer_is_waited_for_by_name(tmp_path
 
 
 async def test_old_checkpoints_that_cannot_be_deleted_in_time_are_advice(tmp_path: Path) -> None:
-    hanging, screen = Hanging(tmp_path, "prune"), Screen()
+    hanging, screen = Hanging(tmp_path, "prune"), RecordingConsole()
     checkpointer = Checkpointer(Writing(), hanging, screen)
     await checkpointer.save(1, {})
     checkpointer._deadline = A_MOMENT
     await checkpointer.finish()
-    assert "(delete old checkpoints)" in screen.said[-1]
+    assert "(delete old checkpoints)" in screen.messages[-1]
     hanging.let_go.set()
 
 
 async def test_a_file_system_that_does_not_answer_ends_the_search_for_a_checkpoint(tmp_path: Path) -> None:
     hanging = Hanging(tmp_path, "resume_candidates")
     with pytest.raises(CheckpointError, match=r"\(list the checkpoints\)"):
-        await find_checkpoint(hanging, verify, Screen(), A_MOMENT)
+        await find_checkpoint(hanging, verify, RecordingConsole(), A_MOMENT)
     hanging.let_go.set()
 
 
@@ -153,7 +141,7 @@ async def test_the_longest_save_is_known_however_late_it_is_looked_at(tmp_path: 
             await super().save(directory, trainer)
 
     policy = Copying()
-    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), Screen(), clock=lambda: now[0])
+    checkpointer = Checkpointer(policy, CheckpointDir(tmp_path), RecordingConsole(), clock=lambda: now[0])
     for step, seconds in ((1, 5.0), (2, 20.0), (3, 1.0)):
         policy.seconds = seconds
         await checkpointer.save(step, {})
@@ -175,22 +163,24 @@ async def verify(directory: str) -> list[str]:
 
 
 async def test_the_newest_whole_checkpoint_is_found_and_the_others_are_named(tmp_path: Path) -> None:
-    checkpoints, screen = saved(tmp_path, 1, 2, 3, 4), Screen()
+    checkpoints, screen = saved(tmp_path, 1, 2, 3, 4), RecordingConsole()
     (tmp_path / "global_step_4" / "shard").unlink()
     (tmp_path / "global_step_3" / "shard").write_bytes(b"Weights")
     checkpoints.begin(5)
     (tmp_path / "global_step_5" / "shard").write_bytes(b"wei")
     assert await find_checkpoint(checkpoints, verify, screen) == 2
-    assert screen.said[0] == f"not resumed from {tmp_path}/global_step_4: shard is missing"
-    assert screen.said[1].startswith(f"not resumed from {tmp_path}/global_step_3: shard has changed: its SHA-256 is ")
-    assert screen.said[2:] == [f"not resumed from {tmp_path}/global_step_5: the save did not finish"]
+    assert screen.messages[0] == f"not resumed from {tmp_path}/global_step_4: shard is missing"
+    assert screen.messages[1].startswith(
+        f"not resumed from {tmp_path}/global_step_3: shard has changed: its SHA-256 is "
+    )
+    assert screen.messages[2:] == [f"not resumed from {tmp_path}/global_step_5: the save did not finish"]
 
 
 async def test_a_run_killed_in_its_first_save_begins_anew(tmp_path: Path) -> None:
-    screen = Screen()
+    screen = RecordingConsole()
     CheckpointDir(tmp_path).begin(1)
     assert await find_checkpoint(CheckpointDir(tmp_path), verify, screen) is None
-    assert screen.said == [f"not resumed from {tmp_path}/global_step_1: the save did not finish"]
+    assert screen.messages == [f"not resumed from {tmp_path}/global_step_1: the save did not finish"]
 
 
 async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_path: Path) -> None:
@@ -201,7 +191,7 @@ async def test_a_run_of_whose_checkpoints_none_is_whole_does_not_begin_anew(tmp_
         CheckpointError,
         match=r"no checkpoint in .* up to step 2, which .* is complete: global_step_2: shard is missing; glo",
     ):
-        await find_checkpoint(checkpoints, verify, Screen())
+        await find_checkpoint(checkpoints, verify, RecordingConsole())
 
 
 async def test_a_run_whose_own_checkpoint_is_damaged_does_not_go_on_from_another_runs(tmp_path: Path) -> None:
@@ -210,7 +200,7 @@ async def test_a_run_whose_own_checkpoint_is_damaged_does_not_go_on_from_another
     (tmp_path / "global_step_50" / "shard").write_bytes(b"Weights")
     checkpoints.begin(110)
     with pytest.raises(CheckpointError) as raised:
-        await find_checkpoint(checkpoints, verify, Screen())
+        await find_checkpoint(checkpoints, verify, RecordingConsole())
     words = str(raised.value)
     assert f"no checkpoint in {tmp_path} up to step 50, which latest_checkpointed_iteration.txt names, is comp" in words
     assert "global_step_50: shard has changed" in words
