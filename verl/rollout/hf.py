@@ -19,17 +19,34 @@ from verl.weights.bucket import WeightBucket, load_hf, to_hf, unpack
 class HfEngine:
     """Runs one request at a time, so that a response depends on its own prompt and seed only."""
 
-    def __init__(self, model_path: str, *, dtype: str = "float32", device: str = "cpu", trust: bool = False) -> None:
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        dtype: str = "float32",
+        device: str = "cpu",
+        trust: bool = False,
+        load_format: str = "dummy",
+    ) -> None:
+        """`load_format` is vLLM's: with "dummy" no weights are read, since they will be synced."""
         self._path, self._dtype, self._trust = model_path, getattr(torch, dtype), trust
+        self._reads_weights = load_format != "dummy"
         self._device = torch.device(device)
         self._lock = asyncio.Lock()
         self._version = -1
 
     async def start(self) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
-        model: Any = AutoModelForCausalLM.from_config(  # without weights: they will be synced
-            config, dtype=self._dtype, attn_implementation=attention_for(config), trust_remote_code=self._trust
-        )
+        options: dict[str, Any] = {
+            "dtype": self._dtype,
+            "attn_implementation": attention_for(config),
+            "trust_remote_code": self._trust,
+        }
+        model: Any
+        if self._reads_weights:
+            model = AutoModelForCausalLM.from_pretrained(self._path, config=config, **options)
+        else:
+            model = AutoModelForCausalLM.from_config(config, **options)
         self._model = model.to(self._device).eval()
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:

@@ -16,16 +16,18 @@ pytestmark = pytest.mark.unit
 TOKENS = [number * 7 % 61 for number in range(WINDOW + 8)]
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, family: str) -> None:
+async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, family: str, load_format: str) -> None:
     path = save_family(family, tmp_path)
     own = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     with torch.no_grad():
         logprobs = own(torch.tensor([TOKENS])).logits[0].log_softmax(-1)
-    engine = HfEngine(path)
+    engine = HfEngine(path, load_format=load_format)
     await engine.start()
-    weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
-    await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
+    if load_format == "dummy":
+        weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
+        await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
     logprobs_of_engine = torch.tensor(await engine.compute_logprobs(TOKENS))
     expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     assert torch.allclose(logprobs_of_engine, expected, atol=1e-4)
