@@ -125,7 +125,7 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
     async with build_trainer(config, Console()) as loop:
         await loop.fit()
         policy: Any = loop.task.policy
-        asked = [actor.__ray_call__.remote(examined, str(folder / "model")) for actor in policy._group.actors]
+        asked = [actor.__ray_call__.remote(examined, str(folder / "model")) for actor in policy.actors]
         results = (await asyncio.gather(*asked))[0]
         results["logprobs"] = await policy.compute_logprobs(PROBE)
     whole = results.pop("model_bytes")
