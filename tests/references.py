@@ -121,6 +121,8 @@ def opo(batch: Batch) -> Rows:
         tokens = sum(response.length() for response in group)
         if tokens == 0:
             return [0.0] * len(group)
+        if len(group) == 1:
+            return [group[0].score]
         baseline = math.fsum(response.length() * response.score for response in group) / tokens
         return [response.score - baseline for response in group]
 
@@ -132,7 +134,7 @@ def gpg(batch: Batch) -> Rows:
     scale = len(batch) / max(1, non_zero)
 
     def formula(group: list[Response]) -> list[float]:
-        center = mean([response.score for response in group])
+        center = mean([response.score for response in group]) if len(group) > 1 else 0.0
         return [scale * (response.score - center) for response in group]
 
     return of_groups(batch, formula)
@@ -191,7 +193,7 @@ def reinforce_plus_plus(batch: Batch, *, gamma: float) -> Rows:
 
 def reinforce_plus_plus_baseline(batch: Batch) -> Rows:
     def formula(group: list[Response]) -> list[float]:
-        center = mean([response.score for response in group])
+        center = mean([response.score for response in group]) if len(group) > 1 else 0.0
         return [response.score - center for response in group]
 
     return whitened(batch, of_groups(batch, formula))
@@ -379,7 +381,7 @@ def clip_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
     for i, x in enumerate(batch):
         for t in x.generated():
             a, r = x.advantages[t], ratio(x.lp[t], x.old[t])[0]
-            already = vanilla(x.lp[t], x.old[t], a, n)[0] != -a * r
+            already = ppo(a, (r, 0.0), n)[0] != -a * r
             if n.cov_lb < cov[i][t] < n.cov_ub and not already:
                 eligible.append((i, t))
     chosen = [[False] * len(x.mask) for x in batch]
@@ -401,12 +403,12 @@ def kl_cov_choice(batch: Batch, n: Numbers) -> list[list[bool]]:
 
 
 def clip_cov(batch: Batch, n: Numbers) -> tuple[Rows, Rows]:
-    """PPO, without the gradient of the chosen tokens."""
+    """PPO without dual clip, and without the gradient of the chosen tokens."""
     rows = []
     for x in batch:
         row = [(0.0, 0.0)] * len(x.mask)
         for t in x.generated():
-            loss, slope = vanilla(x.lp[t], x.old[t], x.advantages[t], n)
+            loss, slope = ppo(x.advantages[t], ratio(x.lp[t], x.old[t]), n)
             row[t] = loss, 0.0 if x.chosen[t] else slope
         rows.append(row)
     return _split(rows)
@@ -451,7 +453,7 @@ def geo_mean(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
 
 
 def sppo(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
-    """(sum(lp - lp_ref) - eta*A)^2 of each sequence, A being one number per sequence."""
+    """(sum(lp - lp_old) - eta*A)^2 of each sequence, A being one number per sequence."""
     losses, slopes = [], []
     for x in batch:
         if not x.length():
@@ -459,7 +461,7 @@ def sppo(batch: Batch, n: Numbers) -> tuple[list[float], Rows]:
             slopes.append([0.0] * len(x.mask))
             continue
         a = mean([x.advantages[t] for t in x.generated()])
-        miss = math.fsum(x.lp[t] - x.ref[t] for t in x.generated()) - n.eta * a
+        miss = math.fsum(x.lp[t] - x.old[t] for t in x.generated()) - n.eta * a
         losses.append(miss**2)
         slopes.append(x.per_token(2 * miss))
     return losses, slopes
@@ -599,6 +601,8 @@ def importance_weights(batch: Batch, level: str, threshold: float, normalize: bo
             [math.exp(min(log, math.log(threshold))) if m else 0.0 for log, m in zip(logs, x.mask, strict=True)]
         )
     seen = [rows[i][t] for i, x in enumerate(batch) for t in x.generated()]
+    if level == "sequence":  # every sequence counts once
+        seen = [rows[i][x.generated()[0]] for i, x in enumerate(batch) if x.length()]
     if normalize and seen:
         rows = [[weight / mean(seen) for weight in row] for row in rows]
     return rows

@@ -28,7 +28,7 @@ from verl.algorithms.objective import (
     make_loss_inputs,
 )
 from verl.algorithms.prepass import PREPASSES
-from verl.algorithms.settings import EstimatorOptions
+from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions
 from verl.data.flat_batch import FlatBatch
 
 LIMIT = 0.9
@@ -89,7 +89,7 @@ class Run:
         self.samples = 2 if estimator == "grpo_passk" else 4  # with more, a group with two best ones has no signal
         options = EstimatorOptions(by_std=estimator not in ("dr_grpo", "grpo_passk"))
         self.options = options
-        self.objective = PolicyObjective(loss, OPTIONS)
+        self.objective = PolicyObjective(AlgorithmSettings(loss_mode=loss, loss_options=OPTIONS))
 
     def learn(self) -> float:
         """Return the probability of the best path after training."""

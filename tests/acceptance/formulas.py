@@ -271,7 +271,8 @@ def sequence_loss(name, reference):
         weights = random_weights(draw, batch)
         losses, slopes = reference(batch, n)
         share = 1 / max(1, sum(x.length() > 0 for x in batch))
-        of_mean = [share * ref.mean([w[t] for t in x.generated()] or [0]) for x, w in zip(batch, weights, strict=True)]
+        mean = geometric_mean if name == "geo_mean" else ref.mean
+        of_mean = [share * mean([w[t] for t in x.generated()] or [0]) for x, w in zip(batch, weights, strict=True)]
         value = math.fsum(w * loss for w, loss in zip(of_mean, losses, strict=True))
         gradient = [[w * slope for slope in row] for w, row in zip(of_mean, slopes, strict=True)]
         objective = PolicyObjective(AlgorithmSettings(loss_mode=name, loss_options=options_of(n)))
@@ -291,6 +292,10 @@ def dpo(draw: random.Random) -> float:
 def random_weights(draw, batch):
     some = draw.random() < 0.5
     return [[draw.uniform(0, 2) if some else 1.0 for _ in x.mask] for x in batch]
+
+
+def geometric_mean(values):
+    return math.exp(ref.mean([math.log(value) for value in values])) if all(values) else 0.0
 
 
 def times(a, b):
@@ -384,8 +389,7 @@ def objective(draw: random.Random) -> float:
     seen = ref.clip_fractions(batch, n)
     report = {
         "actor/pg_clipfrac_upper": seen["upper"],
-        "actor/pg_clipfrac_lower": seen["lower"],
-        "actor/pg_clipfrac_dual": seen["dual"],
+        "actor/pg_clipfrac_lower": seen["dual"],
         "actor/ppo_kl": seen["kl"],
         "actor/entropy": ref.aggregated(batch, entropy, "token-mean", 1.0),
     }

@@ -106,13 +106,19 @@ def rloo(x: AdvantageInputs) -> Tensor:
 
 
 def opo(x: AdvantageInputs) -> Tensor:
-    """s - sum(len * s) / sum(len): the baseline of least variance is weighted by length."""
-    baseline = x.per_group(lambda s, n: ((n * s).sum() / n.sum().clamp(min=1)).expand(len(s)), x.scores, x.lengths)
-    return x.per_token(x.scores - baseline)
+    """s - sum(len * s) / sum(len): the baseline of least variance is weighted by length.
+
+    A group of one keeps its score.
+    """
+
+    def formula(s: Tensor, lengths: Tensor) -> Tensor:
+        return s if len(s) == 1 else s - (lengths * s).sum() / lengths.sum().clamp(min=1)
+
+    return x.per_token(x.per_group(formula, x.scores, x.lengths))
 
 
 def gpg(x: AdvantageInputs) -> Tensor:
-    """B / (number of non-zero scores) * (s - mean_g)."""
+    """B / (number of non-zero scores) * (s - mean_g). A group of one keeps its score."""
     samples, nonzero = x.total(torch.ones_like(x.scores), x.scores != 0)
     return x.per_token(samples / max(nonzero, 1.0) * x.per_group(_center, x.scores))
 
@@ -139,7 +145,7 @@ def reinforce_plus_plus(x: AdvantageInputs) -> Tensor:
 
 
 def reinforce_plus_plus_baseline(x: AdvantageInputs) -> Tensor:
-    """s - mean_g on every token, whitened over the batch."""
+    """s - mean_g on every token, whitened over the batch. A group of one keeps its score."""
     return whiten(x.per_token(x.per_group(_center, x.scores)), x)
 
 
@@ -248,4 +254,5 @@ def _next_generated(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _center(s: Tensor) -> Tensor:
-    return s - s.mean()
+    """s - mean; one alone keeps its score, because there is nothing to compare it with."""
+    return s if len(s) == 1 else s - s.mean()

@@ -22,11 +22,14 @@ def importance_weights(
 ) -> Tensor:
     """Return min(exp(D), threshold) per token or min(exp(sum D), threshold) per sequence: [T], detached.
 
-    With `c.normalize` they are divided by their mean over the generated tokens of all ranks.
+    With `c.normalize` they are divided by their mean over the generated tokens, or the sequences, of all ranks.
     """
     weights = _ratio(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
     if c.normalize:
-        total, count = gather(torch.stack([weights.sum(), mask.sum()]).double()[None]).sum(0).tolist()
+        shares = mask.double()
+        if c.weigh == "sequence":
+            shares = shares / segment_sum(shares, offsets).clamp(min=1.0)[segment_ids(offsets)]
+        total, count = gather(torch.stack([(weights * shares).sum(), shares.sum()])[None]).sum(0).tolist()
         weights = weights / (total / count) if total else weights
     return weights
 

@@ -78,7 +78,8 @@ def gspo(x: LossInputs, o: LossOptions) -> PolicyLoss:
 def cispo(x: LossInputs, o: LossOptions) -> PolicyLoss:
     """-sg[clip(r, 1-low, 1+high)] * A * lp: the clip limits a token's weight but never removes its gradient."""
     ratio = x.ratio.detach()
-    return PolicyLoss(-ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high) * x.advantages * x.logprobs)
+    weight = ratio.clamp(1.0 - o.clip_low, 1.0 + o.clip_high)
+    return PolicyLoss(-weight * x.advantages * x.logprobs, ratio > weight, ratio < weight)
 
 
 def sapo(x: LossInputs, o: LossOptions) -> PolicyLoss:
@@ -103,8 +104,8 @@ def gpg(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def clip_cov(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """PPO without the gradient of the `chosen` tokens, a random share of those with a high cov(A, lp)."""
-    plain = vanilla(x, o)
+    """PPO's clip without the dual one; `chosen` tokens, a share of those with a high cov(A, lp), have no gradient."""
+    plain = _clip(x.ratio, x.advantages, o)
     return replace(plain, loss=torch.where(_chosen(x), plain.loss.detach(), plain.loss))
 
 
@@ -123,10 +124,8 @@ def dpo(x: LossInputs, o: LossOptions) -> PolicyLoss:
 
 
 def sppo(x: LossInputs, o: LossOptions) -> PolicyLoss:
-    """(sum(lp - lp_ref) - eta * A)^2 per sequence, A being the win rate of the response in its group minus 1/2."""
-    if x.ref_logprobs is None:
-        raise ValueError("sppo: the batch has no ref_logprobs; compute them with a reference model")
-    return PolicyLoss((x.sequence_sum(x.logprobs - x.ref_logprobs) - o.sppo_eta * x.advantages).square())
+    """(sum d - eta * A)^2 per sequence, A being the win rate of the response in its group minus 1/2."""
+    return PolicyLoss((x.sequence_sum(x.logprobs - x.old_logprobs) - o.sppo_eta * x.advantages).square())
 
 
 LOSSES: dict[str, LossFunction] = {
@@ -143,7 +142,7 @@ LOSSES: dict[str, LossFunction] = {
 }
 """`actor.policy_loss.loss_mode` -> function."""
 
-PER_SEQUENCE = ("gspo", "geo_mean", "dpo", "sppo")
+PER_SEQUENCE = ("gspo", "sapo", "geo_mean", "dpo", "sppo")
 """Losses whose formula is a mean over sequences: always aggregated by seq-mean-token-mean."""
 
 

@@ -80,15 +80,16 @@ class PolicyObjective:
 
         inputs = make_loss_inputs(output.logprobs, batch)
         policy = self._policy_loss(inputs)
-        weighted = policy.loss if batch.weights is None else policy.loss * batch.weights
-        loss = share(weighted, "seq-mean-token-mean" if algorithm.loss_mode in PER_SEQUENCE else algorithm.agg_mode)
+        weights = self._weights(inputs, batch.weights)
+        loss = share(
+            policy.loss * weights, "seq-mean-token-mean" if algorithm.loss_mode in PER_SEQUENCE else algorithm.agg_mode
+        )
         upper, lower = token_mean(policy.clipped_high), token_mean(policy.clipped_low)
         metrics = {
             "actor/pg_loss": loss.detach(),
             "actor/pg_clipfrac": upper + lower,
             "actor/pg_clipfrac_upper": upper,
-            "actor/pg_clipfrac_lower": lower,
-            "actor/pg_clipfrac_dual": token_mean(policy.clipped_dual),
+            "actor/pg_clipfrac_lower": token_mean(policy.clipped_dual),
             "actor/ppo_kl": token_mean(inputs.old_logprobs - inputs.logprobs),
             "actor/entropy": token_mean(output.entropy),
         }
@@ -99,6 +100,12 @@ class PolicyObjective:
             loss = loss + algorithm.loss_kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
         return loss, metrics
+
+    def _weights(self, inputs: LossInputs, weights: Tensor | None) -> Tensor | float:
+        """Return the importance weight of each token; a loss with one ratio per sequence takes their geometric mean."""
+        if weights is None:
+            return 1.0
+        return inputs.sequence_mean(weights.log()).exp() if self.algorithm.loss_mode == "geo_mean" else weights
 
     def _kl(self, output: ModelOutput, batch: Batch) -> Tensor:
         kind = self.algorithm.loss_kl_type

@@ -60,7 +60,7 @@ def prepass_clip_cov(x: LossInputs, samples: AdvantageInputs, noise: Tensor, o: 
     Their expected number is `clip_cov_ratio` of all generated tokens.
     """
     cov, ratio = covariance(x, samples), x.ratio
-    above, below = ratio > 1.0 + o.clip_high, (ratio < 1.0 - o.clip_low) | (ratio > o.clip_c)
+    above, below = ratio > 1.0 + o.clip_high, ratio < 1.0 - o.clip_low
     is_clipped = ((x.advantages > 0) & above) | ((x.advantages < 0) & below)
     eligible = x.mask & (cov > o.clip_cov_lb) & (cov < o.clip_cov_ub) & ~is_clipped
     tokens, candidates = samples.total(x.mask, eligible)

@@ -73,9 +73,14 @@ def test_equal_scores_carry_no_signal(estimator):
     assert estimator(responses([0.1] * 4)).abs().max() < 1e-6
 
 
-@pytest.mark.parametrize("estimator", [grpo, rloo])
+@pytest.mark.parametrize("estimator", [grpo, rloo, opo, gpg])
 def test_a_group_of_one_keeps_its_score(estimator):
     assert estimator(responses([0.25, 3.0], [1, 2])).tolist() == [0.25, 3.0]
+
+
+def test_groups_of_one_are_whitened_with_their_scores():
+    advantages = reinforce_plus_plus_baseline(responses([0.0, 1.0, 5.0], [1, 2, 3]))
+    assert advantages.tolist() == pytest.approx([-2 / 7**0.5, -1 / 7**0.5, 3 / 7**0.5])
 
 
 def test_groups_are_distinguished_by_ids_of_any_size():

@@ -94,6 +94,16 @@ def test_cispo_limits_the_weight_of_a_token_and_leaves_it_a_gradient(log_ratio, 
     assert slopes(cispo(x, OPTIONS), x) == pytest.approx([-advantage * weight])
 
 
+@pytest.mark.parametrize("advantage", [-1.0, 1.0])
+def test_cispo_reports_where_the_weight_is_clipped(advantage):
+    policy = cispo(tokens([-0.5, 0.1, 0.5], [advantage] * 3), OPTIONS)
+    assert policy.clipped_high.tolist() == [False, False, True]
+    assert policy.clipped_low.tolist() == [True, False, False]
+    wide = cispo(tokens([-9.0, 0.5], [advantage] * 2), LossOptions(clip_low=10.0, clip_high=10.0))
+    assert not wide.clipped_low.any()
+    assert not wide.clipped_high.any()
+
+
 @given(st.floats(-5, 5), st.floats(0.1, 5), st.floats(0.1, 5))
 def test_sapo_has_the_slope_of_the_policy_gradient_where_the_policies_agree(advantage, tau_pos, tau_neg):
     x = tokens([0.0], [advantage])
@@ -121,6 +131,13 @@ def test_clip_cov_takes_the_gradient_of_chosen_tokens_and_nothing_else():
     assert slopes(policy, x) == pytest.approx([0.0, -math.exp(0.1), 0.0])
 
 
+def test_clip_cov_has_no_dual_clip():
+    x = tokens([2.0], [-1.0], chosen=torch.tensor([False]))
+    policy = clip_cov(x, OPTIONS)
+    assert policy.loss.tolist() == pytest.approx([math.exp(2.0)]), "vanilla stops at 3"
+    assert slopes(policy, x) == pytest.approx([math.exp(2.0)])
+
+
 def test_kl_cov_pulls_chosen_tokens_back():
     x = tokens([0.5, -0.5, 0.5], [1.0] * 3, chosen=torch.tensor([True, True, False]))
     options = LossOptions(ppo_kl_coef=2.0)
@@ -136,14 +153,12 @@ def test_dpo_moves_all_tokens_of_a_response_alike():
 
 
 def test_sppo_is_at_rest_where_the_log_ratio_is_the_win_rate():
-    x = tokens([0.3, 0.1], [0.2, 0.2], ref_logprobs=torch.zeros(2).double())
+    x = tokens([0.3, 0.1], [0.2, 0.2], ref_logprobs=torch.full((2,), -9.0).double())  # no matter
     assert sppo(x, LossOptions(sppo_eta=2.0)).loss.tolist() == pytest.approx([0.0, 0.0])
     assert sppo(x, LossOptions(sppo_eta=1.0)).loss.tolist() == pytest.approx([0.04, 0.04])
 
 
-@pytest.mark.parametrize(
-    ("name", "lacks"), [("clip_cov", "prepass"), ("kl_cov", "prepass"), ("sppo", "no ref_logprobs")]
-)
+@pytest.mark.parametrize(("name", "lacks"), [("clip_cov", "prepass"), ("kl_cov", "prepass")])
 def test_a_loss_that_lacks_something_says_what(name, lacks):
     with pytest.raises(ValueError, match=lacks):
         LOSSES[name](tokens([0.0], [1.0]), OPTIONS)

@@ -79,7 +79,6 @@ def test_every_clip_has_a_separate_fraction():
             "actor/pg_clipfrac": 0.6,
             "actor/pg_clipfrac_upper": 0.4,
             "actor/pg_clipfrac_lower": 0.2,
-            "actor/pg_clipfrac_dual": 0.2,
         }
     )
 
@@ -113,8 +112,27 @@ def test_importance_weights_scale_the_policy_term_alone():
     assert float(weighted) == pytest.approx(float(3 * plain[0] + (plain[1] - plain[0])))
 
 
+def test_importance_weights_of_geo_mean_are_combined_geometrically():
+    output, batch, totals = example()
+    results = []
+    for weights in ([4.0, 1.0] * 5 + [4.0], None):
+        batch.weights = None if weights is None else torch.tensor(weights).double()
+        policy = PolicyObjective(AlgorithmSettings(loss_mode="geo_mean"))
+        results.append(torch.autograd.grad(policy(output, batch, totals)[0], output.logprobs, retain_graph=True)[0])
+    means = [
+        weights[mask].log().mean().exp()
+        for weights, mask in zip(
+            torch.tensor([4.0, 1.0] * 5 + [4.0]).split(batch.offsets.diff().tolist()),
+            batch.mask.split(batch.offsets.diff().tolist()),
+            strict=True,
+        )
+    ]
+    expected = [mean * part for mean, part in zip(means, results[1].split(batch.offsets.diff().tolist()), strict=True)]
+    assert torch.allclose(results[0], torch.cat(expected).nan_to_num())
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("loss_mode", ["gspo", "geo_mean", "sppo"])
+@pytest.mark.parametrize("loss_mode", ["gspo", "sapo", "geo_mean", "sppo"])
 def test_losses_of_sequences_are_means_over_sequences_whatever_the_aggregation(loss_mode, mode):
     output, batch, totals = example()
     results = [

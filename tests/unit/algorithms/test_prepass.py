@@ -52,7 +52,7 @@ def test_clip_cov_chooses_its_share_of_free_tokens_within_the_bounds():
     o = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.2, clip_cov_ub=3.0)
     results = prepass_clip_cov(x, episodes, noise, o)
     chosen, cov, plain = results.fields["chosen"], covariance(x, episodes), vanilla(x, o)
-    is_clipped = plain.clipped_high | plain.clipped_low | plain.clipped_dual
+    is_clipped = plain.clipped_high | plain.clipped_low
     assert not (chosen & (~x.mask | is_clipped | (cov <= 0.2) | (cov >= 3.0))).any()
     share = chosen.sum() / x.mask.sum()
     assert float(share) == pytest.approx(0.05, abs=0.02)
