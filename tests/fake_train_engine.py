@@ -78,9 +78,11 @@ class FakeTrainEngine:
         if should_step:
             torch.nn.utils.clip_grad_norm_([self.table], self.settings.grad_clip or math.inf)
             self.optimizer.step()
-            self.step += 1
         role, skipped = self.settings.role, 0.0 if should_step else 1.0
         return metrics | {f"{role}/grad_norm": norm, f"{role}/lr": lr, f"{role}/skipped_steps": skipped}
+
+    def advance_schedule(self) -> None:
+        self.step += 1
 
     def gather(self, rows: Tensor) -> Tensor:
         return rows

@@ -5,16 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config.features import uses_critic, uses_preferences
-from verl.config.schema import Config
+from verl.config.ignored import find_unmet_condition
+from verl.config.paths import is_overridden
+from verl.config.schema import Config, collect_settings
 from verl.config.schema.rules import ACTOR, ROLLOUT, is_custom_function
 
 _LOSS = f"{ACTOR}.policy_loss"
 _KL = "algorithm.kl_ctrl"
+_CORRECTION = "algorithm.rollout_correction"
 _GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
     "reinforce_plus_plus_baseline",
 )
-"""Estimators that compare a response with its group; in a group of one, the advantage is the raw score or zero."""
+"""Estimators that compare a response with its group; in a group of one, the advantage is the raw score."""
 
 
 def find_conflicts(config: Config) -> Iterator[str]:
@@ -26,6 +29,19 @@ def find_conflicts(config: Config) -> Iterator[str]:
         yield (
             f"{_LOSS}.clip_cov_lb: {loss.clip_cov_lb} must be below {_LOSS}.clip_cov_ub={loss.clip_cov_ub}; set "
             f"{_LOSS}.clip_cov_lb={loss.clip_cov_ub - 4}"
+        )
+    low, _ = config.actor_rollout_ref.actor.clip_range
+    if low >= 1 and loss.loss_mode != "cispo" and find_unmet_condition(config, f"{ACTOR}.clip_ratio_low") is None:
+        yield (
+            f"{ACTOR}.clip_ratio_low: {low:g} must be below 1, since a probability ratio is above 0; only "
+            f"{_LOSS}.loss_mode=cispo works without a lower bound; set {ACTOR}.clip_ratio_low=0.2"
+        )
+    correction = config.algorithm.rollout_correction
+    if correction.rollout_rs == "geometric" and "rollout_rs_threshold" not in correction.model_fields_set:
+        yield (
+            f"{_CORRECTION}.rollout_rs: geometric compares the mean ratio of a sequence, which hardly differs from 1, "
+            f"so the default threshold of {correction.rollout_rs_threshold:g} would reject nothing; set "
+            f"{_CORRECTION}.rollout_rs_threshold=1.001"
         )
     overlong, longest = config.reward.overlong_buffer, config.data.max_response_length
     if overlong.enable and not 1 <= overlong.len <= longest:
@@ -72,6 +88,13 @@ def _check_group_size(config: Config) -> Iterator[str]:
 def _check_critic(config: Config) -> Iterator[str]:
     """Check critic.enable: gae requires a critic, and only gae and custom estimators return targets for it."""
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
+    given = [key for key in collect_settings(Config) if key.startswith("critic.") and is_overridden(config, key)]
+    has_baseline = estimator not in _GROUP_ESTIMATORS or config.actor_rollout_ref.rollout.n > 1
+    if enable is None and given and not has_baseline and not uses_preferences(config):
+        yield (
+            f"algorithm.adv_estimator: {estimator} with {ROLLOUT}.n=1 has no baseline, and does not use the critic that "
+            f"is configured ({', '.join(given)}); set algorithm.adv_estimator=gae for PPO, or {ROLLOUT}.n=8"
+        )
     if enable is None or is_custom_function(estimator) or uses_preferences(config) or enable == (estimator == "gae"):
         return
     reason = "returns nothing to train it on" if enable else "requires its values"
@@ -101,7 +124,12 @@ def find_hints(config: Config) -> Iterator[str]:
     if algorithm.adv_estimator in _GROUP_ESTIMATORS and n < 2 and not uses_preferences(config):
         yield (
             f"{ROLLOUT}.n: {n} response per prompt leaves algorithm.adv_estimator={algorithm.adv_estimator} no group "
-            f"to compare with: advantages are the raw scores, or zero; set {ROLLOUT}.n=8"
+            f"to compare with: advantages are the raw scores; set {ROLLOUT}.n=8"
+        )
+    if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
+        yield (
+            f"{ACTOR}.kl_loss_type: {actor.kl_loss_type} estimates the KL, but its gradient is 0 on average and pulls "
+            f"nowhere; set {ACTOR}.kl_loss_type=low_var_kl"
         )
     if algorithm.use_kl_in_reward and actor.use_kl_loss:
         yield (

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from verl.config.features import uses_critic
 from verl.config.schema import Config, SftConfig
+from verl.config.schema.actor import ActorConfig
+from verl.config.schema.critic import CriticConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +84,9 @@ def count_total_steps(config: Config | SftConfig, prompts: int) -> int:
     return max(1, prompts * config.trainer.total_epochs // config.data.train_batch_size)
 
 
-def count_optimizer_steps(config: Config, steps: int) -> int:
-    """Return the policy's optimizer steps in the first `steps` steps of the run; trainer.critic_warmup delays them."""
-    if uses_critic(config):
-        steps = max(0, steps - config.trainer.critic_warmup)
-    return steps * get_actor_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
-
-
-def count_critic_optimizer_steps(config: Config, steps: int) -> int:
-    """Return the critic's optimizer steps in `steps` steps of the run."""
-    return steps * get_critic_batch_sizes(config).count_optimizer_steps(config.data.train_batch_size)
+def count_policy_steps(config: Config, steps: int) -> int:
+    """Return how many of the first `steps` steps of the run train the policy; trainer.critic_warmup delays it."""
+    return max(0, steps - config.trainer.critic_warmup) if uses_critic(config) else steps
 
 
 def derive_sizes(config: Config) -> list[Size]:
@@ -143,12 +138,14 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, mode
     mini_prompts = min(sizes.mini_batch, batch)
     mini = mini_prompts * n
     on_rank = _ceil(mini, ranks)
+    actor, critic = config.actor_rollout_ref.actor, config.critic
     rows = [
         Size(
             f"{model}optimizer steps per step",
             sizes.count_optimizer_steps(batch),
             f"ceil({batch} / ppo_mini_batch_size={sizes.mini_batch}) x ppo_epochs={sizes.epochs}",
         ),
+        *_derive_warmup(critic if section == "critic" else actor, section, model),
         Size(f"samples per {model}mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
         Size("... per rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
     ]
@@ -163,6 +160,12 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, mode
         Size("... maximum tokens", micro * longest, f"{micro} samples x {longest} tokens"),
         Size(f"micro-batches per {model}mini-batch", _ceil(on_rank, micro), f"{on_rank} samples / {micro}"),
     ]
+
+
+def _derive_warmup(trained: ActorConfig | CriticConfig, section: str, model: str) -> list[Size]:
+    steps = trained.optim.lr_warmup_steps
+    how = f"{section}.optim.lr_warmup_steps, in training steps"
+    return [Size(f"{model}learning rate warm-up steps", steps, how)] if steps else []
 
 
 def render_sizes(config: Config | SftConfig) -> str:

@@ -84,5 +84,5 @@ def uses_reference(config: Config) -> bool:
         config.actor_rollout_ref.actor.use_kl_loss
         or config.algorithm.use_kl_in_reward
         or prime_shares_reference(config)
-        or uses_preferences(config)
+        or config.actor_rollout_ref.actor.policy_loss.loss_mode == "dpo"
     )

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from verl.config import algorithm_validation
 from verl.config.batch_sizes import (
     BatchSizes,
-    count_critic_optimizer_steps,
-    count_optimizer_steps,
+    count_policy_steps,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
@@ -164,30 +163,27 @@ def _check_transports(config: Config) -> Iterator[str]:
 
 def _check_warmups(config: Config) -> Iterator[str]:
     steps = config.trainer.total_training_steps
-    updates = None if steps is None else count_optimizer_steps(config, steps)
-    if updates != 0:  # 0: trainer.critic_warmup is too long, which is reported by itself
-        yield from _check_warmup(ACTOR, config.actor_rollout_ref.actor.optim, steps, updates)
+    policy_steps = None if steps is None else count_policy_steps(config, steps)
+    if policy_steps != 0:  # 0: trainer.critic_warmup is too long, which is reported by itself
+        yield from _check_warmup(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim, policy_steps)
     if uses_critic(config):
-        updates = None if steps is None else count_critic_optimizer_steps(config, steps)
-        yield from _check_warmup("critic", config.critic.optim, steps, updates)
+        yield from _check_warmup("critic.optim", config.critic.optim, steps)
 
 
-def _check_warmup(model: str, optim: OptimConfig, steps: int | None, updates: int | None) -> Iterator[str]:
+def _check_warmup(section: str, optim: OptimConfig, steps: int | None) -> Iterator[str]:
     """Check that the warm-up ends within the run, and before its last step if the learning rate decays after it."""
-    section = f"{model}.optim" if model else "optim"
-    how = f" (data.train_batch_size, {model}.ppo_mini_batch_size, {model}.ppo_epochs)" if model else ""
     warmup, ratio, schedule = optim.lr_warmup_steps, optim.lr_warmup_steps_ratio, optim.lr_scheduler_type
     if warmup is not None:
-        longest = warmup if updates is None else updates - (schedule != "constant")
+        longest = warmup if steps is None else steps - (schedule != "constant")
         if warmup > longest:
             yield (
-                f"{section}.lr_warmup_steps: {warmup} must be at most {longest} with lr_scheduler_type={schedule}: "
-                f"trainer.total_training_steps={steps} means {updates} optimizer steps{how}; set "
+                f"{section}.lr_warmup_steps: {warmup} must be at most {longest} with lr_scheduler_type={schedule}: the "
+                f"model is trained for {steps} steps (trainer.total_training_steps); set "
                 f"{section}.lr_warmup_steps={longest}"
             )
-    elif schedule != "constant" and (ratio == 1 if updates is None else round(ratio * updates) >= updates):
+    elif schedule != "constant" and (ratio == 1 if steps is None else round(ratio * steps) >= steps):
         yield (
-            f"{section}.lr_warmup_steps_ratio: {ratio} leaves no optimizer step for lr_scheduler_type={schedule}; set "
+            f"{section}.lr_warmup_steps_ratio: {ratio} leaves no step for lr_scheduler_type={schedule}; set "
             f"{section}.lr_warmup_steps_ratio=0.1"
         )
 
@@ -279,9 +275,8 @@ def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Itera
 
 def find_sft_conflicts(config: SftConfig) -> Iterator[str]:
     """Yield settings of supervised training that cannot work together."""
-    steps = config.trainer.total_training_steps
     yield from _find_run_conflicts(config)
-    yield from _check_warmup("", config.optim, steps, steps)
+    yield from _check_warmup("optim", config.optim, config.trainer.total_training_steps)
 
 
 def find_sft_hints(config: SftConfig) -> Iterator[str]:

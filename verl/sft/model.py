@@ -23,7 +23,9 @@ class SFTModel:
 
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
         """Do one optimizer step; `train/loss` is the loss of the batch before it."""
-        return self.engine.update([*map(flatten, rank_batch)], sft)
+        metrics = self.engine.update([*map(flatten, rank_batch)], sft)
+        self.engine.advance_schedule()
+        return metrics
 
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:
         """Return the sum of the losses of all trained tokens over all ranks, and their count."""

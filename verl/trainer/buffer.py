@@ -22,7 +22,7 @@ HasSignal = Callable[[list[SampleHandle]], bool]
 MAX_DROPPED = 100  # for each prompt of a batch; with more the data does not fit the settings
 LONG_SEARCH = 10  # batches without enough groups that have signal, before the first warning
 
-_SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
+_SCORE_NAMES = ("score", "seq_reward", "acc")  # acc: also of rewards that return only a number
 _FIX = (
     "Use prompts that the model solves sometimes (data.train_files), sample more or more varied responses to each "
     "(actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.temperature), compare another metric "
@@ -33,13 +33,17 @@ _FIX = (
 def differs(metric: str) -> HasSignal:
     """Return a check whether a metric differs within a group: the score, or one that the reward function returned.
 
-    A group with a single scored sample has no signal.
+    The score is that of the reward function, without penalties for length: a group that is wrong throughout has no
+    signal, however long its responses are. `seq_final_reward` includes them. A group with a single scored sample has
+    no signal.
     """
 
     def value(sample: SampleHandle) -> float:
-        if metric in _SCORE_NAMES:
+        if metric == "seq_final_reward":
             return sample.score
         if metric not in sample.metrics:
+            if metric in _SCORE_NAMES:
+                return sample.metrics.get("raw_score", sample.score)
             raise ConfigError(
                 [
                     f"algorithm.filter_groups.metric={metric}: the reward of a response to prompt {sample.group} has "

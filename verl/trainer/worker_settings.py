@@ -11,8 +11,7 @@ from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOpt
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
-    count_critic_optimizer_steps,
-    count_optimizer_steps,
+    count_policy_steps,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
@@ -55,8 +54,8 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     """Return the models of a train worker: the policy, and those that its algorithm needs."""
     model, actor = config.actor_rollout_ref.model, config.actor_rollout_ref.actor
     critic, prime = config.critic, config.reward.prime
-    updates = count_optimizer_steps(config, total_steps)
-    if not updates:
+    policy_steps = count_policy_steps(config, total_steps)
+    if not policy_steps:
         warmup = config.trainer.critic_warmup
         raise ConfigError([f"trainer.critic_warmup: {warmup} must be below the {total_steps} steps of the run"])
     trained, frozen = _policy_settings(config, device)
@@ -75,7 +74,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         seed=config.trainer.seed,
         deadlines=deadlines(config),
         memory_advice=rl_memory_advice(config),
-        actor=with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, updates),
+        actor=with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, policy_steps),
         reference=replace(frozen, lora=trained.lora) if has_reference else None,
         reference_is_actor=uses_policy_as_reference(config),
         critic=_critic_settings(config, total_steps, device) if uses_critic(config) else None,
@@ -128,7 +127,7 @@ def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSetti
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
     )
-    return with_optimizer(settings, "critic.optim", critic.optim, count_critic_optimizer_steps(config, total_steps))
+    return with_optimizer(settings, "critic.optim", critic.optim, total_steps)
 
 
 def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSettings:
@@ -205,18 +204,16 @@ def _estimator(config: Config) -> str:
     return "prime" if config.reward.prime.enable and not is_custom_function(estimator) else estimator
 
 
-def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, updates: int) -> FsdpSettings:
-    """Add the optimizer and its schedule over `updates` steps; `section` is the name of its settings, for messages."""
+def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, steps: int) -> FsdpSettings:
+    """Add the optimizer and its schedule over `steps` steps; `section` is the name of its settings, for messages."""
     warmup = optim.lr_warmup_steps
-    warmup = round(optim.lr_warmup_steps_ratio * updates) if warmup is None else warmup
+    warmup = round(optim.lr_warmup_steps_ratio * steps) if warmup is None else warmup
     try:
-        schedule = Schedule(optim.lr, optim.lr_scheduler_type, warmup, updates, optim.min_lr_ratio)
+        schedule = Schedule(optim.lr, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio)
     except ValueError as error:  # the number of steps is known only after the data has been read
         raise ConfigError([f"{section}: {error}"]) from error
-    if warmup > updates:
-        raise ConfigError(
-            [f"{section}.lr_warmup_steps: {warmup} must not be more than the {updates} optimizer steps of the run"]
-        )
+    if warmup > steps:
+        raise ConfigError([f"{section}.lr_warmup_steps: {warmup} must not be more than the {steps} steps of the run"])
     return replace(
         settings,
         schedule=schedule,

@@ -57,6 +57,10 @@ class TrainEngine(Protocol[Output]):
         """
         ...
 
+    def advance_schedule(self) -> None:
+        """Move the learning rate to that of the next training step; a step may have several updates."""
+        ...
+
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather a few numbers per sample: local [n, k] -> [N, k], in the order of ranks; n may differ by rank."""
         ...

@@ -143,6 +143,9 @@ class FsdpEngine:
             f"{role}/skipped_steps": 0.0 if has_stepped else 1.0,
         }
 
+    def advance_schedule(self) -> None:
+        self.step += 1
+
     def gather(self, rows: Tensor) -> Tensor:
         """All-gather rows [n, k], n differing by rank -> [N, k] on the CPU."""
         parts = [rows] * self.world_size
@@ -287,7 +290,6 @@ class FsdpEngine:
                 group["lr"] = lr
             with self._moments.on_device():
                 self.optimizer.step()
-            self.step += 1
         self.optimizer.zero_grad(set_to_none=True)
         return norm, should_step
 

@@ -105,11 +105,13 @@ class PolicyTrainer:
         if self.critic is not None and plan.critic is not None:
             batch = self._batch.with_(mask=self._inputs.mask)  # tokens rejected for the policy still train the critic
             steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
+            self.critic.advance_schedule()
             metrics |= _average_steps(steps, "critic")
         if self.prime is not None:
             metrics |= _average_steps(list(self.prime.update(plan.policy)), "process")
         if self._steps >= self.algorithm.critic_warmup:
             metrics |= _average_steps(list(self._update_actor(plan)), "actor")
+            self.actor.advance_schedule()
         self._steps += 1
         every = self.algorithm.ref_update_freq
         if self.reference is not None and every > 0 and self._steps % every == 0:

@@ -44,11 +44,11 @@ class Schedule:
         if self.kind != "constant" and (self.total_steps is None or self.total_steps <= self.warmup_steps):
             raise ValueError(
                 f"schedule={self.kind}: total_steps {self.total_steps} must be more than warmup_steps "
-                f"{self.warmup_steps}; set the total number of optimizer steps, or use schedule=constant"
+                f"{self.warmup_steps}; set the total number of steps, or use schedule=constant"
             )
 
     def at(self, step: int) -> float:
-        """Return the learning rate of optimizer step `step`, counted from 0."""
+        """Return the learning rate of training step `step`, counted from 0."""
         if step < self.warmup_steps:
             return self.lr * (step + 1) / self.warmup_steps
         if self.kind == "constant":

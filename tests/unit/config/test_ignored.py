@@ -40,7 +40,7 @@ class Effect:
 
 ADVANTAGES = [name for name in LOSSES if name not in ("dpo", "sppo")]
 CLIPPED = ("vanilla", "gspo", "cispo", "geo_mean", "clip_cov")
-PER_TOKEN = [name for name in LOSSES if name not in ("gspo", "geo_mean", "dpo", "sppo")]
+PER_TOKEN = [name for name in LOSSES if name not in ("gspo", "sapo", "geo_mean", "dpo", "sppo")]
 ALWAYS = Effect()
 CRITIC = Effect(estimators=["gae"], losses=ADVANTAGES)
 
@@ -141,7 +141,7 @@ EFFECTS: dict[str, Effect] = {
     f"{A}.clip_ratio": only(*CLIPPED),
     f"{A}.clip_ratio_low": only(*CLIPPED),
     f"{A}.clip_ratio_high": only(*CLIPPED),
-    f"{A}.clip_ratio_c": only("vanilla", "clip_cov"),
+    f"{A}.clip_ratio_c": only("vanilla"),
     f"{A}.loss_agg_mode": only(*PER_TOKEN),
     f"{A}.loss_scale_factor": Effect(losses=PER_TOKEN, switches=((f"{A}.loss_agg_mode", "seq-mean-token-sum-norm"),)),
     f"{A}.kl_loss_coef": when((f"{A}.use_kl_loss", True)),
@@ -204,7 +204,7 @@ def test_a_loss_over_sequences_leaves_the_aggregation_to_the_other_terms(term: t
 
 @pytest.mark.parametrize(
     "need",
-    [(f"{A}.use_kl_loss", True), KL_REWARD, (f"{LOSS}.loss_mode", "dpo"), (f"{LOSS}.loss_mode", "sppo"), PRIME],
+    [(f"{A}.use_kl_loss", True), KL_REWARD, (f"{LOSS}.loss_mode", "dpo"), PRIME],
 )
 def test_the_reference_and_its_settings_are_there_only_if_something_looks_at_it(need: tuple[str, Any]) -> None:
     keys = ("trainer.ref_update_freq", f"{REF}.fsdp_config.param_offload")

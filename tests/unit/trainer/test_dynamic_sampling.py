@@ -221,18 +221,28 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
 
 async def test_a_judgement_that_fails_fails_the_take() -> None:
     world = World([True], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("acc"))
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("words"))
     buffer.advance(0)
-    with pytest.raises(VerlError, match=r"filter_groups\.metric=acc"):
+    with pytest.raises(VerlError, match=r"filter_groups\.metric=words"):
         await buffer.take(2)
     await buffer.close()
 
 
-@pytest.mark.parametrize("name", ["score", "seq_reward", "seq_final_reward"])
+@pytest.mark.parametrize("name", ["score", "seq_reward", "seq_final_reward", "acc"])
 def test_scores_that_differ_are_signal(name: str) -> None:
     assert differs(name)(group_of(0, [0.0, 0.0, 1.0]))
     assert not differs(name)(group_of(0, [0.25, 0.25, 0.25]))
     assert not differs(name)(group_of(0, [0.25])), "the others could not be scored"
+
+
+@pytest.mark.parametrize(("name", "expected"), [("score", False), ("acc", False), ("seq_final_reward", True)])
+def test_penalties_for_length_are_no_signal_by_themselves(name: str, expected: bool) -> None:
+    wrong = [
+        handle
+        for penalty in (0.0, -0.5)
+        for handle in group_of(0, [penalty], metrics={"raw_score": 0.0, "overlong_penalty": penalty})
+    ]
+    assert differs(name)(wrong) == expected
 
 
 def test_a_named_number_is_compared_instead_of_the_score() -> None:
@@ -243,6 +253,6 @@ def test_a_named_number_is_compared_instead_of_the_score() -> None:
 
 def test_a_number_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
     with pytest.raises(
-        ConfigError, match=r"metric=acc: .* prompt 3 has no such number; choose one of score, format, words"
+        ConfigError, match=r"metric=tests: .* prompt 3 has no such number; choose one of score, format, words"
     ):
-        differs("acc")(group_of(3, [0.0, 1.0], metrics={"words": 2.0, "format": 1.0}))
+        differs("tests")(group_of(3, [0.0, 1.0], metrics={"words": 2.0, "format": 1.0}))

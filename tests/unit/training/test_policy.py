@@ -24,6 +24,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.errors import ConfigError
 from verl.training.policy import PolicyTrainer, PrimeRewardModel
+from verl.training.settings import Schedule
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
@@ -762,6 +763,14 @@ def test_what_was_prepared_is_forgotten_after_the_update() -> None:
     policy.update(step.plan)
     assert len(policy._batch) == 0
     assert not torch.equal(states["actor"]["model"]["table"], policy.states()["actor"]["model"]["table"])
+
+
+def test_the_learning_rate_moves_once_per_step_whatever_the_number_of_updates() -> None:
+    actor, step = Table(), step_of(SAMPLES, prompts=1)
+    actor.schedule = Schedule(1.0, warmup_steps=4)
+    policy = PolicyTrainer(actor)
+    assert len(step.plan.policy) == 2
+    assert [step.run(policy)["actor/lr"] for _ in range(3)] == [0.25, 0.5, 0.75]
 
 
 def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last() -> None:

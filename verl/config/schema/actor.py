@@ -20,7 +20,7 @@ Content = Literal["model", "optimizer", "extra", "hf_model"]
 _CLIP_COV = needs(".loss_mode", "clip_cov")
 _KL_COV = needs(".loss_mode", "kl_cov")
 _SAPO = needs(".loss_mode", "sapo")
-_DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla", "clip_cov")
+_DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla")
 _DECAYS = unless(".lr_scheduler_type", "constant")
 _OFFLOAD = (
     HAS_DEVICE_MEMORY,
@@ -35,8 +35,8 @@ _CLIP_RATIO = OnlyIf(
 )
 _AGGREGATES = OnlyIf(
     (".policy_loss.loss_mode", ".use_kl_loss", ".entropy_coeff"),
-    lambda loss, kl, entropy: loss not in ("gspo", "geo_mean", "dpo", "sppo") or kl or entropy != 0,
-    "{section}.policy_loss.loss_mode=gspo, geo_mean, dpo and sppo average over sequences by definition",
+    lambda loss, kl, entropy: loss not in ("gspo", "sapo", "geo_mean", "dpo", "sppo") or kl or entropy != 0,
+    "{section}.policy_loss.loss_mode=gspo, sapo, geo_mean, dpo and sppo average over sequences by definition",
 )
 _COMPILES = OnlyIf(
     (".use_torch_compile", "trainer.device"),
@@ -62,10 +62,10 @@ class OptimConfig(Section):
     betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
     eps: Positive = setting(1e-8, "Epsilon of AdamW.")
     lr_warmup_steps: int | None = setting(
-        None, "Optimizer steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
+        None, "Training steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
     )
     lr_warmup_steps_ratio: Fraction = setting(
-        0.0, "Warm-up as a fraction of all optimizer steps.", only_if=unless_given(".lr_warmup_steps")
+        0.0, "Warm-up as a fraction of all training steps.", only_if=unless_given(".lr_warmup_steps")
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Learning rate schedule after the warm-up."
@@ -75,7 +75,7 @@ class OptimConfig(Section):
 
 class PolicyLossConfig(Section):
     loss_mode: PolicyLoss | CustomFunction = setting(
-        "vanilla", "Policy loss; dpo and sppo compare the scored responses of a group, against the reference."
+        "vanilla", "Policy loss; dpo and sppo compare the scored responses of a group, dpo also with the reference."
     )
     tau_pos: Positive = setting(1.0, "Temperature of the sapo gate for positive advantages.", only_if=_SAPO)
     tau_neg: Positive = setting(1.05, "Temperature of the sapo gate for negative advantages.", only_if=_SAPO)
@@ -98,7 +98,7 @@ class PolicyLossConfig(Section):
         0.1, "Strength of the pull toward the reference (dpo).", only_if=needs(".loss_mode", "dpo")
     )
     sppo_eta: Positive = setting(
-        1.0, "Step size away from the reference for winning responses.", only_if=needs(".loss_mode", "sppo")
+        1.0, "Target of a response's log-ratio, per win rate above 1/2 (sppo).", only_if=needs(".loss_mode", "sppo")
     )
 
 
@@ -174,10 +174,12 @@ class ActorConfig(Section):
     )
     ppo_epochs: Count = setting(1, "Passes over the responses of a step.", unit="passes")
     shuffle: bool = setting(False, "Shuffle the samples of a step before they are split into mini-batches.")
-    clip_ratio: float = setting(
-        0.2, "Clip range of the probability ratio around 1.", gt=0, lt=1, only_if=(_CLIPPED, _CLIP_RATIO)
+    clip_ratio: Positive = setting(
+        0.2, "Clip range of the probability ratio around 1.", only_if=(_CLIPPED, _CLIP_RATIO)
     )
-    clip_ratio_low: float | None = setting(None, "Lower clip range; null: clip_ratio.", gt=0, lt=1, only_if=_CLIPPED)
+    clip_ratio_low: Positive | None = setting(
+        None, "Lower clip range; null: clip_ratio; from 1 on (cispo) there is no lower bound.", only_if=_CLIPPED
+    )
     clip_ratio_high: Positive | None = setting(None, "Upper clip range; null: clip_ratio.", only_if=_CLIPPED)
     clip_ratio_c: float = setting(
         3.0, "Upper bound of the ratio for negative advantages (dual clip).", gt=1, only_if=_DUAL_CLIP
