@@ -92,8 +92,8 @@ def _check_critic(config: Config) -> Iterator[str]:
     has_baseline = estimator not in _GROUP_ESTIMATORS or config.actor_rollout_ref.rollout.n > 1
     if enable is None and given and not has_baseline and not uses_preferences(config):
         yield (
-            f"algorithm.adv_estimator: {estimator} with {ROLLOUT}.n=1 has no baseline, and does not use the critic that "
-            f"is configured ({', '.join(given)}); set algorithm.adv_estimator=gae for PPO, or {ROLLOUT}.n=8"
+            f"algorithm.adv_estimator: {estimator} with {ROLLOUT}.n=1 has no baseline, and does not use the critic "
+            f"that is configured ({', '.join(given)}); set algorithm.adv_estimator=gae for PPO, or {ROLLOUT}.n=8"
         )
     if enable is None or is_custom_function(estimator) or uses_preferences(config) or enable == (estimator == "gae"):
         return

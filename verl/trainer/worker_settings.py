@@ -103,6 +103,7 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         base,
         lora=lora_settings(actor.peft, config.trainer.seed),
         grad_clip=actor.grad_clip,
+        max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
     )
     frozen = replace(
@@ -123,6 +124,7 @@ def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSetti
         role="critic",
         lora=lora_settings(critic.peft, config.trainer.seed),
         grad_clip=critic.grad_clip,
+        max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
@@ -137,6 +139,7 @@ def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSetting
         model_path,
         device=device,
         param_dtype=fsdp.model_dtype,
+        stochastic_rounding=fsdp.stochastic_rounding,
         compute_dtype=_dtype(fsdp.dtype, device),
         reshard_after_forward=fsdp.reshard_after_forward,
         param_offload=can_offload and fsdp.param_offload and not policy,

@@ -31,6 +31,7 @@ from verl.training.lora import check_base, describe_adapter, disable_adapter, is
 from verl.training.model import PackedCausalLM
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
+from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import to_hf
 
@@ -64,11 +65,9 @@ class FsdpEngine:
         self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
-            self.optimizer = torch.optim.AdamW(
-                [parameter for parameter in self.model.parameters() if parameter.requires_grad],
-                fused=True,
-                **_adamw(settings),
-            )
+            self.optimizer = build_optimizer(self.model.parameters(), settings)
+        self._scaler = LossScaler(settings.compute_dtype)
+        self._skipped_steps = 0  # in a row
         self.notes: list[str] = []  # for the user
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
@@ -137,11 +136,14 @@ class FsdpEngine:
                 reference.reshard()
             norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
         role = self.settings.role
-        return self._sum_over_ranks(shares) | {
+        metrics = {
             f"{role}/grad_norm": norm,
             f"{role}/lr": lr,
             f"{role}/skipped_steps": 0.0 if has_stepped else 1.0,
         }
+        if self._scaler.is_active:
+            metrics[f"{role}/loss_scale"] = self._scaler.scale
+        return self._sum_over_ranks(shares) | metrics
 
     def advance_schedule(self) -> None:
         self.step += 1
@@ -194,6 +196,8 @@ class FsdpEngine:
         parameters, and `base` identifies the weights that they belong to.
         """
         state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
+        if self._scaler.is_active:
+            state["schedule"]["loss_scale"] = self._scaler.state()
         with self._weights.on_device(), self._moments.on_device():
             state["model"] = get_model_state_dict(self.model.hf)
             if self._base is not None:
@@ -228,9 +232,10 @@ class FsdpEngine:
             if self.optimizer is not None and "optimizer" in state:
                 set_optimizer_state_dict(self.model.hf, self.optimizer, state["optimizer"], options=_FLAT)
                 for group in self.optimizer.param_groups:
-                    group.update(_adamw(self.settings))
+                    group.update(optimizer_options(self.settings))
         if "schedule" in state:
             self.step = int(state["schedule"]["step"])
+            self._scaler.load_state(state["schedule"].get("loss_scale", self._scaler.state()))
         if random_state := state.get("rng", {}).get(str(self.rank)):
             _set_random_state(random_state, self.device)
 
@@ -266,7 +271,7 @@ class FsdpEngine:
             torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
-        (share * self.world_size).backward()  # FSDP averages over ranks, but shares must be summed
+        (share * self.world_size * self._scaler.scale).backward()  # FSDP averages over ranks, but shares must be summed
         return metrics
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
@@ -280,18 +285,32 @@ class FsdpEngine:
         assert self.optimizer is not None
         grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         total = torch.nn.utils.get_total_norm(grads)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        scale = self._scaler.scale
+        norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / scale
+        self._record(is_finite=math.isfinite(norm))
         should_step = has_tokens and math.isfinite(norm)
         if should_step:
             clip = self.settings.grad_clip
-            if clip is not None and norm > clip:
-                torch._foreach_mul_(grads, clip / (norm + 1e-6))
+            factor = clip / (norm + 1e-6) if clip is not None and norm > clip else 1.0
+            if factor != scale:
+                torch._foreach_mul_(grads, factor / scale)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             with self._moments.on_device():
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         return norm, should_step
+
+    def _record(self, *, is_finite: bool) -> None:
+        """Count skipped steps, and adjust the scale of the loss; raise if too many steps in a row are skipped."""
+        self._scaler.record(is_finite=is_finite)
+        self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
+        if self._skipped_steps > self.settings.max_skipped_steps:
+            raise EngineError(
+                f"{self.settings.role}: the gradient was not finite in {self._skipped_steps} updates in a row: the "
+                "model is probably broken. Resume from an earlier checkpoint with a lower learning rate (optim.lr), or "
+                "increase trainer.faults.max_skipped_steps if this is expected"
+            )
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
         gathered: list[dict[str, float]] = [{} for _ in range(self.world_size)]
@@ -341,15 +360,6 @@ def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
     """Reduce gradients in float32; cast parameters to the compute dtype where it differs from theirs."""
     is_same = settings.compute_dtype == settings.param_dtype
     return MixedPrecisionPolicy(None if is_same else _dtype(settings.compute_dtype), reduce_dtype=torch.float32)
-
-
-def _adamw(settings: FsdpSettings) -> dict[str, Any]:
-    return {
-        "lr": settings.schedule.lr,
-        "betas": settings.betas,
-        "eps": settings.eps,
-        "weight_decay": settings.weight_decay,
-    }
 
 
 def _check_mask(batch: FlatBatch) -> None:

@@ -72,7 +72,9 @@ class FsdpSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    stochastic_rounding: bool = False  # of bfloat16 parameters
     grad_clip: float | None = 1.0
+    max_skipped_steps: int = 20  # updates in a row whose gradient is not finite
     param_dtype: str = "float32"  # of stored parameters and optimizer state
     compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False

@@ -106,6 +106,11 @@ class FsdpConfig(Section):
     model_dtype: Literal["float32", "bfloat16"] = setting(
         "float32", "Type of the master weights and optimizer moments."
     )
+    stochastic_rounding: bool = setting(
+        False,
+        "Round bfloat16 weights up or down at random, so that small updates are not lost; moments are float32.",
+        only_if=needs(".model_dtype", "bfloat16"),
+    )
     dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on CPU.")
     reshard_after_forward: bool = setting(
         True, "Free a layer's gathered weights between forward and backward: less memory, more communication."

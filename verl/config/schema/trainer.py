@@ -45,6 +45,10 @@ class FaultsConfig(Section):
     max_engine_restarts: Count = setting(
         5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts"
     )
+    max_skipped_steps: Count = setting(
+        20, "Maximum consecutive optimizer steps without a finite gradient, which are skipped; then the run stops.",
+        unit="steps",
+    )
     on_lost_node: Literal["wait", "shrink"] = setting(
         "wait", "After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."
     )
