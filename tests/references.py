@@ -207,21 +207,30 @@ def remax(batch: Batch) -> Rows:
     return rows
 
 
-def prime(batch: Batch, *, gamma: float) -> Rows:
-    """RLOO, plus the discounted sum of token rewards minus the mean token reward of the other responses."""
+def prime(batch: Batch, *, gamma: float, outcome: float, process: float) -> Rows:
+    """Whitened: outcome * RLOO + process * the discounted sum of token rewards minus the mean of the other responses.
+
+    Token rewards are divided by their largest sum from a token to the end, in absolute value, over the batch.
+    """
+    largest = 0.0
+    for response in batch:
+        total = 0.0
+        for t in reversed(response.generated()):
+            total += response.process[t]
+            largest = max(largest, abs(total))
 
     def mean_process(response: Response) -> float:
         return mean([response.process[t] for t in response.generated()]) if response.length() else 0.0
 
-    rows = rloo(batch)
+    rows = [[outcome * value for value in row] for row in rloo(batch)]
     for response, row in zip(batch, rows, strict=True):
         others = [other for other in batch if other.group == response.group and other is not response]
         baseline = mean([mean_process(other) for other in others]) if others else 0.0
         following = 0.0
         for t in reversed(response.generated()):
-            following = response.process[t] - baseline + gamma * following
-            row[t] += following
-    return rows
+            following = (response.process[t] - baseline) / (largest + 1e-6) + gamma * following
+            row[t] += process * following
+    return whitened(batch, rows)
 
 
 def gae(batch: Batch, *, gamma: float, lam: float) -> tuple[Rows, Rows]:

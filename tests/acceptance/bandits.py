@@ -159,7 +159,7 @@ class Run:
         last = batch.mask * torch.arange(len(batch.mask))
         rewards = torch.zeros(len(batch.mask), dtype=torch.float64)
         rewards[torch.stack([part.max() for part in last.split(batch.lengths.tolist())])] = scores
-        process = 5 * 0.5 * (self.logprobs(self.process.detach(), states, arms) - batch.ref_logprobs) * batch.mask
+        process = 0.5 * (self.logprobs(self.process.detach(), states, arms) - batch.ref_logprobs) * batch.mask
         return AdvantageInputs(
             scores=scores,
             groups=torch.arange(GROUPS).repeat_interleave(self.samples),

@@ -231,7 +231,8 @@ def estimator(ours, reference, *, by_std=True, smallest_group=1):
     def case(draw: random.Random) -> float:
         batch = random_batch(draw, smallest_group)
         gamma, lam = draw.choice([1.0, draw.uniform(0.5, 1)]), draw.choice([1.0, draw.random()])
-        options = EstimatorOptions(gamma=gamma, lam=lam, by_std=by_std)
+        coefs = {"outcome_coef": draw.uniform(0, 9), "process_coef": draw.uniform(0, 9)}
+        options = EstimatorOptions(gamma=gamma, lam=lam, by_std=by_std, **coefs)
         expected = reference(batch, options)
 
         def run(part, rank, gather):
@@ -588,7 +589,10 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         advantages.reinforce_plus_plus_baseline, lambda batch, o: ref.reinforce_plus_plus_baseline(batch)
     ),
     "remax": estimator(advantages.remax, lambda batch, o: ref.remax(batch)),
-    "prime": estimator(advantages.prime, lambda batch, o: ref.prime(batch, gamma=o.gamma)),
+    "prime": estimator(
+        advantages.prime,
+        lambda batch, o: ref.prime(batch, gamma=o.gamma, outcome=o.outcome_coef, process=o.process_coef),
+    ),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
     "loss geo_mean": sequence_loss("geo_mean", ref.geo_mean),

@@ -81,7 +81,7 @@ def policy(name, root):
     process = None
     if name == "prime":
         process = PrimeRewardModel(
-            engine(root / "model", role="process"), engine(root / "model", trainable=False), beta=0.5, coef=2.0
+            engine(root / "model", role="process"), engine(root / "model", trainable=False), beta=0.5
         )
     return PolicyTrainer(
         engine(root / "model"),

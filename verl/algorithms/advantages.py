@@ -169,16 +169,24 @@ def win_rate(x: AdvantageInputs) -> Tensor:
 
 
 def prime(x: AdvantageInputs) -> Tensor:
-    """RLOO on the scores, plus the return to go of process rewards minus the mean process reward of the others."""
+    """RLOO on the scores, plus the return to go of process rewards minus the mean process reward of the others.
+
+    Process rewards are divided by the largest |sum to the end| of the batch, both parts have a coefficient, and their
+    sum is whitened.
+    """
     if x.process is None:
         raise ValueError("prime: the samples have no process rewards; a process reward model must have seen them")
 
     def mean_of_others(means: Tensor) -> Tensor:
         return (means.sum() - means) / max(len(means) - 1, 1)
 
-    means = segment_sum(x.process * x.mask, x.offsets) / x.lengths.clamp(min=1)
-    gains = x.process - x.per_token(x.per_group(mean_of_others, means))
-    return rloo(x) + return_to_go(gains, x.mask, x.offsets, x.options.gamma)
+    sums = return_to_go(x.process, x.mask, x.offsets, 1.0).abs()
+    largest = x.gather(torch.cat([sums, sums.new_zeros(1)]).max()[None, None]).max()
+    process = x.process / (largest + EPS)
+    means = segment_sum(process * x.mask, x.offsets) / x.lengths.clamp(min=1)
+    gains = process - x.per_token(x.per_group(mean_of_others, means))
+    returns = return_to_go(gains, x.mask, x.offsets, x.options.gamma)
+    return whiten(x.options.outcome_coef * rloo(x) + x.options.process_coef * returns, x)
 
 
 def gae(x: AdvantageInputs) -> tuple[Tensor, Tensor]:

@@ -7,11 +7,13 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True, slots=True)
 class EstimatorOptions:
-    """`algorithm.gamma`, `lam` and `norm_adv_by_std_in_grpo`."""
+    """`algorithm.gamma`, `lam` and `norm_adv_by_std_in_grpo`, and the coefficients of `reward.prime`."""
 
     gamma: float = 1.0
     lam: float = 1.0
     by_std: bool = True
+    outcome_coef: float = 5.0
+    process_coef: float = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,4 +87,3 @@ class AlgorithmSettings:
     critic_warmup: int = 0  # steps that train only the critic
     ref_update_freq: int = -1  # steps after which the policy's weights are copied to the reference; -1: never
     prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the reward model
-    prime_coef: float = 5.0

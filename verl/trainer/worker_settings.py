@@ -67,6 +67,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         role="process",
         lora=None,
         schedule=Schedule(prime.lr),
+        weight_decay=0.0,
         grad_clip=prime.grad_clip,
     )
     has_prime_reference = prime.enable and not prime_shares_reference(config)
@@ -168,7 +169,13 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
     low, high = actor.clip_range
     return AlgorithmSettings(
         estimator=_estimator(config),
-        estimator_options=EstimatorOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo),
+        estimator_options=EstimatorOptions(
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            by_std=algorithm.norm_adv_by_std_in_grpo,
+            outcome_coef=config.reward.prime.outcome_coef,
+            process_coef=config.reward.prime.coef,
+        ),
         loss_mode=loss.loss_mode,
         loss_options=LossOptions(
             clip_low=low, clip_high=high, clip_c=actor.clip_ratio_c, **loss.model_dump(exclude={"loss_mode"})
@@ -195,7 +202,6 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
         ref_update_freq=config.trainer.ref_update_freq,
         prime_beta=config.reward.prime.beta,
-        prime_coef=config.reward.prime.coef,
     )
 
 

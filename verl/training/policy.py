@@ -37,16 +37,16 @@ from verl.types import Sample
 
 
 class PrimeRewardModel:
-    """A language model whose log-ratio to its initial weights is the reward of a token: coef * beta * (lp - lp_ref).
+    """A language model whose log-ratio to its initial weights is the reward of a token: beta * (lp - lp_ref).
 
     It is trained to predict whether a response is correct from the sum over its tokens. A score from 0 to 1 is taken as
     the probability of being correct; scores outside are clamped.
     """
 
     def __init__(
-        self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float, coef: float
+        self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float
     ) -> None:
-        self.model, self._reference, self._beta, self._coef = model, reference, beta, coef
+        self.model, self._reference, self._beta = model, reference, beta
         self._objective = OutcomeObjective(beta)
         self._batch = FlatBatch.empty()
 
@@ -56,7 +56,7 @@ class PrimeRewardModel:
         outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
         self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
         log_ratio = torch.where(batch.mask, _compute_logprobs(self.model, batch, cuts) - ref, 0.0)
-        return self._coef * self._beta * log_ratio.double()
+        return self._beta * log_ratio.double()
 
     def update(self, updates: Updates) -> Iterator[dict[str, float]]:
         """Run the planned optimizer steps and yield the metrics of each."""

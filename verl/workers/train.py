@@ -262,7 +262,7 @@ class TrainWorker(BaseTrainWorker):
             prime_reference = make_engine(settings.prime_reference) or reference
             assert prime_reference is not None
             prime = PrimeRewardModel(
-                FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta, coef=algorithm.prime_coef
+                FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta
             )
         self._policy = self._trained = PolicyTrainer(
             actor, algorithm, reference=reference, critic=make_engine(settings.critic), prime=prime

@@ -128,8 +128,17 @@ def test_remax_is_the_return_minus_the_score_of_the_greedy_response():
 
 def test_prime_adds_what_its_tokens_gain_over_those_of_the_others():
     x = responses([1.0, 0.0], masks=[[1, 1], [1, 1]], process=[[0.3, 0.1], [0.5, -0.1]])
-    # rloo: +1 and -1; the others' tokens gained 0.2 on average, in both cases.
-    assert prime(x).tolist() == pytest.approx([1.0, 0.9, -1.0, -1.3])
+    # rloo: +1 and -1. The largest sum to the end is 0.4; the others' tokens gained 0.2 / 0.4 on average, in both cases.
+    raw = torch.tensor([5.0, 5.0 - 5 * 0.25, -5.0, -5.0 - 5 * 0.75]).double()
+    assert prime(x).tolist() == pytest.approx(whiten(raw, x).tolist(), rel=1e-4)
+
+
+def test_the_scale_of_process_rewards_does_not_change_their_weight():
+    plain, larger = (
+        prime(responses([1.0, 0.0], masks=[[1, 1]] * 2, process=[[3 * scale, scale], [5 * scale, -scale]]))
+        for scale in (1e3, 1e4)
+    )
+    assert plain.tolist() == pytest.approx(larger.tolist(), rel=1e-6)
 
 
 def test_gae_by_hand():

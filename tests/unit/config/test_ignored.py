@@ -132,6 +132,7 @@ EFFECTS: dict[str, Effect] = {
     "reward.prime.lr": when(PRIME),
     "reward.prime.beta": when(PRIME),
     "reward.prime.coef": when(PRIME),
+    "reward.prime.outcome_coef": when(PRIME),
     "reward.prime.grad_clip": when(PRIME),
     "reward.overlong_buffer.enable": ALWAYS,
     "reward.overlong_buffer.len": when(OVERLONG),

@@ -69,7 +69,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "online_dpo": {"loss_mode": "dpo", "loss_options.dpo_beta": 0.1},
     "spin": {"loss_mode": "dpo", "ref_update_freq": 1},
     "sppo": {"loss_mode": "sppo", "estimator": "win_rate", "loss_options.sppo_eta": 1.0},
-    "prime": {"estimator": "prime", "prime_beta": 0.05, "prime_coef": 5.0},
+    "prime": {"estimator": "prime", "prime_beta": 0.05, "estimator_options.process_coef": 5.0},
 }
 BESIDE_THE_POLICY = {
     "ppo": {"critic"},

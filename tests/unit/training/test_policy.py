@@ -631,7 +631,7 @@ def test_a_reference_that_stays_is_not_in_the_checkpoint() -> None:
 
 
 def prime_policy(**changes: Any) -> PolicyTrainer:
-    process = PrimeRewardModel(Table(role="process", **changes), Table(trainable=False), beta=0.5, coef=2.0)
+    process = PrimeRewardModel(Table(role="process", **changes), Table(trainable=False), beta=0.5)
     return PolicyTrainer(Table(), AlgorithmSettings("prime"), prime=process)
 
 
@@ -652,7 +652,7 @@ def test_the_process_rewards_are_the_log_ratio_of_the_model_to_where_it_started(
     step.run(policy)
     assert not shown[0].any()  # type: ignore[union-attr]
     batch, model = FlatBatch.from_samples(step.samples), policy.prime.model  # type: ignore[union-attr]
-    expected = 2.0 * 0.5 * (model.lookup_logprobs(batch) - Table().lookup_logprobs(batch)).double()  # type: ignore[attr-defined]
+    expected = 0.5 * (model.lookup_logprobs(batch) - Table().lookup_logprobs(batch)).double()  # type: ignore[attr-defined]
     step.run(policy)
     assert expected.any()
     torch.testing.assert_close(shown[1], expected, atol=1e-6, rtol=1e-4)

@@ -79,7 +79,8 @@ class PrimeConfig(Section):
     model_path: str | None = setting(None, "Its initial and reference model; null: the actor's.")
     lr: Positive = setting(1e-6, "Its learning rate (AdamW).")
     beta: Positive = setting(0.05, "A token's reward is beta times its log-ratio to the initial model.")
-    coef: float = setting(5.0, "Weight of the process rewards; the response's score has weight 1.", ge=0)
+    coef: float = setting(5.0, "Weight of the process rewards, which are normalized over the batch.", ge=0)
+    outcome_coef: float = setting(5.0, "Weight of the response's score.", ge=0)
     grad_clip: Positive = setting(10.0, "Maximum norm of its gradient.")
 
 
