@@ -123,6 +123,7 @@ class SampleHandle:
 
     `tokens` counts prompt and response, `generated` the generated ones; `version` is the oldest weight version used.
     `index` is the position of the response within its group: (group, index) identifies a sample of a run.
+    `final_answer` is its vote among the responses to a validation prompt.
     """
 
     ref: Any
@@ -136,3 +137,4 @@ class SampleHandle:
     baseline: float | None = None
     failure: Failed | None = None
     index: int = 0
+    final_answer: str = ""

@@ -33,8 +33,7 @@ _RULES: dict[type[Section], tuple[_Rule, ...]] = {
         _Rule(
             ("trainer.ref_update_freq", REF),
             uses_reference,
-            "no reference policy is used; it requires use_kl_loss, use_kl_in_reward, loss_mode=dpo, or "
-            "reward.prime",
+            "no reference policy is used; it requires use_kl_loss, use_kl_in_reward, loss_mode=dpo, or reward.prime",
         ),
         _Rule(
             (f"{REF}.fsdp_config.param_offload",),

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from itertools import chain
 
 from verl.tracking.diagnosis import explain_all_zero
-from verl.trainer.statistics import pass_rates
+from verl.trainer.statistics import majority_score, pass_counts, pass_rates
 from verl.types import Failed, SampleHandle
 
 PASS_SCORE = 0.5
@@ -18,8 +18,8 @@ PASS_SCORE = 0.5
 
 
 class Evaluator:
-    """Samples responses to every validation prompt and reports, by data source and overall, the mean score; with
-    several responses to a prompt also the unbiased pass@k for powers of two.
+    """Samples responses to every validation prompt and reports, by data source and overall, the mean score; with n
+    responses to a prompt also the unbiased pass@k for powers of two and n, and maj@n, the score of the majority.
 
     `run_prompt(row)` returns the samples of one prompt; `sources[row]` is its data source; `preview(source)` describes
     one of the latest responses. `warnings` are those of the last validation; there is one per source in a run.
@@ -39,7 +39,7 @@ class Evaluator:
 
     async def evaluate(self) -> dict[str, float]:
         start = time.perf_counter()
-        by_prompt: dict[str, list[list[float]]] = defaultdict(list)
+        by_prompt: dict[str, list[list[SampleHandle]]] = defaultdict(list)
         truncated: Counter[str] = Counter()
         failures: list[Failed] = []
         count = 1
@@ -47,15 +47,16 @@ class Evaluator:
             rows = range(first, min(first + self._batch, len(self._sources)))
             for row, samples in zip(rows, await asyncio.gather(*map(self._run_prompt, rows)), strict=True):
                 source, count = self._sources[row], len(samples)
-                by_prompt[source].append([sample.score for sample in samples if sample.failure is None])
+                by_prompt[source].append([sample for sample in samples if sample.failure is None])
                 failures += [sample.failure for sample in samples if sample.failure is not None]
                 truncated[source] += sum(sample.finish_reason == "length" for sample in samples)
-        scores = {source: list(chain.from_iterable(prompts)) for source, prompts in by_prompt.items()}
+        scores = {
+            source: [sample.score for sample in chain.from_iterable(prompts)] for source, prompts in by_prompt.items()
+        }
         metrics = {f"val/{source}/mean@{count}": _mean(scores[source]) for source in sorted(scores)}
-        for source, prompts in sorted(by_prompt.items()):
-            for k in (2**power for power in range(1, count.bit_length())):
-                if rates := pass_rates(prompts, k, PASS_SCORE):
-                    metrics[f"val/{source}/pass@{k}"] = _mean(rates)
+        if count > 1:
+            for source, prompts in sorted(by_prompt.items()):
+                metrics |= {f"val/{source}/{name}": value for name, value in _compare(prompts, count).items()}
         if len(scores) > 1 and "all" not in scores:
             metrics[f"val/all/mean@{count}"] = _mean(list(chain.from_iterable(scores.values())))
         self.warnings = []
@@ -68,6 +69,18 @@ class Evaluator:
             metrics["val/unscored"] = float(len(failures))
             self.warnings.append(f"validation: {len(failures)} responses could not be scored; {failures[0].message}")
         return metrics | {"timing_s/validation": time.perf_counter() - start}
+
+
+def _compare(prompts: list[list[SampleHandle]], count: int) -> dict[str, float]:
+    """Return pass@k and maj@n of prompts with `count` responses each, of which some may not be scored."""
+    scores = [[sample.score for sample in samples] for samples in prompts]
+    rates = {f"pass@{k}": pass_rates(scores, k, PASS_SCORE) for k in pass_counts(count) if k > 1}
+    rates[f"maj@{count}"] = [
+        majority_score([sample.final_answer for sample in samples], values)
+        for samples, values in zip(prompts, scores, strict=True)
+        if samples
+    ]
+    return {name: _mean(values) for name, values in rates.items() if values}
 
 
 def _mean(scores: list[float]) -> float:

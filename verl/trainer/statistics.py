@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from verl.rewards.scorers.gsm8k import final_number
-from verl.rewards.scorers.math import last_boxed
+from verl.rewards.final_answer import extract_final_answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,30 +49,25 @@ def pass_rates(prompts: Sequence[Sequence[float]], k: int, threshold: float) -> 
     return [pass_at_k(len(scores), sum(score >= threshold for score in scores), k) for scores in enough]
 
 
-def majority_score(responses: ScoredResponses) -> float:
-    """Return the mean score of the responses with the most frequent final answer; ties are averaged.
+def majority_score(votes: Sequence[str], scores: Sequence[float]) -> float:
+    """Return the mean score of the responses with the most frequent vote, their final answer; ties are averaged.
 
-    >>> majority_score(ScoredResponses(["#### 4", "so #### 4", "#### 5"], [1.0, 1.0, 0.0]))
+    >>> majority_score(["4", "4", "5"], [1.0, 1.0, 0.0])
     1.0
     """
-    votes = [extract_final_answer(text) for text in responses.texts]
     counts = Counter(votes)
     winners = {vote for vote, count in counts.items() if count == max(counts.values())}
-    scores = [[s for vote, s in zip(votes, responses.scores, strict=True) if vote == winner] for winner in winners]
-    return float(np.mean([np.mean(of_winner) for of_winner in scores]))
+    by_winner = [[s for vote, s in zip(votes, scores, strict=True) if vote == winner] for winner in winners]
+    return float(np.mean([np.mean(of_winner) for of_winner in by_winner]))
 
 
-def extract_final_answer(text: str) -> str:
-    """Return the number after ####, or the content of the last \\boxed, or else the text in normalized form.
+def pass_counts(responses: int) -> list[int]:
+    """Return the k of pass@k that are reported: powers of two, and the number of responses.
 
-    >>> extract_final_answer("2 + 2 = 4\\n#### 4"), extract_final_answer(" The Answer!")
-    ('4', 'the answer')
+    >>> pass_counts(6)
+    [1, 2, 4, 6]
     """
-    if (number := final_number(text)) is not None:
-        return f"{number.normalize():f}"
-    if (boxed := last_boxed(text)) is not None:
-        return " ".join(boxed.split())
-    return " ".join(re.sub(r"[^\w\s.+-]", " ", text.casefold()).split()).strip(".")
+    return sorted({*(2**power for power in range(responses.bit_length())), responses})
 
 
 def bootstrap(values: Sequence[float], *, draws: int = 1000, seed: int = 0) -> Estimate:
@@ -103,10 +96,13 @@ def summarize(
     if not prompts:
         return {}
     most = max(len(responses.scores) for responses in prompts)
-    ks = ks or sorted({*(2**power for power in range(most.bit_length())), most})
+    ks = ks or pass_counts(most)
     values: dict[str, list[float]] = {f"mean@{most}": [float(np.mean(responses.scores)) for responses in prompts]}
     for k in ks:
         values[f"pass@{k}"] = pass_rates([responses.scores for responses in prompts], k, threshold)
     if most > 1:
-        values[f"maj@{most}"] = [majority_score(responses) for responses in prompts]
+        values[f"maj@{most}"] = [
+            majority_score([extract_final_answer(text) for text in responses.texts], responses.scores)
+            for responses in prompts
+        ]
     return {name: bootstrap(each, draws=draws, seed=seed) for name, each in values.items() if each}

@@ -43,9 +43,7 @@ class PrimeRewardModel:
     the probability of being correct; scores outside are clamped.
     """
 
-    def __init__(
-        self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float
-    ) -> None:
+    def __init__(self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float) -> None:
         self.model, self._reference, self._beta = model, reference, beta
         self._objective = OutcomeObjective(beta)
         self._batch = FlatBatch.empty()

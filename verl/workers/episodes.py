@@ -7,7 +7,7 @@ import asyncio
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from verl.config.schema.root import Config
 from verl.data.chat import load_tokenizer
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError
+from verl.rewards.final_answer import extract_final_answer
 from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.pool.pool import RewardClient, open_rewards
 from verl.rewards.result import FailureTracker, RewardResult, truncate
@@ -191,7 +192,14 @@ class EpisodeWorker:
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[request.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
-        return await asyncio.to_thread(lambda: [put_sample(sample, index) for index, sample in enumerate(samples)])
+        handles = await asyncio.to_thread(lambda: [put_sample(each, index) for index, each in enumerate(samples)])
+        if request.split == "train" or len(samples) == 1:
+            return handles
+        answers = (extract_final_answer(self._decode_response(sample)) for sample in samples)
+        return [replace(handle, final_answer=answer) for handle, answer in zip(handles, answers, strict=True)]
+
+    def _decode_response(self, sample: Sample) -> str:
+        return self._runner.decode(sample.tokens[sample.mask].tolist())
 
     async def ping(self) -> bool:
         return True
@@ -202,8 +210,7 @@ class EpisodeWorker:
         if not latest:
             return None
         prompt, sample = latest[-1]
-        response = self._runner.decode(sample.tokens[sample.mask].tolist())
-        return SamplePreview(prompt.data_source, response, prompt.ground_truth, sample.score)
+        return SamplePreview(prompt.data_source, self._decode_response(sample), prompt.ground_truth, sample.score)
 
 
 def put_sample(sample: Sample, index: int = 0) -> SampleHandle:

@@ -261,9 +261,7 @@ class TrainWorker(BaseTrainWorker):
         if settings.prime is not None:
             prime_reference = make_engine(settings.prime_reference) or reference
             assert prime_reference is not None
-            prime = PrimeRewardModel(
-                FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta
-            )
+            prime = PrimeRewardModel(FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta)
         self._policy = self._trained = PolicyTrainer(
             actor, algorithm, reference=reference, critic=make_engine(settings.critic), prime=prime
         )

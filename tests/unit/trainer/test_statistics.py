@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl.rewards.final_answer import extract_final_answer
 from verl.trainer.statistics import (
     ScoredResponses,
     bootstrap,
-    extract_final_answer,
     majority_score,
     pass_at_k,
     summarize,
@@ -41,12 +41,10 @@ def test_k_must_not_exceed_the_responses() -> None:
 
 
 def test_the_most_frequent_answer_counts() -> None:
-    assert (
-        majority_score(ScoredResponses(["#### 4", r"\boxed{5}", "so it is #### 4.0", "#### 3"], [1.0, 0.0, 1.0, 0.0]))
-        == 1.0
-    )
-    assert majority_score(ScoredResponses(["#### 4", "#### 5"], [1.0, 0.0])) == 0.5
-    assert majority_score(ScoredResponses(["Paris.", "paris", "Rome"], [1.0, 1.0, 0.0])) == 1.0
+    texts = ["#### 4", r"\boxed{5}", "so it is #### 4.0", "#### 3"]
+    assert majority_score([*map(extract_final_answer, texts)], [1.0, 0.0, 1.0, 0.0]) == 1.0
+    assert majority_score(["4", "5"], [1.0, 0.0]) == 0.5
+    assert majority_score([*map(extract_final_answer, ["Paris.", "paris", "Rome"])], [1.0, 1.0, 0.0]) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ class FaultsConfig(Section):
         5, "Maximum consecutive restarts of a failed engine; then the run continues without it.", unit="restarts"
     )
     max_skipped_steps: Count = setting(
-        20, "Maximum consecutive optimizer steps without a finite gradient, which are skipped; then the run stops.",
+        20,
+        "Maximum consecutive optimizer steps without a finite gradient, which are skipped; then the run stops.",
         unit="steps",
     )
     on_lost_node: Literal["wait", "shrink"] = setting(
