@@ -62,6 +62,16 @@ class AdvantageInputs:
         sums = torch.stack([value.double().sum() for value in values])
         return self.gather(sums[None]).sum(0).tolist()
 
+    def describe(self, values: Tensor) -> dict[str, float]:
+        """Return mean, std, min and max of all elements, over all ranks; empty if there are none."""
+        if not (count := self.total(torch.ones_like(values))[0]):
+            return {}
+        mean = self.total(values)[0] / count
+        (squares,) = self.total((values - mean).square())
+        extremes = torch.stack([-values.max(), values.min()]) if len(values) else values.new_full((2,), torch.inf)
+        highest, lowest = self.gather(extremes.double()[None]).amin(0).tolist()
+        return {"mean": mean, "std": (squares / count) ** 0.5, "min": lowest, "max": -highest}
+
     def select(self, indices: Tensor, mask: Tensor, offsets: Tensor) -> AdvantageInputs:
         """Return the sequences at `indices`, with new mask and offsets, and only their scores."""
         return replace(

@@ -1,6 +1,8 @@
 """Metrics by name. The console and the diagnosis read these:
 
 reward/mean, /min, /max, /std         rewards of the step's responses
+critic/score/mean, ...                the same, of the trained responses; critic/rewards/mean, ... after the KL penalty
+critic/advantages/mean, ...           advantages of the generated tokens; critic/returns/mean, ... with a critic
 reward/groups_without_signal          share of prompts whose responses all got the same reward
 response_length/mean, /clip_ratio     generated tokens; share of responses truncated by the length limit
 actor/kl, /kl_loss                    KL divergence from the reference, mean over tokens; the same as a term of the loss

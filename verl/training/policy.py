@@ -191,7 +191,8 @@ class PolicyTrainer:
             rank=self.actor.rank,
             gather=self.actor.gather,
         )
-        metrics = {}
+        metrics = _prefix("critic/score", inputs.describe(scores))
+        metrics |= _prefix("critic/rewards", inputs.describe(inputs.scores))  # after the KL penalty
         if batch.ref_logprobs is not None:
             total, tokens = inputs.total(_estimate_kl(batch, "k3"), batch.mask)
             metrics["actor/kl"] = total / max(tokens, 1.0)
@@ -208,9 +209,11 @@ class PolicyTrainer:
             problem = f"algorithm.adv_estimator={self.algorithm.estimator} returned advantages but no returns"
             raise ConfigError([f"critic.enable: {problem} to train it on; return both, or set critic.enable=false"])
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
-        if returns is None or self._inputs.values is None:
-            return batch, {}
-        return batch, {"critic/explained_variance": explained_variance(self._inputs, returns)}
+        metrics = _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask]))
+        if returns is not None and self._inputs.values is not None:
+            metrics |= _prefix("critic/returns", self._inputs.describe(returns[batch.mask]))
+            metrics["critic/explained_variance"] = explained_variance(self._inputs, returns)
+        return batch, metrics
 
     def _correct_mismatch(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
         """Measure the mismatch with the rollout engine, and correct it if the algorithm says so."""
@@ -281,6 +284,10 @@ def _restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor
     values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default dtype
     values[indices] = torch.cat([values[:0], *parts])
     return values
+
+
+def _prefix(name: str, statistics: Mapping[str, float]) -> dict[str, float]:
+    return {f"{name}/{key}": value for key, value in statistics.items()}
 
 
 def _estimate_kl(batch: FlatBatch, kind: str) -> Tensor:

@@ -12,7 +12,7 @@ from verl.types import Failed, SampleHandle
 pytestmark = pytest.mark.unit
 
 
-def sample(score: float, *, cut: bool = False, failure: Failed | None = None) -> SampleHandle:
+def sample(score: float, answer: str = "", *, cut: bool = False, failure: Failed | None = None) -> SampleHandle:
     return SampleHandle(
         ref=None,
         group=0,
@@ -22,6 +22,7 @@ def sample(score: float, *, cut: bool = False, failure: Failed | None = None) ->
         version=0,
         finish_reason="length" if cut else "stop",
         failure=failure,
+        final_answer=answer,
     )
 
 
@@ -43,7 +44,7 @@ async def test_means_are_by_data_source_and_over_all() -> None:
         assert found.pop("timing_s/validation") >= 0
         assert found == {
             **{"val/a/mean@2": 0.5, "val/b/mean@2": 1.0, "val/all/mean@2": 4 / 6},
-            **{"val/a/pass@2": 1.0, "val/b/pass@2": 1.0},
+            **{"val/a/pass@2": 1.0, "val/b/pass@2": 1.0, "val/a/maj@2": 0.5, "val/b/maj@2": 1.0},
         }
         assert validation.warnings == []
 
@@ -56,6 +57,18 @@ async def test_several_answers_give_pass_at_k_of_the_prompts_that_have_so_many()
         "val/all/pass@2": pytest.approx((0.5 + 0.0) / 2),
         "val/all/pass@4": 1.0,
     }
+
+
+async def test_any_number_of_responses_gives_pass_at_n_and_the_score_of_the_majority() -> None:
+    samples = [
+        [sample(1, "4"), sample(1, "4"), sample(0, "5")],
+        [sample(1, "4"), sample(0, "5"), sample(0, "5")],
+        [sample(0, "4"), sample(0, "5"), sample(1, "6")],
+    ]
+    metrics = await evaluator(samples, ["sums"] * 3).evaluate()
+    assert metrics["val/sums/pass@3"] == 1.0
+    assert metrics["val/sums/pass@2"] == pytest.approx((1 + 2 / 3 + 2 / 3) / 3)
+    assert metrics["val/sums/maj@3"] == pytest.approx((1 + 0 + 1 / 3) / 3)
 
 
 async def test_what_could_not_be_scored_is_left_out_and_counted() -> None:
