@@ -88,7 +88,8 @@ def _check_group_size(config: Config) -> Iterator[str]:
 def _check_critic(config: Config) -> Iterator[str]:
     """Check critic.enable: gae requires a critic, and only gae and custom estimators return targets for it."""
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
-    given = [key for key in collect_settings(Config) if key.startswith("critic.") and is_overridden(config, key)]
+    models = ("critic.model.", "critic.optim.")
+    given = [key for key in collect_settings(Config) if key.startswith(models) and is_overridden(config, key)]
     has_baseline = estimator not in _GROUP_ESTIMATORS or config.actor_rollout_ref.rollout.n > 1
     if enable is None and given and not has_baseline and not uses_preferences(config):
         yield (

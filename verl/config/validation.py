@@ -29,7 +29,7 @@ from verl.config.ignored import find_ignored_settings, find_unmet_condition
 from verl.config.paths import get_value, is_overridden
 from verl.config.requirements import check_engine_arguments
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.actor import OptimConfig
+from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.rules import ACTOR, ROLLOUT
 
 _VAL = f"{ROLLOUT}.val_kwargs"
@@ -227,6 +227,9 @@ def find_hints(config: Config) -> Iterator[str]:
                 "distribution and the trainer's those of the full one, so training/rollout_probs_diff_mean is large "
                 f"by construction; to compare them, set {ROLLOUT}.{name}={full}"
             )
+    yield from _check_master_weights(f"{ACTOR}.fsdp_config", actor.fsdp_config, actor.optim.lr)
+    if uses_critic(config):
+        yield from _check_master_weights("critic.fsdp_config", config.critic.fsdp_config, config.critic.optim.lr)
     if config.reward.reward_manager.name == "dapo":
         yield (
             "reward.reward_manager.name: dapo scores exactly as naive does; set reward.overlong_buffer.enable=true "
@@ -240,6 +243,15 @@ def _check_temperature(config: Config) -> Iterator[str]:
     temperature = config.actor_rollout_ref.rollout.temperature
     if temperature > 1.5:
         yield f"{ROLLOUT}.temperature: {temperature} is mostly noise above 1.5; set {ROLLOUT}.temperature=1.0"
+
+
+def _check_master_weights(section: str, fsdp: FsdpConfig, lr: float) -> Iterator[str]:
+    """Check that weights can hold small updates."""
+    if fsdp.model_dtype == "bfloat16" and not fsdp.stochastic_rounding and lr < 1e-4:
+        yield (
+            f"{section}.model_dtype: a bfloat16 weight drops updates below 1/512 of its size, so with lr={lr:g} "
+            f"almost none of them moves; set {section}.model_dtype=float32, or {section}.stochastic_rounding=true"
+        )
 
 
 def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Iterator[str]:
@@ -292,4 +304,5 @@ def find_sft_hints(config: SftConfig) -> Iterator[str]:
             f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}, "
             f"so longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}"
         )
+    yield from _check_master_weights("model.fsdp_config", config.model.fsdp_config, config.optim.lr)
     yield from find_ignored_settings(config)

@@ -72,6 +72,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         role="train",
         lora=lora_settings(model.peft, config.trainer.seed),
         grad_clip=config.optim.grad_clip,
+        max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
     )

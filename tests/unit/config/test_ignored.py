@@ -115,6 +115,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.loss_agg_mode": CRITIC,
     "critic.cliprange_value": CRITIC,
     "critic.grad_clip": CRITIC,
+    "critic.fsdp_config.stochastic_rounding": critic_when("critic.fsdp_config.model_dtype", "bfloat16"),
     "critic.checkpoint.load_contents": CRITIC,
     "critic.checkpoint.save_contents": CRITIC,
     "critic.fsdp_config.model_dtype": CRITIC,

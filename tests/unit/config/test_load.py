@@ -249,8 +249,8 @@ def test_every_suggested_override_fixes_its_problem() -> None:
         ("data.max_prompt_length=-5", ["actor_rollout_ref.rollout.max_model_len=600"]),
         ("data.max_response_length=x", ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=2000"]),
         (
-            "actor_rollout_ref.actor.ppo_epochs=0",
-            ["trainer.total_training_steps=10", "actor_rollout_ref.actor.optim.lr_warmup_steps=60"],
+            "trainer.critic_warmup=x",
+            ["algorithm.adv_estimator=gae", "trainer.total_training_steps=10", "critic.optim.lr_warmup_steps=10"],
         ),
         (
             "actor_rollout_ref.actor.policy_loss.clip_cov_ub=x",

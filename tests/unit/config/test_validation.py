@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from verl.config import requirements
 from verl.config.batch_sizes import (
     BatchSizes,
-    count_critic_optimizer_steps,
     count_engines,
-    count_optimizer_steps,
+    count_policy_steps,
     count_total_steps,
     count_train_ranks,
     derive_sizes,
@@ -134,6 +133,8 @@ def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str],
         ([f"{R}.n=1", "algorithm.adv_estimator=opo"], "leaves algorithm.adv_estimator=opo no group"),
         ([f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "counts twice"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=kl"], f"set {A}.kl_loss_type=low_var_kl"),
+        ([f"{A}.fsdp_config.model_dtype=bfloat16"], f"set {A}.fsdp_config.model_dtype=float32"),
+        ([GAE, "critic.fsdp_config.model_dtype=bfloat16"], "or critic.fsdp_config.stochastic_rounding=true"),
         (["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0"], "set algorithm.use_kl_in_reward=false"),
         ([GAE, "critic.ppo_mini_batch_size=2000"], "set critic.ppo_mini_batch_size=1024"),
         ([GAE, "critic.ppo_mini_batch_size=1000"], "the last mini-batch of a step has 24 prompts"),
@@ -325,8 +326,8 @@ def test_an_adaptive_kl_that_would_turn_negative_is_refused() -> None:
 @pytest.mark.parametrize(
     "overrides",
     [
-        [f"{A}.optim.lr_warmup_steps=40", "trainer.total_training_steps=10"],
-        [f"{A}.optim.lr_warmup_steps=39", "trainer.total_training_steps=10", COSINE],
+        [f"{A}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"],
+        [f"{A}.optim.lr_warmup_steps=9", "trainer.total_training_steps=10", COSINE],
         [f"{A}.optim.lr_warmup_steps=4000"],  # the data says how many steps
         [f"{A}.optim.lr_warmup_steps_ratio=1", "trainer.total_training_steps=10"],
         [f"{A}.optim.lr_warmup_steps_ratio=0.9", COSINE],
@@ -487,13 +488,19 @@ def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
     own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
     [loaded] = load([GAE, *actor, *own], complete=False)
     assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 1, 8, None)
-    assert count_critic_optimizer_steps(loaded.config, 10) == 1280
 
 
 def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:
     config = load([GAE, "trainer.critic_warmup=3"], complete=False)[0].config
-    assert [count_optimizer_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 4 * 7]
-    assert count_optimizer_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 4 * 10
+    assert [count_policy_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 7]
+    assert count_policy_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 10
+
+
+def test_the_table_of_sizes_names_the_unit_of_the_warm_up() -> None:
+    config = load([GAE, f"{A}.optim.lr_warmup_steps=10", "critic.optim.lr_warmup_steps=5"], complete=False)[0].config
+    rows = {size.name: (size.value, size.how) for size in derive_sizes(config)}
+    assert rows["learning rate warm-up steps"] == (10, "actor.optim.lr_warmup_steps, in training steps")
+    assert rows["critic learning rate warm-up steps"][0] == 5
 
 
 small = st.integers(1, 40)
