@@ -617,7 +617,33 @@ def importance_weights(batch: Batch, level: str, threshold: float, normalize: bo
     return rows
 
 
+def icepop_weights(batch: Batch, lower: float, upper: float) -> Rows:
+    """exp(D) of a token, and 0 outside the bounds."""
+    rows = []
+    for x in batch:
+        row = [0.0] * len(x.mask)
+        for t, d in zip(x.generated(), log_ratios(x), strict=True):
+            row[t] = math.exp(d) if lower <= math.exp(d) <= upper else 0.0
+        rows.append(row)
+    return rows
+
+
+def rejection_by_kl(batch: Batch, level: str, upper: float) -> list[list[bool]]:
+    """Keep what has k2 = D^2/2 or k3 = exp(D) - 1 - D up to a bound: per token, or the mean or maximum of a sequence."""
+    rows = []
+    for x in batch:
+        row = [False] * len(x.mask)
+        estimates = [d * d / 2 if level.endswith("k2") else math.exp(d) - 1 - d for d in log_ratios(x)]
+        for t, own in zip(x.generated(), estimates, strict=True):
+            value = own if level.startswith("token") else max(estimates) if "max" in level else mean(estimates)
+            row[t] = value <= upper
+        rows.append(row)
+    return rows
+
+
 def rejection_mask(batch: Batch, level: str, lower: float, upper: float) -> list[list[bool]]:
+    if level.endswith(("_k2", "_k3")):
+        return rejection_by_kl(batch, level, upper)
     rows = []
     for x in batch:
         logs = log_statistics(x, level)

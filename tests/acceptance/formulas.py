@@ -18,6 +18,7 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from itertools import repeat
 from types import SimpleNamespace
+from typing import get_args
 
 import _common
 import references as ref
@@ -36,6 +37,7 @@ from verl.algorithms.losses import KL_KINDS, PER_SEQUENCE, LossInputs, kl_penalt
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
 from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
+from verl.config.schema.algorithm import Rejection
 from verl.rewards.settings import OverlongPenalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 
@@ -494,12 +496,17 @@ def outcome(draw: random.Random) -> float:
 def weights(level, normalize):
     def case(draw: random.Random) -> float:
         batch, threshold = with_policies(draw, random_batch(draw)), draw.uniform(1, 5)
-        c = Correction(weigh=level, threshold=threshold, normalize=normalize)
+        c = Correction(weigh=level, threshold=threshold, threshold_lower=draw.random(), normalize=normalize)
+        expected = (
+            ref.icepop_weights(batch, c.threshold_lower, threshold)
+            if level == "icepop"
+            else ref.importance_weights(batch, level, threshold, normalize)
+        )
 
         def run(part, rank, gather):
             return (importance_weights(flat(part, "old"), flat(part, "roll"), *layout(part), c, gather),)
 
-        return on_all_ranks(draw, batch, run, (ref.importance_weights(batch, level, threshold, normalize),))
+        return on_all_ranks(draw, batch, run, (expected,))
 
     return case
 
@@ -507,7 +514,7 @@ def weights(level, normalize):
 def rejection(level):
     def case(draw: random.Random) -> float:
         batch = with_policies(draw, random_batch(draw))
-        c = Correction(reject=level, lower=draw.uniform(0, 1), upper=draw.uniform(1, 5))
+        c = Correction(reject=level, lower=draw.uniform(0, 1), upper=draw.choice([0.01, draw.uniform(1, 5)]))
         ours = rejection_mask(flat(batch, "old"), flat(batch, "roll"), *layout(batch), c)
         expected = ref.rejection_mask(batch, level, c.lower, c.upper)
         return difference(ours.tolist(), [value for row in expected for value in row])
@@ -609,7 +616,8 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         for level in ("token", "sequence")
         for normalize in (False, True)
     },
-    **{f"rejection {level}": rejection(level) for level in ("token", "sequence", "geometric")},
+    "weights icepop": weights("icepop", False),
+    **{f"rejection {level}": rejection(level) for level in get_args(Rejection)},
     "mismatch": mismatch,
     "kl controller": controller,
     "overlong penalty": overlong,

@@ -22,9 +22,14 @@ def importance_weights(
 ) -> Tensor:
     """Return min(exp(D), threshold) per token or min(exp(sum D), threshold) per sequence: [T], detached.
 
-    With `c.normalize` they are divided by their mean over the generated tokens, or the sequences, of all ranks.
+    With `icepop` the weight is exp(D) of the token, or 0 if that is outside [threshold_lower, threshold]. With
+    `c.normalize` they are divided by their mean over the generated tokens, or the sequences, of all ranks.
     """
-    weights = _ratio(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
+    if c.weigh == "icepop":
+        weights = _statistic(old, rollout, mask, offsets, "token")
+        weights = weights * ((weights >= c.threshold_lower) & (weights <= c.threshold)) * mask
+    else:
+        weights = _statistic(old, rollout, mask, offsets, c.weigh or "token").clamp(max=c.threshold) * mask
     if c.normalize:
         shares = mask.double()
         if c.weigh == "sequence":
@@ -35,20 +40,41 @@ def importance_weights(
 
 
 def rejection_mask(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, c: Correction) -> Tensor:
-    """Return the mask without the tokens or sequences whose ratio is outside [lower, upper]: [T]."""
-    ratio = _ratio(old, rollout, mask, offsets, c.reject or "token")
-    return mask & (ratio >= c.lower) & (ratio <= c.upper)
+    """Return the mask without the tokens or sequences whose statistic is outside [lower, upper]: [T].
+
+    The estimates k2 and k3 of the KL are at least 0, and have only an upper bound.
+    """
+    name = c.reject or "token"
+    statistic = _statistic(old, rollout, mask, offsets, name)
+    is_low = torch.zeros_like(mask) if is_kl_estimate(name) else statistic < c.lower
+    return mask & ~is_low & (statistic <= c.upper)
 
 
-def _ratio(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, level: str) -> Tensor:
-    """Return exp(D) of each token, or of its sequence with D summed ("sequence") or averaged ("geometric"): [T]."""
+def is_kl_estimate(reject: str) -> bool:
+    """Whether a kind of rejection compares estimates of the KL, not ratios."""
+    return reject.endswith(("_k2", "_k3"))
+
+
+def _statistic(old: Tensor, rollout: Tensor, mask: Tensor, offsets: Tensor, name: str) -> Tensor:
+    """Return a statistic of D for each token: [T].
+
+    - `token`, `sequence`, `geometric`: exp(D), exp(sum D), exp(mean D)
+    - `token_k2`, `token_k3`: D^2 / 2, exp(D) - 1 - D
+    - `seq_mean_k2`, `seq_max_k2`, `seq_mean_k3`, `seq_max_k3`: their mean or maximum over the sequence
+    """
     gap = torch.where(mask, (old - rollout).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), 0.0).detach()
-    if level != "token":
+    ids, counts = segment_ids(offsets), segment_sum(mask.to(gap.dtype), offsets).clamp(min=1.0)
+    if name == "token":
+        return gap.exp()
+    if name in ("sequence", "geometric"):
         sums = segment_sum(gap, offsets)
-        if level == "geometric":
-            sums = sums / segment_sum(mask.to(gap.dtype), offsets).clamp(min=1.0)
-        gap = sums[segment_ids(offsets)]
-    return gap.exp()
+        return (sums / counts if name == "geometric" else sums)[ids].exp()
+    estimates = gap.square() / 2 if name.endswith("k2") else gap.exp() - 1 - gap
+    if name.startswith("token"):
+        return estimates
+    if "max" in name:
+        return estimates.new_zeros(len(counts)).scatter_reduce(0, ids, estimates, "amax")[ids]
+    return (segment_sum(estimates, offsets) / counts)[ids]
 
 
 def mismatch_moments(old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> Tensor:

@@ -36,14 +36,19 @@ class LossOptions:
 
 @dataclass(frozen=True, slots=True)
 class Correction:
-    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off if None."""
+    """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off if None.
 
-    weigh: str | None = None  # token, sequence
+    With `bypass` the engine's log-probs are the old ones: there is no pass for them, and nothing else to correct.
+    """
+
+    weigh: str | None = None  # token, sequence, icepop
     threshold: float = 2.0
+    threshold_lower: float = 0.5  # of icepop
     normalize: bool = False
-    reject: str | None = None  # token, sequence, geometric
+    reject: str | None = None  # see correction.py
     upper: float = 2.0
     lower: float = 0.5
+    bypass: bool = False
 
 
 @dataclass(frozen=True, slots=True)

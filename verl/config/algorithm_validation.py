@@ -36,13 +36,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
             f"{ACTOR}.clip_ratio_low: {low:g} must be below 1, since a probability ratio is above 0; only "
             f"{_LOSS}.loss_mode=cispo works without a lower bound; set {ACTOR}.clip_ratio_low=0.2"
         )
-    correction = config.algorithm.rollout_correction
-    if correction.rollout_rs == "geometric" and "rollout_rs_threshold" not in correction.model_fields_set:
-        yield (
-            f"{_CORRECTION}.rollout_rs: geometric compares the mean ratio of a sequence, which hardly differs from 1, "
-            f"so the default threshold of {correction.rollout_rs_threshold:g} would reject nothing; set "
-            f"{_CORRECTION}.rollout_rs_threshold=1.001"
-        )
+    yield from _check_correction(config)
     overlong, longest = config.reward.overlong_buffer, config.data.max_response_length
     if overlong.enable and not 1 <= overlong.len <= longest:
         yield (
@@ -82,6 +76,35 @@ def _check_group_size(config: Config) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.n: {n} must be at least 2 with {shown}, since responses to the same prompt are compared; set "
             f"{ROLLOUT}.n=8"
+        )
+
+
+def _check_correction(config: Config) -> Iterator[str]:
+    correction, algorithm = config.algorithm.rollout_correction, config.algorithm
+    reject, threshold = correction.rollout_rs, correction.rollout_rs_threshold
+    if reject not in (None, "token", "sequence") and "rollout_rs_threshold" not in correction.model_fields_set:
+        fix = 1.001 if reject == "geometric" else 0.01
+        yield (
+            f"{_CORRECTION}.rollout_rs: {reject} hardly differs from its ideal value, so the default threshold of "
+            f"{threshold:g} would reject nothing; set {_CORRECTION}.rollout_rs_threshold={fix}"
+        )
+    elif reject in ("token", "sequence", "geometric") and threshold <= 1:
+        yield (
+            f"{_CORRECTION}.rollout_rs_threshold: {threshold:g} must be above 1, the ratio of equal probabilities; set "
+            f"{_CORRECTION}.rollout_rs_threshold=2.0"
+        )
+    if not correction.bypass_mode:
+        return
+    for key, is_given in (("rollout_is", correction.rollout_is), ("rollout_rs", reject)):
+        if is_given:
+            yield (
+                f"{_CORRECTION}.{key}: compares the trainer's log-probs with the engine's, but {_CORRECTION}."
+                f"bypass_mode=true does not compute the former; set {_CORRECTION}.bypass_mode=false"
+            )
+    if algorithm.use_kl_in_reward and algorithm.kl_penalty == "full":
+        yield (
+            f"{_CORRECTION}.bypass_mode: true saves the forward pass that the exact KL (algorithm.kl_penalty=full) "
+            "requires; set algorithm.kl_penalty=low_var_kl"
         )
 
 

@@ -192,10 +192,12 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         correction=Correction(
             weigh=correction.rollout_is,
             threshold=correction.rollout_is_threshold,
+            threshold_lower=correction.rollout_is_threshold_lower,
             normalize=correction.rollout_is_batch_normalize,
             reject=correction.rollout_rs,
             upper=correction.rollout_rs_threshold,
             lower=correction.rollout_rs_threshold_lower or 1 / correction.rollout_rs_threshold,
+            bypass=correction.bypass_mode,
         ),
         value_clip=critic.cliprange_value,
         value_agg_mode=critic.loss_agg_mode,

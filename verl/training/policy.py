@@ -157,8 +157,12 @@ class PolicyTrainer:
         """Add log-probs and values to a batch; also return the exact KL [T], if the reward needs it."""
         cuts = plan.forward
         exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT_KL else None
-        outputs = self.actor.forward(batch.split(cuts), reference=exact)
-        batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
+        outputs: list[ModelOutput] = []
+        if self.algorithm.correction.bypass:
+            batch = batch.with_(old_logprobs=batch.rollout_logprobs)
+        else:
+            outputs = self.actor.forward(batch.split(cuts), reference=exact)
+            batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
         if self.reference is not None:
             batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
         if self.critic is not None:
@@ -220,6 +224,8 @@ class PolicyTrainer:
         assert batch.old_logprobs is not None
         assert batch.rollout_logprobs is not None
         pair, correction = (batch.old_logprobs, batch.rollout_logprobs), self.algorithm.correction
+        if correction.bypass:  # they are the same
+            return batch, {}
         moments = mismatch_moments(*pair, batch.mask)
         metrics = mismatch_metrics(self.actor.gather(moments[None]))
         mask, weights = batch.mask, None
@@ -241,7 +247,8 @@ class PolicyTrainer:
             if prepass is None:
                 yield update(self._batch.split(parts))
             else:
-                micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=step > 0)
+                is_current = step == 0 and not self.algorithm.correction.bypass
+                micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=not is_current)
                 yield update(micro_batches) | metrics
 
     def _run_prepass(

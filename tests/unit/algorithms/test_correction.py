@@ -55,6 +55,26 @@ def test_normalized_weights_have_mean_one_over_all_ranks(level, old):
     assert results == pytest.approx([weight / mean for weight in plain])
 
 
+def test_icepop_drops_the_weights_of_tokens_that_differ_too_much_in_either_direction():
+    correction = Correction(weigh="icepop", threshold=2.0, threshold_lower=0.5)
+    assert weights(correction) == pytest.approx([math.exp(0.1), math.exp(0.4), 0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("name", "upper", "expected"),
+    [
+        ("token_k2", 0.1, [1, 1, 0, 0, 0]),  # 0.005, 0.08, 0.5, 0.405
+        ("token_k3", 0.1, [1, 1, 0, 0, 0]),  # 0.0052, 0.0918, 0.368, 0.56
+        ("seq_mean_k2", 0.1, [1, 1, 0, 0, 0]),
+        ("seq_max_k2", 0.05, [0, 0, 0, 0, 0]),
+        ("seq_max_k3", 0.6, [1, 1, 0, 1, 1]),
+    ],
+)
+def test_estimates_of_the_kl_have_only_an_upper_bound(name, upper, expected):
+    correction = Correction(reject=name, lower=0.9, upper=upper)
+    assert rejection_mask(OLD, ROLLOUT, MASK, OFFSETS, correction).tolist() == [bool(e) for e in expected]
+
+
 def test_weights_carry_no_gradient():
     old = OLD.clone().requires_grad_()
     assert not importance_weights(old, ROLLOUT, MASK, OFFSETS, Correction("token"), lambda rows: rows).requires_grad

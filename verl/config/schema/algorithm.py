@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import model_validator
 
 from verl.config.schema.actor import KlKind
 from verl.config.schema.base import Count, CustomFunction, Fraction, Positive, Section, section, setting
@@ -22,6 +24,10 @@ Estimator = Literal[
     "grpo_passk",
 ]
 
+
+Rejection = Literal[
+    "token", "sequence", "geometric", "token_k2", "token_k3", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"
+]
 
 _ADAPTIVE = needs(".type", "adaptive", reason="{section}.type=fixed keeps kl_coef constant")
 _KL_IN_REWARD = needs(
@@ -49,21 +55,55 @@ class FilterGroupsConfig(Section):
     max_num_gen_batches: int = setting(10, "Maximum batches generated per step; 0: no limit.", unit="batches", ge=0)
 
 
+CORRECTION_PRESETS: dict[str, dict[str, Any]] = {
+    "tis": {"rollout_is": "token"},
+    "tis_sequence": {"rollout_is": "sequence"},
+    "mis": {"rollout_rs": "token"},
+    "mis_sequence": {"rollout_rs": "sequence"},
+    "mis_geometric": {"rollout_rs": "geometric", "rollout_rs_threshold": 1.001},
+    "icepop": {"rollout_is": "icepop", "rollout_is_threshold": 5.0, "rollout_is_threshold_lower": 0.5},
+    "bypass": {"bypass_mode": True},
+}
+"""`algorithm.rollout_correction.preset` -> the settings that it stands for; those that are given win."""
+
+
 class RolloutCorrectionConfig(Section):
-    rollout_is: Literal["token", "sequence"] | None = setting(
-        None, "Importance weights per token or per sequence; null: none."
+    preset: Literal["tis", "tis_sequence", "mis", "mis_sequence", "mis_geometric", "icepop", "bypass"] | None = setting(
+        None, "A usual combination of the settings below, which override it; null: none."
+    )
+    rollout_is: Literal["token", "sequence", "icepop"] | None = setting(
+        None, "Importance weights per token or per sequence; icepop: per token, 0 outside the bounds; null: none."
     )
     rollout_is_threshold: Positive = setting(2.0, "Upper bound of the weights.", only_if=needs_given(".rollout_is"))
+    rollout_is_threshold_lower: Fraction = setting(
+        0.5, "Lower bound of the weights (icepop).", only_if=needs(".rollout_is", "icepop")
+    )
     rollout_is_batch_normalize: bool = setting(
         False, "Scale the weights to a mean of 1.", only_if=needs_given(".rollout_is")
     )
-    rollout_rs: Literal["token", "sequence", "geometric"] | None = setting(
-        None, "Reject tokens or sequences whose ratio is out of bounds; geometric: by a sequence's mean ratio."
+    rollout_rs: Rejection | None = setting(
+        None, "Reject tokens or sequences by their ratio (geometric: mean ratio), or by k2 or k3, estimates of the KL."
     )
-    rollout_rs_threshold: float = setting(2.0, "Largest accepted ratio.", gt=1, only_if=needs_given(".rollout_rs"))
+    rollout_rs_threshold: Positive = setting(
+        2.0, "Largest accepted ratio or estimate.", only_if=needs_given(".rollout_rs")
+    )
     rollout_rs_threshold_lower: float | None = setting(
-        None, "Smallest accepted ratio; null: 1 / rollout_rs_threshold.", gt=0, lt=1, only_if=needs_given(".rollout_rs")
+        None,
+        "Smallest accepted ratio; null: 1 / rollout_rs_threshold.",
+        gt=0,
+        lt=1,
+        only_if=needs(".rollout_rs", "token", "sequence", "geometric"),
     )
+    bypass_mode: bool = setting(
+        False,
+        "Take the engine's log-probs as the old ones, which saves a forward pass; the loss then clips the mismatch.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _apply_preset(cls, values: Any) -> Any:
+        name = values.get("preset") if isinstance(values, dict) else None
+        return CORRECTION_PRESETS.get(name, {}) | values if isinstance(name, str) else values
 
 
 class AlgorithmConfig(Section):
