@@ -90,8 +90,8 @@ class FakeTrainEngine:
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         yield "table", self.table.detach().to(dtype)
 
-    def copy_weights_from(self, other: Any) -> None:
-        self.table.data.copy_(other.table.data)
+    def copy_weights_from(self, other: Any, ratio: float = 1.0) -> None:
+        self.table.data.lerp_(other.table.data, ratio)
 
     def state(self) -> dict[str, Any]:
         moments = self.optimizer.state.get(self.table) or {

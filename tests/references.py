@@ -629,7 +629,7 @@ def icepop_weights(batch: Batch, lower: float, upper: float) -> Rows:
 
 
 def rejection_by_kl(batch: Batch, level: str, upper: float) -> list[list[bool]]:
-    """Keep what has k2 = D^2/2 or k3 = exp(D) - 1 - D up to a bound: per token, or the mean or maximum of a sequence."""
+    """Keep k2 = D^2/2 or k3 = exp(D) - 1 - D up to a bound: of the token, or the sequence's mean or maximum."""
     rows = []
     for x in batch:
         row = [False] * len(x.mask)

@@ -90,5 +90,7 @@ class AlgorithmSettings:
     value_clip: float = 0.5
     value_agg_mode: str = "token-mean"
     critic_warmup: int = 0  # steps that train only the critic
+    mask_truncated: bool = False  # responses that the length limit cut off count in the baseline, but are not trained
+    ref_update_ratio: float = 1.0  # of the way from the reference to the policy, at each update of the reference
     ref_update_freq: int = -1  # steps after which the policy's weights are copied to the reference; -1: never
     prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the reward model

@@ -31,7 +31,7 @@ class _Rule(NamedTuple):
 _RULES: dict[type[Section], tuple[_Rule, ...]] = {
     Config: (
         _Rule(
-            ("trainer.ref_update_freq", REF),
+            ("trainer.ref_update_freq", "trainer.ref_update_ratio", REF),
             uses_reference,
             "no reference policy is used; it requires use_kl_loss, use_kl_in_reward, loss_mode=dpo, or reward.prime",
         ),

@@ -202,7 +202,9 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         value_clip=critic.cliprange_value,
         value_agg_mode=critic.loss_agg_mode,
         critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
+        mask_truncated=algorithm.mask_truncated,
         ref_update_freq=config.trainer.ref_update_freq,
+        ref_update_ratio=config.trainer.ref_update_ratio,
         prime_beta=config.reward.prime.beta,
     )
 

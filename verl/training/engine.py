@@ -72,8 +72,8 @@ class TrainEngine(Protocol[Output]):
         """
         ...
 
-    def copy_weights_from(self, other: TrainEngine[Output]) -> None:
-        """Copy the weights of another engine with the same model and sharding."""
+    def copy_weights_from(self, other: TrainEngine[Output], ratio: float = 1.0) -> None:
+        """Move the weights toward those of another engine with the same model and sharding; by default all the way."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -182,12 +182,11 @@ class FsdpEngine:
                     full = local.full_tensor() if isinstance(local, DTensor) else local
                     yield name, full.clone() if self._weights.active else full  # on one rank it may be the shard
 
-    def copy_weights_from(self, other: Any) -> None:
-        """Copy the shards of another engine with the same model."""
+    def copy_weights_from(self, other: Any, ratio: float = 1.0) -> None:
         source = dict(other.model.named_parameters())
         with torch.no_grad(), self._weights.on_device(), other._weights.on_device():
             for name, parameter in self.model.named_parameters():
-                parameter.copy_(source[name])
+                parameter.copy_(source[name] if ratio == 1 else torch.lerp(parameter, source[name], ratio))
 
     def state(self) -> dict[str, Any]:
         """Return sharded model and optimizer, the schedule's step, and the random states under the key of this rank.

@@ -94,6 +94,9 @@ class PolicyTrainer:
             process = self.prime.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
             self._inputs = replace(self._inputs, process=process)
         batch, advantage_metrics = self._estimate_advantages(batch)
+        if self.algorithm.mask_truncated:
+            is_whole = torch.tensor([sample.finish_reason != "length" for sample in samples], dtype=torch.bool)
+            batch = batch.with_(mask=batch.mask & is_whole[batch.segment_ids])
         self._batch, mismatch = self._correct_mismatch(batch)
         return metrics | advantage_metrics | mismatch
 
@@ -113,7 +116,7 @@ class PolicyTrainer:
         self._steps += 1
         every = self.algorithm.ref_update_freq
         if self.reference is not None and every > 0 and self._steps % every == 0:
-            self.reference.copy_weights_from(self.actor)
+            self.reference.copy_weights_from(self.actor, self.algorithm.ref_update_ratio)
         self._batch = FlatBatch.empty()
         return metrics
 

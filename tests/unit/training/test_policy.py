@@ -620,6 +620,32 @@ def test_the_reference_becomes_the_policy_every_so_many_steps_and_is_in_the_chec
         assert torch.equal(parts.reference.table, whole.reference.table)  # type: ignore[union-attr]
 
 
+def test_a_reference_can_be_a_moving_average_of_the_policy() -> None:
+    step = step_of(PAIRS)
+    policy = PolicyTrainer(
+        Table(), algorithm_of("dpo", ref_update_freq=1, ref_update_ratio=0.25), reference=Table(trainable=False)
+    )
+    start = Table().table.detach().clone()
+    step.run(policy)
+    expected = start + 0.25 * (policy.actor.table - start)  # type: ignore[attr-defined]
+    torch.testing.assert_close(policy.reference.table, expected)  # type: ignore[union-attr]
+
+
+def test_truncated_responses_count_in_the_baseline_but_are_not_trained() -> None:
+    cut = [replace(SAMPLES[0], finish_reason="length"), *SAMPLES[1:]]
+    step = step_of(cut)
+    policies = [PolicyTrainer(Table(), AlgorithmSettings(mask_truncated=flag)) for flag in (False, True)]
+    for policy in policies:
+        policy.prepare(step.samples, step.plan)
+    plain, masked = (policy._batch for policy in policies)
+    assert torch.equal(plain.advantages, masked.advantages)  # type: ignore[arg-type]
+    dropped = plain.mask & ~masked.mask
+    indices = [i for i, sample in enumerate(step.samples) if sample.finish_reason == "length"]
+    assert dropped.any()
+    assert set(plain.segment_ids[dropped].tolist()) == set(indices)
+    assert not masked.mask[torch.isin(masked.segment_ids, torch.tensor(indices))].any()
+
+
 def test_a_reference_that_stays_is_not_in_the_checkpoint() -> None:
     policy = PolicyTrainer(Table(), algorithm_of("dpo"), reference=Table(trainable=False))
     step_of(PAIRS).run(policy)

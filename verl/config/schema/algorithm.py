@@ -122,6 +122,9 @@ class AlgorithmConfig(Section):
     kl_ctrl: KlControlConfig = section(
         KlControlConfig, "Coefficient of the KL penalty in the reward.", only_if=_KL_IN_REWARD
     )
+    mask_truncated: bool = setting(
+        False, "Do not train on responses cut off by data.max_response_length; they still count in the baseline."
+    )
     filter_groups: FilterGroupsConfig = section(
         FilterGroupsConfig, "Dynamic sampling (DAPO).", only_if=needs("algorithm.filter_groups.enable")
     )

@@ -133,6 +133,13 @@ class TrainerConfig(RunConfig):
     ref_update_freq: Interval = setting(
         -1, "Steps between updates of the reference to the current policy (SPIN); -1: none.", unit="steps"
     )
+    ref_update_ratio: float = setting(
+        1.0,
+        "How far such an update moves the reference to the policy: 1: all the way; less: a moving average (EMA).",
+        gt=0,
+        le=1,
+        only_if=unless(".ref_update_freq", -1),
+    )
     max_staleness: int = setting(
         0, "Maximum weight versions that a response may lag; 0: synchronous.", unit="versions", ge=0, planned=True
     )
