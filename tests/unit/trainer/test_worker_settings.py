@@ -161,7 +161,25 @@ def test_the_lower_bound_of_rejection_is_one_over_the_upper_unless_given() -> No
         "algorithm.rollout_correction.rollout_is_threshold=3",
         "algorithm.rollout_correction.rollout_is_batch_normalize=True",
     )
-    assert algorithm_settings(weigh).correction == Correction("sequence", 3.0, True)
+    assert algorithm_settings(weigh).correction == Correction("sequence", 3.0, normalize=True)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["preset=tis"], Correction("token")),
+        (["preset=tis", "rollout_is_threshold=4"], Correction("token", 4.0)),
+        (["preset=mis_geometric"], Correction(reject="geometric", upper=1.001, lower=1 / 1.001)),
+        (["preset=icepop"], Correction("icepop", 5.0)),
+        (["preset=icepop", "rollout_is=null"], Correction(threshold=5.0)),
+        (["preset=bypass"], Correction(bypass=True)),
+    ],
+)
+def test_a_preset_of_the_correction_stands_for_settings_that_others_override(
+    overrides: list[str], expected: Correction
+) -> None:
+    config = config_of(*(f"algorithm.rollout_correction.{override}" for override in overrides))
+    assert algorithm_settings(config).correction == expected
 
 
 def test_an_estimator_and_a_loss_of_the_user_go_through_as_they_are() -> None:
