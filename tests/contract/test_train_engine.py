@@ -312,6 +312,7 @@ def test_saving_before_the_first_update_does_not_change_it(make):
 def test_optimizer_options_come_from_the_settings_not_the_checkpoint(group, tmp_path):
     engine = fsdp(tied=True)(tmp_path / "model")
     engine.update([mini_batch()], sft)
+    engine.advance_schedule()
     save(engine.state(), tmp_path / "checkpoint")
     options = {"betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.3}
     resumed = fsdp(tied=True, **options)(tmp_path / "model")
