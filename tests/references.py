@@ -25,6 +25,7 @@ class Response:
     rewards: list[float] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
     process: list[float] = field(default_factory=list)  # token rewards of a process reward model
+    components: dict[str, float] = field(default_factory=dict)  # the parts of its reward
     greedy: float = 0.0  # the score of the greedy response to the same prompt
     lp: list[float] = field(default_factory=list)
     old: list[float] = field(default_factory=list)
@@ -195,6 +196,20 @@ def reinforce_plus_plus_baseline(batch: Batch) -> Rows:
     def formula(group: list[Response]) -> list[float]:
         center = mean([response.score for response in group]) if len(group) > 1 else 0.0
         return [response.score - center for response in group]
+
+    return whitened(batch, of_groups(batch, formula))
+
+
+def gdpo(batch: Batch, weights: dict[str, float]) -> Rows:
+    def formula(group: list[Response]) -> list[float]:
+        sums = [0.0] * len(group)
+        for name, weight in weights.items():
+            values = [response.components[name] for response in group]
+            center, scale = 0.0, 1.0
+            if len(group) > 1:
+                center, scale = mean(values), math.sqrt(unbiased_variance(values)) + 1e-6
+            sums = [total + weight * (value - center) / scale for total, value in zip(sums, values, strict=True)]
+        return sums
 
     return whitened(batch, of_groups(batch, formula))
 

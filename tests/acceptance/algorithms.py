@@ -48,6 +48,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
     "clip_cov": (),
     "kl_cov": (),
     "grpo_passk": (),
+    "gdpo": (
+        "reward.functions=[]",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
+        "reward.custom_reward_function.name=score_digits",
+        "algorithm.reward_components=[digits,format]",
+    ),
 }
 """What the sizes of this task change in each example: nothing of the algorithm itself."""
 

@@ -169,6 +169,7 @@ class Run:
             values=self.values.detach()[states],
             baselines=self.score(greedy[None]).expand(len(scores)),
             process=process,
+            components=split_score(scores),
             options=self.options,
         )
 
@@ -202,6 +203,11 @@ class Run:
             output = ModelOutput(self.logprobs(self.process, states, arms), torch.zeros(len(arms)))
             OutcomeObjective(0.5)(output, batch, totals)[0].backward()
         self.others.step()
+
+
+def split_score(scores: Tensor) -> dict[str, Tensor]:
+    """Return two components of a score: its value, and 100 times whether it is high."""
+    return {"value": scores, "high": 100.0 * (scores > 0.45).double()}
 
 
 def pairs() -> list[tuple[str, str]]:

@@ -83,6 +83,11 @@ def random_response(draw: random.Random, group: int, score: float, greedy: float
     )
 
 
+def random_component(draw: random.Random, name: str) -> float:
+    """Return a value of one of three very different scales; the third is equal in many groups."""
+    return {"a": draw.gauss(0, 1), "b": 100 * draw.gauss(5, 1), "c": float(draw.random() < 0.1)}[name]
+
+
 def random_mask(draw: random.Random) -> list[int]:
     """Return a prompt, then turns of the model with tool output in between; or no generated tokens at all."""
     mask = [0] * draw.randint(0, 3)
@@ -169,6 +174,10 @@ def episodes_of(
         values=flat(batch, "values"),
         baselines=torch.tensor([x.greedy for x in batch], dtype=torch.float64),
         process=flat(batch, "process"),
+        components={
+            name: torch.tensor([x.components[name] for x in batch], dtype=torch.float64)
+            for name in options.component_weights
+        },
         options=options,
         rank=rank,
         gather=gather,
@@ -234,6 +243,9 @@ def estimator(ours, reference, *, by_std=True, smallest_group=1):
         batch = random_batch(draw, smallest_group)
         gamma, lam = draw.choice([1.0, draw.uniform(0.5, 1)]), draw.choice([1.0, draw.random()])
         coefs = {"outcome_coef": draw.uniform(0, 9), "process_coef": draw.uniform(0, 9)}
+        coefs["component_weights"] = {name: draw.uniform(-1, 3) for name in "abc"[: draw.randint(1, 3)]}
+        for x in batch:
+            x.components = {name: random_component(draw, name) for name in coefs["component_weights"]}
         options = EstimatorOptions(gamma=gamma, lam=lam, by_std=by_std, **coefs)
         expected = reference(batch, options)
 
@@ -600,6 +612,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         advantages.prime,
         lambda batch, o: ref.prime(batch, gamma=o.gamma, outcome=o.outcome_coef, process=o.process_coef),
     ),
+    "gdpo": estimator(advantages.gdpo, lambda batch, o: ref.gdpo(batch, o.component_weights)),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
     "loss geo_mean": sequence_loss("geo_mean", ref.geo_mean),

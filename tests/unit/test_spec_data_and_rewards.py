@@ -27,8 +27,8 @@ from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_files
+from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_data import read_data
-from verl.trainer.worker_settings import reward_pool_settings
 from verl.types import SampleHandle, Scored
 
 pytestmark = pytest.mark.unit

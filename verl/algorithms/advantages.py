@@ -6,7 +6,7 @@ your own, set `algorithm.adv_estimator=package.module:function`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -33,6 +33,7 @@ class AdvantageInputs:
     values: Tensor | None = None  # [T] float64, of the critic
     baselines: Tensor | None = None  # [B] float64: the score of the greedy response to the same prompt
     process: Tensor | None = None  # [T] float64: token rewards of a process reward model
+    components: Mapping[str, Tensor] = field(default_factory=dict)  # [B] float64 each: the parts of the reward, by name
     options: EstimatorOptions = field(default_factory=EstimatorOptions)
     rank: int = 0
     gather: Callable[[Tensor], Tensor] = lambda rows: rows  # rows [n, k] of this rank -> rows [N, k] of all ranks
@@ -84,6 +85,7 @@ class AdvantageInputs:
             values=None,
             baselines=None,
             process=None,
+            components={},
         )
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -97,12 +99,24 @@ Estimator = Callable[[AdvantageInputs], "Tensor | tuple[Tensor, Tensor]"]
 def grpo(x: AdvantageInputs) -> Tensor:
     """(s - mean_g) / (std_g + 1e-6), unbiased std; Dr.GRPO without the division. A group of one keeps its score."""
 
-    def formula(s: Tensor) -> Tensor:
-        if len(s) == 1:
-            return s
-        return (s - s.mean()) / (s.std() + EPS if x.options.by_std else 1.0)
+    return x.per_token(x.per_group(_normalize if x.options.by_std else _center, x.scores))
 
-    return x.per_token(x.per_group(formula, x.scores))
+
+def gdpo(x: AdvantageInputs) -> Tensor:
+    """Sum over components c of w * (c - mean_g) / (std_g + 1e-6), unbiased std, whitened over the batch.
+
+    Each component is normalized by itself, so that one of large values does not drown the others. A group of one keeps
+    its components.
+    """
+    if not x.components:
+        raise ValueError("gdpo: the samples have no reward components; set algorithm.reward_components")
+    weights = [x.options.component_weights.get(name, 1.0) for name in x.components]
+
+    def formula(*components: Tensor) -> Tensor:
+        parts = [weight * _normalize(c) for weight, c in zip(weights, components, strict=True)]
+        return torch.stack(parts).sum(0)
+
+    return whiten(x.per_token(x.per_group(formula, *x.components.values())), x)
 
 
 def rloo(x: AdvantageInputs) -> Tensor:
@@ -223,6 +237,7 @@ ESTIMATORS: dict[str, Estimator] = {
     "remax": remax,
     "opo": opo,
     "gpg": gpg,
+    "gdpo": gdpo,
     "grpo_passk": grpo_passk,
     "prime": prime,
     "win_rate": win_rate,
@@ -274,3 +289,8 @@ def _next_generated(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
 def _center(s: Tensor) -> Tensor:
     """s - mean; one alone keeps its score, because there is nothing to compare it with."""
     return s if len(s) == 1 else s - s.mean()
+
+
+def _normalize(s: Tensor) -> Tensor:
+    """(s - mean) / (std + 1e-6), unbiased std; one alone keeps its score."""
+    return s if len(s) == 1 else _center(s) / (s.std() + EPS)

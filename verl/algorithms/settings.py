@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True, slots=True)
 class EstimatorOptions:
-    """`algorithm.gamma`, `lam` and `norm_adv_by_std_in_grpo`, and the coefficients of `reward.prime`."""
+    """`algorithm.gamma`, `lam`, `norm_adv_by_std_in_grpo` and `component_weights`; coefficients of `reward.prime`."""
 
     gamma: float = 1.0
     lam: float = 1.0
     by_std: bool = True
     outcome_coef: float = 5.0
     process_coef: float = 5.0
+    component_weights: Mapping[str, float] = field(default_factory=dict)  # by name of the reward component
 
 
 @dataclass(frozen=True, slots=True)

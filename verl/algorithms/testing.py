@@ -27,10 +27,13 @@ Record = TypeVar("Record", AdvantageInputs, LossInputs)
 PER_SEQUENCE = ("scores", "groups", "baselines")
 
 
-def check_estimator(estimator: Estimator) -> None:
-    """Check that advantages and returns are [T], finite, 0 outside the mask, and independent of order and ranks."""
+def check_estimator(estimator: Estimator, components: Sequence[str] = ("correct", "format")) -> None:
+    """Check that advantages and returns are [T], finite, 0 outside the mask, and independent of order and ranks.
+
+    `components` are the names of the reward components that the responses have.
+    """
     for seed in range(8):
-        x = _advantage_inputs(seed)
+        x = _advantage_inputs(seed, components)
         whole = _estimate(estimator, x)
         for name, values in whole.items():
             _check(values.shape == x.mask.shape, estimator, f"{name} are [T] like the mask, not {list(values.shape)}")
@@ -113,6 +116,8 @@ def _select_sequences(x: Record, indices: Sequence[int]) -> Record:
     for name in (field.name for field in fields(x) if field.name != "offsets"):
         if isinstance(value := getattr(x, name), Tensor):
             changes[name] = value[sequences if name in PER_SEQUENCE else tokens]
+    if isinstance(x, AdvantageInputs):
+        changes["components"] = {name: values[sequences] for name, values in x.components.items()}
     return replace(x, **changes)
 
 
@@ -141,7 +146,7 @@ def _layout(seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return torch.tensor(groups), mask, offsets
 
 
-def _advantage_inputs(seed: int) -> AdvantageInputs:
+def _advantage_inputs(seed: int, components: Sequence[str]) -> AdvantageInputs:
     groups, mask, offsets = _layout(seed)
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randint(-2, 3, (len(groups),), generator=generator).double()
@@ -156,6 +161,7 @@ def _advantage_inputs(seed: int) -> AdvantageInputs:
         values=values,
         baselines=(groups % 7).double(),
         process=process * mask,
+        components={name: torch.rand(len(groups), generator=generator).double() for name in components},
     )
 
 

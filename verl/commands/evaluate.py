@@ -145,7 +145,7 @@ def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_
 async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardResult]]:
     from verl.rewards.pool.pool import open_rewards
     from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
-    from verl.trainer.worker_settings import reward_pool_settings
+    from verl.trainer.reward_settings import reward_pool_settings
 
     for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.features import uses_critic, uses_preferences
+from verl.config.features import uses_critic, uses_preferences, uses_reward_function
 from verl.config.ignored import find_unmet_condition
 from verl.config.paths import is_overridden
 from verl.config.schema import Config, collect_settings
@@ -15,7 +15,7 @@ _KL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"
 _GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
-    "reinforce_plus_plus_baseline",
+    *("reinforce_plus_plus_baseline", "gdpo"),
 )
 """Estimators that compare a response with its group; in a group of one, the advantage is the raw score."""
 
@@ -25,6 +25,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
     loss, trainer, control = config.actor_rollout_ref.actor.policy_loss, config.trainer, config.algorithm.kl_ctrl
     yield from _check_group_size(config)
     yield from _check_critic(config)
+    yield from _check_components(config)
     if loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub:
         yield (
             f"{_LOSS}.clip_cov_lb: {loss.clip_cov_lb} must be below {_LOSS}.clip_cov_ub={loss.clip_cov_ub}; set "
@@ -77,6 +78,37 @@ def _check_group_size(config: Config) -> Iterator[str]:
             f"{ROLLOUT}.n: {n} must be at least 2 with {shown}, since responses to the same prompt are compared; set "
             f"{ROLLOUT}.n=8"
         )
+
+
+def _check_components(config: Config) -> Iterator[str]:
+    """Check the reward components and their weights."""
+    algorithm, reward = config.algorithm, config.reward
+    names, weights = algorithm.reward_components, algorithm.component_weights
+    if repeated := {name for name in names if names.count(name) > 1}:
+        yield f"algorithm.reward_components: {min(repeated)} is listed more than once; remove the others"
+    if weights is not None and len(weights) != len(names):
+        yield (
+            f"algorithm.component_weights: {len(weights)} weights for {len(names)} names in "
+            "algorithm.reward_components; give one weight per name"
+        )
+    if algorithm.adv_estimator != "gdpo" or uses_preferences(config):
+        return
+    if not (names or reward.functions or reward.overlong_buffer.enable or _adds_model(config)):
+        yield (
+            "algorithm.adv_estimator: gdpo normalizes each component of the reward, but none is known; set "
+            "algorithm.reward_components=[correct,format] with the names of numbers that the reward function returns, "
+            "or list several functions in reward.functions"
+        )
+    if algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward: gdpo uses the components of the reward, and the KL is none of them; set "
+            f"algorithm.use_kl_in_reward=false and {ACTOR}.use_kl_loss=true"
+        )
+
+
+def _adds_model(config: Config) -> bool:
+    """Whether the score is a sum of a function and a reward model."""
+    return config.reward.reward_model.enable and uses_reward_function(config)
 
 
 def _check_correction(config: Config) -> Iterator[str]:
@@ -150,6 +182,16 @@ def find_hints(config: Config) -> Iterator[str]:
             f"{ROLLOUT}.n: {n} response per prompt leaves algorithm.adv_estimator={algorithm.adv_estimator} no group "
             f"to compare with: advantages are the raw scores; set {ROLLOUT}.n=8"
         )
+    for name, key, is_part in (
+        ("overlong_penalty", "reward.overlong_buffer.enable", config.reward.overlong_buffer.enable),
+        ("model_score", "reward.reward_model.enable", _adds_model(config)),
+    ):
+        names = algorithm.reward_components
+        if algorithm.adv_estimator == "gdpo" and is_part and names and name not in names:
+            yield (
+                f"algorithm.reward_components: {key}=true has no effect on gdpo without its component; add {name}, or "
+                f"set {key}=false"
+            )
     if actor.use_kl_loss and actor.kl_loss_type in ("kl", "k1"):
         yield (
             f"{ACTOR}.kl_loss_type: {actor.kl_loss_type} estimates the KL, but its gradient is 0 on average and pulls "

@@ -61,6 +61,8 @@ TRAIN_ALIASES = Aliases(
         **{f"critic.model.{name}": f"critic.peft.{name}" for name in _ADAPTER},
         # single settings
         "trainer.nnode": "trainer.nnodes",
+        "algorithm.gdpo_reward_keys": "algorithm.reward_components",
+        "algorithm.gdpo_reward_weights": "algorithm.component_weights",
         f"{_MODEL}.dtype": f"{_ACTOR}.fsdp_config.dtype",
         f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype": f"{_ACTOR}.fsdp_config.dtype",
         **{f"{_ACTOR}.optim.{alias}": f"{_ACTOR}.optim.{name}" for alias, name in _OPTIM.items()},
@@ -71,6 +73,7 @@ TRAIN_ALIASES = Aliases(
         "critic.fsdp_config.dtype": _DTYPES,
         "critic.fsdp_config.model_dtype": _MODEL_DTYPES,
         "trainer.resume_mode": _RESUME_MODES,
+        "reward.reward_manager.name": {"gdpo": "naive"},
         "reward.custom_reward_function.path": {
             **{f"verl.rewards.{name}": f"verl.rewards.scorers.{name}" for name in _OLD_SCORERS},
             "verl.rewards.choice": "verl.rewards.scorers.multiple_choice",

@@ -82,6 +82,7 @@ class RankPlan:
     reference: RaggedIndices  # the same, for the reference policy
     policy: Updates
     critic: Updates | None = None
+    components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
 
     def __len__(self) -> int:
         """Return the number of samples on this rank."""
@@ -174,7 +175,7 @@ class Planner:
     use the size of forward passes unless they are given their own. With a `shuffle_seed` prompts are
     assigned to mini-batches at random, and every epoch after the first visits the mini-batches in a new order. A
     mini-batch keeps its prompts in all epochs, so that its tokens stay balanced over ranks. A critic is updated on the
-    same samples with its own sizes.
+    same samples with its own sizes. `components` are the metrics of samples that the estimator sees.
     """
 
     def __init__(
@@ -186,13 +187,14 @@ class Planner:
         reference: MicroBatchLimit | None = None,
         shuffle_seed: int | None = None,
         critic: UpdateSizes | None = None,
+        components: Sequence[str] = (),
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}, it must be at least 1")
         self.ranks, self.policy, self.critic = ranks, policy, critic
         self._update, self._forward = policy.limit, forward or policy.limit
         self._reference = reference or self._forward
-        self._shuffle_seed = shuffle_seed
+        self._shuffle_seed, self._components = shuffle_seed, components
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
         """Assign every sample to a rank, a mini-batch and micro-batches."""
@@ -226,6 +228,7 @@ class Planner:
                 reference=RaggedIndices.of(reference[rank]),
                 policy=policy[rank],
                 critic=critic[rank],
+                components=_collect_components([handles[i] for i in samples], self._components),
             )
             for rank, samples in enumerate(shares.samples)
         ]
@@ -341,6 +344,12 @@ def _schedule(counts: Sequence[int], epochs: int, random: np.random.Generator | 
 def _collect_baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
     baselines = [handle.baseline for handle in handles if handle.baseline is not None]
     return np.array(baselines, np.float64) if len(baselines) == len(handles) else None
+
+
+def _collect_components(handles: Sequence[SampleHandle], names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the numbers that are named, of each sample; `score` is the score itself."""
+    numbers = [{"score": handle.score, **handle.metrics} for handle in handles] if names else []
+    return {name: np.array([each[name] for each in numbers], np.float64) for name in names}
 
 
 def _describe_samples(

@@ -65,7 +65,7 @@ def combine(specs: Sequence[Mapping[str, Any]], load: LoadFunction) -> Scorer:
         if unknown:
             raise RewardError(f"{setting}.{unknown[0]}: unknown key; known keys: {', '.join(sorted(_KEYS))}")
         path, name, kwargs = spec.get("path"), spec.get("name", "compute_score"), spec.get("reward_kwargs") or {}
-        label = spec.get("label") or (name if name != "compute_score" else Path(path or "shipped").stem)
+        label = get_label(spec)
         if label in parts or label == "score":
             raise RewardError(f"{setting}: the metric name {label!r} is already used; set another with label=...")
         scorer = load(path, name, kwargs)
@@ -77,6 +77,12 @@ def combine(specs: Sequence[Mapping[str, Any]], load: LoadFunction) -> Scorer:
             scorer = clip_score(scorer, float(clip[0]), float(clip[1]))
         parts[label] = scorer, float(spec.get("weight", 1.0))
     return add_weighted(parts)
+
+
+def get_label(spec: Mapping[str, Any]) -> str:
+    """Return the name of a part of `reward.functions`, by which its score is a metric."""
+    path, name = spec.get("path"), spec.get("name", "compute_score")
+    return str(spec.get("label") or (name if name != "compute_score" else Path(path or "shipped").stem))
 
 
 def is_async(scorer: Scorer) -> bool:

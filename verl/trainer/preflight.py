@@ -14,8 +14,8 @@ from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
+from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_data import data_splits, load_sampler
-from verl.trainer.worker_settings import reward_pool_settings
 from verl.training.families import family_problems
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")

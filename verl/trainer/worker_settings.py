@@ -28,17 +28,15 @@ from verl.config.features import (
     uses_reward_function,
 )
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
-from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.config.schema.rules import is_custom_function
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
 from verl.errors import ConfigError
-from verl.rewards.reward_function import pack_function
-from verl.rewards.sandbox.sandbox import Limits
-from verl.rewards.settings import OverlongPenalty, RewardFunctionSettings, RewardPoolSettings
+from verl.rewards.settings import OverlongPenalty
 from verl.trainer.memory_advice import rl_memory_advice
+from verl.trainer.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
@@ -175,6 +173,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
             by_std=algorithm.norm_adv_by_std_in_grpo,
             outcome_coef=config.reward.prime.outcome_coef,
             process_coef=config.reward.prime.coef,
+            component_weights=reward_components(config),
         ),
         loss_mode=loss.loss_mode,
         loss_options=LossOptions(
@@ -246,6 +245,7 @@ def build_planner(config: Config, ranks: int) -> Planner:
         reference=_forward_limit(config.actor_rollout_ref.ref, actor.use_dynamic_bsz),
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
+        components=list(reward_components(config)),
     )
 
 
@@ -275,6 +275,7 @@ def episode_settings(
         if shaping.enable
         else None,
         deadlines(config),
+        list(reward_components(config)),
     )
 
 
@@ -306,49 +307,6 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
 def _core(index: int) -> str:
     """Return the CPU core of an engine; negative indices count from the last core down."""
     return str(index % (os.cpu_count() or 1))
-
-
-def reward_function_settings(config: Config, function: Callable[..., Any] | None = None) -> RewardFunctionSettings:
-    """Return the reward function to load, or `function` if one was passed as a Python object."""
-    reward, custom = config.reward, config.reward.custom_reward_function
-    return RewardFunctionSettings(
-        path=custom.path,
-        name=custom.name,
-        kwargs=custom.reward_kwargs,
-        functions=[dict(one) for one in reward.functions],
-        batch_size=reward.batch_size if reward.reward_manager.name == "batch" else None,
-        builtin_kwargs=_builtin_kwargs(reward),
-        function=function if function is None or config.trainer.local else pack_function(function),
-    )
-
-
-def _builtin_kwargs(reward: RewardConfig) -> dict[str, dict[str, Any]]:
-    """Return further arguments of built-in scorers, by module; empty if all settings have their defaults."""
-    sandbox, code = reward.sandbox, reward.code
-    if (sandbox, code) == (type(sandbox)(), type(code)()):
-        return {}
-    limits = Limits(
-        seconds=sandbox.seconds,
-        memory_bytes=sandbox.memory_mb << 20,
-        processes=sandbox.processes,
-        output_bytes=sandbox.output_mb << 20,
-    )
-    arguments = {"limits": limits, "sandbox_url": sandbox.url, "require": sandbox.require, "partial": code.partial}
-    return {"verl.rewards.scorers.code": arguments}
-
-
-def reward_pool_settings(
-    config: Config, episode_workers: int = 1, function: Callable[..., Any] | None = None
-) -> RewardPoolSettings:
-    """Return the settings of the pool in each episode worker: they share the reward processes equally."""
-    reward = config.reward
-    processes = reward.num_workers if reward.reward_manager.name == "prime" else 1
-    return RewardPoolSettings(
-        reward_function_settings(config, function),
-        workers=0 if config.trainer.local else -(-processes // episode_workers),
-        deadline_s=reward.deadline_s,
-        memory_mb=reward.memory_mb,
-    )
 
 
 def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:

@@ -194,6 +194,7 @@ class PolicyTrainer:
             rewards=rewards - penalty,
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
+            components={name: torch.from_numpy(values) for name, values in plan.components.items()},
             options=self.algorithm.estimator_options,
             rank=self.actor.rank,
             gather=self.actor.gather,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,7 +35,7 @@ from verl.errors import ConfigError
 from verl.rewards.final_answer import extract_final_answer
 from verl.rewards.models.tokenization import build_encoder
 from verl.rewards.pool.pool import RewardClient, open_rewards
-from verl.rewards.result import FailureTracker, RewardResult, truncate
+from verl.rewards.result import FailureTracker, RewardInput, RewardResult, make_failure, truncate
 from verl.rewards.reward_function import resolve_scorer
 from verl.rewards.settings import OverlongPenalty, RewardPoolSettings
 from verl.rollout.replica_pool import EnginePool
@@ -76,6 +77,7 @@ class EpisodeSettings:
     trust_remote_code: bool = False
     overlong: OverlongPenalty | None = None  # applied in training, never in validation
     deadlines: Deadlines = DEFAULT_DEADLINES
+    components: Sequence[str] = ()  # numbers that the reward of every training response must have
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +191,8 @@ class EpisodeWorker:
             overlong=self._settings.overlong if request.split == "train" else None,
             batcher=batcher,
         )
+        if request.split == "train" and self._settings.components:
+            samples = [self._require_components(prompt, sample) for sample in samples]
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[request.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
@@ -197,6 +201,21 @@ class EpisodeWorker:
             return handles
         answers = (extract_final_answer(self._decode_response(sample)) for sample in samples)
         return [replace(handle, final_answer=answer) for handle, answer in zip(handles, answers, strict=True)]
+
+    def _require_components(self, prompt: Prompt, sample: Sample) -> Sample:
+        """Return the sample, as a failed one if its reward lacks a component that the estimator needs."""
+        numbers = {"score", *sample.metrics}
+        missing = [name for name in self._settings.components if name not in numbers]
+        if sample.failure is not None or not missing:
+            return sample
+        failure = make_failure(
+            "invalid",
+            f"algorithm.reward_components={missing[0]}",
+            f"the reward of a response has no such number; it has {', '.join(sorted(numbers))}",
+            RewardInput(prompt.data_source, self._decode_response(sample), prompt.ground_truth),
+            "Return it as a finite number for every response, in a dict next to 'score', or name another component",
+        )
+        return replace(sample, score=math.nan, metrics={}, failure=failure)
 
     def _decode_response(self, sample: Sample) -> str:
         return self._runner.decode(sample.tokens[sample.mask].tolist())

@@ -339,7 +339,8 @@ def _find_stop_tokens(model: PreTrainedModel, eos_token_id: int | None) -> tuple
 
 
 def _check_estimator(estimator: str) -> None:
-    if needs := {"gae": "a critic", "remax": "greedy responses"}.get(estimator):
+    inputs = {"gae": "a critic", "remax": "greedy responses", "gdpo": "reward components"}
+    if needs := inputs.get(estimator):
         raise ConfigError([f"estimator={estimator}: needs {needs}; use PPOTrainer, GRPOTrainer or verl train"])
     try:
         load_function(estimator, ESTIMATORS, "estimator")

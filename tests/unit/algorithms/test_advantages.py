@@ -11,6 +11,7 @@ from verl.algorithms.advantages import (
     EstimatorOptions,
     explained_variance,
     gae,
+    gdpo,
     gpg,
     grpo,
     grpo_passk,
@@ -30,9 +31,21 @@ eighths = st.integers(-40, 40).map(lambda n: n / 8)
 samples = st.lists(st.tuples(st.integers(-3, 3), eighths), min_size=1, max_size=20)
 
 
-def responses(scores, groups=None, masks=None, rewards=None, *, process=None, baselines=None, values=None, **options):
+def responses(
+    scores,
+    groups=None,
+    masks=None,
+    rewards=None,
+    *,
+    process=None,
+    baselines=None,
+    values=None,
+    components=None,
+    **options,
+):
     """One sequence per score; without masks each is a single generated token."""
     masks = masks or [[1]] * len(scores)
+    components = {"score": scores} if components is None else components
     flat = lambda rows: torch.tensor([v for row in rows for v in row], dtype=torch.float64)  # noqa: E731
     ends = [[0.0] * (len(mask) - 1) + [score] for mask, score in zip(masks, scores, strict=True)]
     return AdvantageInputs(
@@ -44,6 +57,7 @@ def responses(scores, groups=None, masks=None, rewards=None, *, process=None, ba
         values=None if values is None else flat(values),
         baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
         process=None if process is None else flat(process),
+        components={name: torch.tensor(values).double() for name, values in components.items()},
         options=EstimatorOptions(**options),
     )
 
@@ -195,3 +209,37 @@ def test_a_perfect_critic_explains_all_and_a_constant_one_nothing():
 def test_an_estimator_that_lacks_something_says_what(estimator, lacks):
     with pytest.raises(ValueError, match=lacks):
         estimator(responses([1.0, 0.0]))
+
+
+def test_gdpo_normalizes_each_component_by_itself():
+    components = {"correct": [0.0, 0.0, 0.0, 1.0], "length": [400.0, 100.0, 400.0, 100.0]}
+    x = responses([0.0] * 4, components=components, component_weights={"length": 0.5})
+    correct = [(c - 0.25) / (0.5 + 1e-6) for c in components["correct"]]
+    length = [(c - 250) / (statistics.stdev(components["length"]) + 1e-6) for c in components["length"]]
+    sums = [a + 0.5 * b for a, b in zip(correct, length, strict=True)]
+    expected = [a / (statistics.variance(sums) + 1e-8) ** 0.5 for a in sums]
+    assert gdpo(x).tolist() == pytest.approx(expected)
+
+
+def test_gdpo_does_not_depend_on_the_scale_of_a_component():
+    small, large = [0.0, 1.0, 1.0, 0.0], [3.0, 1.0, 4.0, 2.0]
+    first = gdpo(responses([0.0] * 4, components={"a": small, "b": large}))
+    second = gdpo(responses([0.0] * 4, components={"a": small, "b": [1000 * c for c in large]}))
+    assert first.tolist() == pytest.approx(second.tolist(), abs=1e-5)
+
+
+def test_gdpo_tells_apart_responses_with_the_same_sum():
+    components = {"correct": [1.0, 0.0, 0.0, 0.0], "format": [0.0, 1.0, 1.0, 1.0]}
+    scores = [1.0] * 4
+    assert grpo(responses(scores)).abs().max() < 1e-6
+    assert gdpo(responses(scores, components=components, component_weights={"format": 0.1}))[0] > 1
+
+
+def test_a_group_of_one_keeps_its_components_in_gdpo():
+    advantages = gdpo(responses([0.0] * 2, [1, 2], components={"a": [3.0, 1.0], "b": [0.0, 1.0]}))
+    assert advantages.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)])  # 3 and 2, whitened
+
+
+def test_gdpo_without_components_names_the_setting():
+    with pytest.raises(ValueError, match=r"set algorithm\.reward_components"):
+        gdpo(responses([0.0, 1.0], components={}))

@@ -70,6 +70,8 @@ EFFECTS: dict[str, Effect] = {
     "algorithm.gamma": Effect(("gae", "reinforce_plus_plus"), ADVANTAGES),
     "algorithm.lam": Effect(("gae",), ADVANTAGES),
     "algorithm.norm_adv_by_std_in_grpo": Effect(("grpo", "grpo_vectorized", "grpo_passk"), ADVANTAGES),
+    "algorithm.reward_components": Effect(("gdpo",), ADVANTAGES),
+    "algorithm.component_weights": Effect(("gdpo",), ADVANTAGES),
     "algorithm.use_kl_in_reward": ALWAYS,
     "algorithm.kl_penalty": when(KL_REWARD),
     "algorithm.kl_ctrl.type": when(KL_REWARD),

@@ -547,3 +547,43 @@ def test_a_model_is_not_made_of_weights_that_are_left_out(asked: list[str]) -> N
     contents = "[optimizer]" if asked else "[optimizer,hf_model]"
     message = problem(f"{A}.checkpoint.save_contents={contents}", "trainer.save_freq=1", *asked)
     assert "add model" in message
+
+
+GDPO = "algorithm.adv_estimator=gdpo"
+COMPONENTS = "algorithm.reward_components=[correct,format]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ([GDPO], "set algorithm.reward_components=[correct,format]"),
+        ([GDPO, *MODEL], "set algorithm.reward_components=[correct,format]"),
+        ([GDPO, "algorithm.reward_components=[a,b,a]"], "a is listed more than once"),
+        ([GDPO, COMPONENTS, "algorithm.component_weights=[1]"], "1 weights for 2 names"),
+        ([GDPO, COMPONENTS, "algorithm.use_kl_in_reward=true"], f"set algorithm.use_kl_in_reward=false and {A}.use_kl"),
+    ],
+)
+def test_gdpo_needs_components_and_a_weight_for_each(overrides: list[str], says: str) -> None:
+    assert says in problem(*overrides)
+
+
+def test_parts_of_the_score_that_gdpo_does_not_see_are_reported() -> None:
+    overlong = ["reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=9"]
+    [hint] = hints(GDPO, COMPONENTS, *overlong)
+    assert "add overlong_penalty" in hint
+    assert hints(GDPO, "algorithm.reward_components=[correct,overlong_penalty]", *overlong) == []
+    assert hints(GDPO, *overlong) == []
+
+
+def test_components_are_for_gdpo_and_custom_estimators() -> None:
+    [hint] = hints(COMPONENTS)
+    assert hint.endswith("has no effect: only algorithm.adv_estimator=gdpo uses it")
+    assert hints(COMPONENTS, "algorithm.adv_estimator=my_module:function") == []
+
+
+def test_the_usual_settings_of_gdpo_are_understood() -> None:
+    keys = "+algorithm.gdpo_reward_keys=[correct,format]", "+algorithm.gdpo_reward_weights=[1,2]"
+    [loaded] = load([f"{R}.n=8", GDPO, *keys, "reward.reward_manager.name=gdpo"], complete=False)
+    algorithm = loaded.config.algorithm
+    assert (algorithm.reward_components, algorithm.component_weights) == (["correct", "format"], [1.0, 2.0])
+    assert loaded.config.reward.reward_manager.name == "naive"

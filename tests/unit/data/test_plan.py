@@ -362,3 +362,15 @@ def test_what_else_the_reward_function_returned_is_averaged_over_the_samples_tha
     metrics = Planner(1, UpdateSizes(1, 8, None)).plan(handles).metrics
     assert metrics["reward/extra/format"] == 0.5
     assert metrics["reward/extra/length"] == 3.0
+
+
+def test_every_rank_gets_the_named_components_of_its_samples() -> None:
+    handles = [
+        handle(index, index // 2, score=index + 0.5, metrics={"format": float(index), "other": 7.0})
+        for index in range(4)
+    ]
+    planner = Planner(6, UpdateSizes(9, 9, None), components=["format", "score"])
+    for rank in planner.plan(handles).ranks:
+        assert list(rank.components) == ["format", "score"], "also on ranks without samples"
+        assert rank.components["format"].tolist() == rank.refs
+        assert rank.components["score"].tolist() == rank.scores.tolist()

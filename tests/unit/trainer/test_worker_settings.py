@@ -59,6 +59,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "remax": {"estimator": "remax"},
     "opo": {"estimator": "opo"},
     "gpg": {"estimator": "gpg", "loss_mode": "gpg"},
+    "gdpo": {"estimator": "gdpo", "estimator_options.component_weights": {"correct": 1.0, "format": 0.5}},
     "grpo_passk": {"estimator": "grpo_passk"},
     "gspo": {"loss_mode": "gspo"},
     "cispo": {"loss_mode": "cispo"},
@@ -111,6 +112,41 @@ def test_the_kl_in_the_reward_has_its_controller_and_a_reference() -> None:
     assert algorithm_settings(config_of(*kl, *adaptive)).reward_kl == KlController(0.2, True, 0.3, 5000)
     assert train_settings(config_of(*kl), 10, "cpu").reference is not None
     assert algorithm_settings(config_of("algorithm.kl_ctrl.kl_coef=0.2")).reward_kl is None
+
+
+FUNCTIONS = "reward.functions=[{label: correct, weight: 2}, {path: my_format.py, clip: [0, 1]}]"
+NAMED = "algorithm.reward_components=[correct, other]"
+REWARD_MODEL = ("reward.reward_model.enable=true", "reward.reward_model.model_path=rm", "reward.reward_model.weight=3")
+OVERLONG = ("reward.overlong_buffer.enable=true", "reward.overlong_buffer.len=5")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ([FUNCTIONS], {"correct": 2.0, "my_format": 1.0}),
+        ([FUNCTIONS, *REWARD_MODEL], {"correct": 2.0, "my_format": 1.0, "model_score": 3.0}),
+        ([FUNCTIONS, NAMED], {"correct": 2.0, "other": 1.0}),
+        ([NAMED], {"correct": 1.0, "other": 1.0}),
+        ([NAMED, "algorithm.component_weights=[0.5, 4]"], {"correct": 0.5, "other": 4.0}),
+        (OVERLONG, {"raw_score": 1.0, "overlong_penalty": 1.0}),
+        (
+            ["reward.custom_reward_function.path=r.py", *REWARD_MODEL, *OVERLONG],
+            {"function_score": 1.0, "model_score": 3.0, "overlong_penalty": 1.0},
+        ),
+    ],
+)
+def test_reward_components_are_those_named_or_the_parts_of_the_score(overrides: list[str], expected: dict) -> None:
+    config = config_of("algorithm.adv_estimator=gdpo", *overrides)
+    assert algorithm_settings(config).estimator_options.component_weights == expected
+    assert episode_settings(config, {}, 1).components == list(expected)
+    handle = SampleHandle(0, 0, 4, 2, 1.0, 0, metrics=dict.fromkeys(expected, 0.5))
+    assert list(build_planner(config, 1).plan([handle]).ranks[0].components) == list(expected)
+
+
+def test_estimators_that_do_not_use_components_need_none() -> None:
+    assert episode_settings(config_of("algorithm.adv_estimator=grpo", FUNCTIONS), {}, 1).components == []
+    custom = config_of("algorithm.adv_estimator=my_module:estimator", FUNCTIONS)
+    assert episode_settings(custom, {}, 1).components == ["correct", "my_format"]
 
 
 LORA = ("actor.lora_rank=12", "actor.lora_alpha=24", "trainer.seed=5")

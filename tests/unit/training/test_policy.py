@@ -806,3 +806,11 @@ def test_metrics_are_means_over_updates_and_the_learning_rate_is_the_last() -> N
     metrics = step.run(PolicyTrainer(actor))
     assert metrics["actor/lr"] == 0.2
     assert metrics["actor/skipped_steps"] == 0
+
+
+def test_an_estimator_sees_the_components_of_the_reward(episodes: list[AdvantageInputs]) -> None:
+    step = step_of(SAMPLES, components=["score"])
+    step.run(PolicyTrainer(Table(), AlgorithmSettings("seen")))
+    [seen] = episodes
+    assert list(seen.components) == ["score"]
+    assert seen.components["score"].tolist() == seen.scores.tolist()

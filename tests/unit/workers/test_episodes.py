@@ -159,3 +159,20 @@ async def test_all_workers_start_at_the_same_time() -> None:
     assert begun == [0, 1, 2]
     let_go.set()
     await starting
+
+
+async def test_a_response_whose_reward_lacks_a_component_is_a_failure_in_training_only(worker: EpisodeWorker) -> None:
+    async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+        return Scored(1.0, {"correct": 1.0} if response == "5" else {"correct": 1.0, "format": 0.0})
+
+    worker._settings = EpisodeSettings("", {}, components=["score", "correct", "format"])
+    worker._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
+    missing, whole = await worker.run(GroupRequest("train", 0, 8, [5, 6], SAMPLING))
+    assert (whole.failure, whole.metrics) == (None, {"correct": 1.0, "format": 0.0})
+    assert missing.failure.kind == "invalid"
+    assert "algorithm.reward_components=format: the reward of a response has no such number" in missing.failure.message
+    assert "it has correct, score" in missing.failure.message
+    assert "'5'" in missing.failure.message, "the response is shown"
+    assert missing.ref is None, "it is not trained on"
+    [validated] = await worker.run(GroupRequest("val", 0, 8, [5], SAMPLING))
+    assert validated.failure is None

@@ -21,6 +21,7 @@ Estimator = Literal[
     "remax",
     "opo",
     "gpg",
+    "gdpo",
     "grpo_passk",
 ]
 
@@ -116,6 +117,16 @@ class AlgorithmConfig(Section):
         True,
         "Divide advantages by the group's standard deviation; false: Dr.GRPO.",
         only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "grpo", "grpo_vectorized", "grpo_passk")),
+    )
+    reward_components: list[str] = setting(
+        [],
+        "Numbers of the reward that are normalized separately (gdpo); []: the parts that the score is a sum of.",
+        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")),
+    )
+    component_weights: list[float] | None = setting(
+        None,
+        "Weights of reward_components, one for each; null: as in the score, or 1.",
+        only_if=(HAS_ADVANTAGES, needs(".adv_estimator", "gdpo")),
     )
     use_kl_in_reward: bool = setting(False, "Subtract the KL divergence from the reference policy from the reward.")
     kl_penalty: KlKind = setting("kl", "Estimator of that KL; full: exact over the vocabulary.", only_if=_KL_IN_REWARD)
