@@ -2,7 +2,7 @@
 
 A sampler is endless, epoch after epoch, and `row` accepts any position in any order. It has no state: one number is
 enough to resume. Rows are numbered from 0. Checkpoints also hold the `identity` of the sampler, since a position means
-nothing in another order.
+nothing in another order. The exception are adaptive samplers (`adaptive.py`), which learn from scores and have a state.
 
 torchdata's StatefulDataLoader is not used: rows are read where they are needed and tokenized in microseconds, so there
 are no loader processes whose state would have to be saved.
@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import gcd, lcm
 from typing import Any
 
@@ -30,6 +31,7 @@ class Sampler(ABC):
     """Maps positions 0, 1, 2, ... to rows; an epoch has `length` positions."""
 
     length = 0
+    is_adaptive = False  # `row` depends on recorded scores; it is called once per position, in order
 
     def __init__(self, length: int, identity: dict[str, Any]) -> None:
         self.length, self._identity = _require_rows(length), identity
@@ -40,6 +42,16 @@ class Sampler(ABC):
     def identity(self) -> dict[str, Any]:
         """Return what makes two samplers equal, by the names of the settings."""
         return {"length": self.length, **self._identity}
+
+    def record(self, row: int, scores: Sequence[float]) -> None:  # noqa: B027 - most samplers have no use for it
+        """Report the scores of a group, in the order of positions; only an adaptive sampler uses them."""
+
+    def state(self) -> dict[str, Any]:
+        """Return what `row` depends on besides the position, for a checkpoint."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most samplers have none
+        """Restore what `state` returned."""
 
 
 class _EpochSampler(Sampler):
@@ -74,7 +86,7 @@ class ShuffledSampler(_EpochSampler):
 
     def __init__(self, length: int, seed: int) -> None:
         identity = {"shuffle": True, "seed": seed}
-        super().__init__(length, identity, lambda epoch: _make_random(seed, epoch).permutation(length).astype("i4"))
+        super().__init__(length, identity, lambda epoch: make_random(seed, epoch).permutation(length).astype("i4"))
 
 
 class BufferedShuffleSampler(Sampler):
@@ -94,12 +106,12 @@ class BufferedShuffleSampler(Sampler):
 
         def blocks(epoch: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Return, for the blocks in the order of the epoch: their ends in that order, and their last rows + 1."""
-            order = _make_random(seed, epoch).permutation(len(sizes))
+            order = make_random(seed, epoch).permutation(len(sizes))
             return np.cumsum(sizes[order]), block_ends[order]
 
         def window(epoch: int, index: int) -> npt.NDArray[np.int32]:
             rows = min(buffer, self.length - index * buffer)
-            return _make_random(seed, epoch, index).permutation(rows).astype("i4")
+            return make_random(seed, epoch, index).permutation(rows).astype("i4")
 
         self._blocks = lru_cache(maxsize=2)(blocks)
         self._window = lru_cache(maxsize=4)(window)
@@ -123,7 +135,7 @@ class CurriculumSampler(_EpochSampler):
 
     def __init__(self, values: npt.NDArray[np.float64], key: str, seed: int | None) -> None:
         def rank(epoch: int) -> npt.NDArray[np.int32]:
-            rows = np.arange(len(values)) if seed is None else _make_random(seed, epoch).permutation(len(values))
+            rows = np.arange(len(values)) if seed is None else make_random(seed, epoch).permutation(len(values))
             return rows[np.argsort(values[rows], kind="stable")].astype("i4")
 
         shuffle = {"shuffle": False} if seed is None else {"shuffle": True, "seed": seed}
@@ -142,12 +154,20 @@ class CustomSampler(_EpochSampler):
     """
 
     def __init__(
-        self, sampler: SamplerFunction, name: str, rows: int, seed: int, column: Callable[[str], list[Any]]
+        self,
+        sampler: SamplerFunction,
+        name: str,
+        rows: int,
+        seed: int,
+        column: Callable[[str], list[Any]],
+        kwargs: dict[str, Any] | None = None,
     ) -> None:
+        sampler = partial(sampler, **kwargs) if kwargs else sampler
         self._sampler, self._name, self._rows, self._seed, self._column = sampler, name, rows, seed, column
         _require_rows(rows)
         first = self._call(0)
-        super().__init__(len(first), {"sampler": name, "seed": seed, "rows": rows}, self._call)
+        identity = {"sampler": name, "seed": seed, "rows": rows, **({"sampler_kwargs": kwargs} if kwargs else {})}
+        super().__init__(len(first), identity, self._call)
         if not np.array_equal(self._order(0), first):
             raise self._error(
                 "returned two different orders for epoch 0; a resumed run could not continue. Draw random numbers from "
@@ -202,7 +222,7 @@ class WeightedSampler(Sampler):
 
         def draw(index: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
             """Return, for each draw of a round: its sampler, and how many draws of that sampler came before."""
-            which = _make_random(seed, index).permutation(np.repeat(np.arange(len(lengths)), self._counts))
+            which = make_random(seed, index).permutation(np.repeat(np.arange(len(lengths)), self._counts))
             before = np.empty_like(which)
             for sampler, count in enumerate(self._counts):
                 before[which == sampler] = np.arange(count)
@@ -218,7 +238,10 @@ class WeightedSampler(Sampler):
 
 
 class PromptStream:
-    """Yields (position, row) for positions 0, 1, 2, ... without end.
+    """Yields (position, row) for positions 0, 1, 2, ... without end, and reports scores to the sampler.
+
+    A row is drawn once. What was drawn before a checkpoint but recorded by none is part of its state and comes again
+    after a resume, because an adaptive sampler might choose another row by then.
 
     >>> stream = PromptStream(SequentialSampler(3))
     >>> [next(stream) for _ in range(4)]
@@ -228,6 +251,8 @@ class PromptStream:
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
         self.position = 0
+        self._drawn: deque[int] = deque()  # rows that are not recorded yet
+        self._again: deque[int] = deque()  # rows that were drawn before the resume
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return self
@@ -235,16 +260,35 @@ class PromptStream:
     def __next__(self) -> tuple[int, int]:
         position = self.position
         self.position += 1
-        return position, self._sampler.row(position)
+        row = self._again.popleft() if self._again else self._sampler.row(position)
+        if self._sampler.is_adaptive:
+            self._drawn.append(row)
+        return position, row
+
+    @property
+    def is_adaptive(self) -> bool:
+        """Whether rows depend on recorded scores."""
+        return self._sampler.is_adaptive
+
+    def record(self, scores: Iterable[Sequence[float]]) -> None:
+        """Report the scores of the oldest groups that are not recorded yet, in the order of positions."""
+        for each in scores if self._sampler.is_adaptive else ():
+            self._sampler.record(self._drawn.popleft(), each)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds: the position and the identity of the sampler."""
-        return {"position": self.position, **self._sampler.identity()}
+        """Return what a checkpoint holds: the position and the identity of the sampler; also its state, if it has one.
+
+        The position of an adaptive sampler is the first that is not recorded.
+        """
+        state: dict[str, Any] = {"position": self.position - len(self._drawn), **self._sampler.identity()}
+        if self._sampler.is_adaptive:
+            state |= {"drawn": [*self._drawn, *self._again], "state": self._sampler.state()}
+        return state
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from a saved position; refuse one of another sampler, which would repeat rows and skip others."""
         now = self._sampler.identity()
-        keys = [*now, *(key for key in state if key not in now and key != "position")]
+        keys = [*now, *(key for key in state if key not in now and key not in ("position", "drawn", "state"))]
         if different := [key for key in keys if state.get(key) != now.get(key)]:
             changes = ", ".join(f"{key} {state.get(key)} (now {now.get(key)})" for key in different)
             raise DataError(
@@ -252,6 +296,9 @@ class PromptStream:
                 "data.* settings, or start over with trainer.resume_mode=disable"
             )
         self.position = state["position"]
+        if self._sampler.is_adaptive:
+            self._sampler.load_state(state["state"])
+            self._again = deque(state["drawn"])
 
 
 def _require_rows(rows: int) -> int:
@@ -260,7 +307,8 @@ def _require_rows(rows: int) -> int:
     return rows
 
 
-def _make_random(seed: int, *numbers: int) -> np.random.RandomState:
+def make_random(seed: int, *numbers: int) -> np.random.RandomState:
+    """Return a generator whose numbers follow from the seed and these numbers, on every machine."""
     # RandomState, not default_rng: numpy guarantees that its numbers never change.
     return np.random.RandomState([seed % 2**32, *numbers])
 

@@ -43,7 +43,7 @@ def differs(metric: str) -> HasSignal:
             return sample.score
         if metric not in sample.metrics:
             if metric in _SCORE_NAMES:
-                return sample.metrics.get("raw_score", sample.score)
+                return _raw_score(sample)
             raise ConfigError(
                 [
                     f"algorithm.filter_groups.metric={metric}: the reward of a response to prompt {sample.group} has "
@@ -97,6 +97,13 @@ class EpisodeBuffer:
         max_batches: int = 0,
         warn: Callable[[str], None] = lambda text: None,
     ) -> None:
+        if stream.is_adaptive and has_signal is not None and max_staleness > 0:
+            raise ConfigError(
+                [
+                    "data.sampler: with algorithm.filter_groups.enable=true and trainer.max_staleness above 0, which "
+                    "prompts follow which scores would depend on timing; set trainer.max_staleness=0"
+                ]
+            )
         self._run_group, self._stream, self.batch, self._max_staleness = run_group, stream, batch, max_staleness
         self._has_signal, self._max_batches, self._warn = has_signal, max_batches, warn
         self._groups: deque[asyncio.Task[_Group]] = deque()
@@ -125,11 +132,14 @@ class EpisodeBuffer:
         if count > len(self._groups):
             raise RuntimeError(f"take({count}) would wait forever: only {len(self._groups)} groups may run")
         bound, patience = self._max_batches * count or sys.maxsize, LONG_SEARCH * count
+        seen: list[_Group] = []  # all, in the order of the stream
         kept: list[_Group] = []
         uniform: list[_Group] = []  # without signal
         dropped: list[_Group] = []
         while (missing := min(count - len(kept), bound - len(kept) - len(uniform))) > 0:
-            for group in await self._oldest(missing):
+            groups = await self._oldest(missing)
+            seen += groups
+            for group in groups:
                 (dropped if group.dropped else kept if group.has_signal else uniform).append(group)
             if len(dropped) > MAX_DROPPED * count:
                 others = len(kept) + len(uniform)
@@ -140,6 +150,8 @@ class EpisodeBuffer:
             if patience <= len(kept) + len(uniform) < bound and len(kept) < count:
                 patience *= 2
                 self._warn(f"{self._describe_search(count, kept, uniform)}. The search continues. {_FIX}")
+        # Not when a group finishes: an adaptive sampler sees the same scores in the same order after a resume.
+        self._stream.record([_raw_score(sample) for sample in group.samples] for group in seen)
         self._started += count - len(kept)  # a smaller batch counts as a whole one
         self._report(count, kept, uniform)
         self._report_dropped(len(dropped), len(kept) + len(uniform))
@@ -250,6 +262,11 @@ class EpisodeBuffer:
             )
         if self._has_dropped:
             self._metrics["data/left_out"] = float(dropped)
+
+
+def _raw_score(sample: SampleHandle) -> float:
+    """Return the score of the reward function, without penalties for length."""
+    return sample.metrics.get("raw_score", sample.score)
 
 
 def _mean_score(groups: Sequence[_Group]) -> float:

@@ -40,7 +40,7 @@ def find_problems(config: Config) -> list[VerlError]:
     problems: list[VerlError] = [ConfigError([problem]) for problem in _find_model_problems(config)]
     if config.data.sampler is not None:
         try:
-            load_sampler(config.data.sampler)
+            load_sampler(config.data)
         except ConfigError as error:
             problems.append(error)
     data = config.data

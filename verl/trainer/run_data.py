@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.schema.actor import ModelConfig
@@ -12,6 +14,7 @@ from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.custom_functions import load_function
+from verl.data.adaptive import SAMPLERS, AdaptiveSampler, takes_scores
 from verl.data.chat import chat_template_hint, load_tokenizer
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.files import CACHED_BYTES, suggest_path
@@ -20,7 +23,6 @@ from verl.data.samplers import (
     CurriculumSampler,
     CustomSampler,
     Sampler,
-    SamplerFunction,
     SequentialSampler,
     ShuffledSampler,
     WeightedSampler,
@@ -179,12 +181,31 @@ def data_splits(config: Config | SftConfig) -> dict[str, list[str]]:
     return {split: [files] if isinstance(files, str) else files for split, files in entries.items() if files}
 
 
-def load_sampler(name: str) -> SamplerFunction:
-    """Load the function that data.sampler names."""
+def load_sampler(data: DataConfig) -> Callable[..., Any]:
+    """Load what data.sampler names, a class or a function, and check that it takes data.sampler_kwargs."""
+    assert data.sampler is not None
     try:
-        return load_function(name, {}, "data.sampler")
+        sampler = load_function(data.sampler, SAMPLERS, "data.sampler")
+        arguments = ("rows", "seed", "column") if takes_scores(sampler) else ("epoch", "seed", "rows", "column")
+        inspect.signature(sampler).bind(*arguments, **data.sampler_kwargs)
     except ValueError as error:
         raise ConfigError([str(error)]) from error
+    except TypeError as error:
+        given = ", ".join([*arguments, *(f"{key}=..." for key in data.sampler_kwargs)])
+        raise ConfigError([f"data.sampler: {data.sampler} cannot be called with ({given}): {error}"]) from error
+    return sampler
+
+
+def _build_custom_sampler(data: DataConfig, dataset: PromptDataset, seed: int) -> Sampler:
+    """Return the sampler that data.sampler names."""
+    assert data.sampler is not None
+    sampler, kwargs = load_sampler(data), data.sampler_kwargs
+    if not takes_scores(sampler):
+        return CustomSampler(sampler, data.sampler, len(dataset), seed, dataset.column, kwargs)
+    try:
+        return AdaptiveSampler(sampler, data.sampler, len(dataset), seed, dataset.column, kwargs)
+    except ValueError as error:
+        raise ConfigError([f"data.sampler_kwargs: {error}"]) from error
 
 
 def build_sampler(config: Config, dataset: PromptDataset, entries: list[str]) -> Sampler:
@@ -192,7 +213,7 @@ def build_sampler(config: Config, dataset: PromptDataset, entries: list[str]) ->
     data = config.data
     seed = config.trainer.seed if data.seed is None else data.seed
     if data.sampler is not None:
-        return CustomSampler(load_sampler(data.sampler), data.sampler, len(dataset), seed, dataset.column)
+        return _build_custom_sampler(data, dataset, seed)
     if data.train_weights is None:
         return _build_part(config, dataset, range(len(dataset)), seed, data.shuffle_buffer_size)
     starts = [0, *dataset.entry_ends[:-1]]

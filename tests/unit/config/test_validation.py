@@ -113,6 +113,7 @@ def problem(*overrides: str) -> str:
         (["data.sampler=mine:order", "data.curriculum_key=level"], "set data.curriculum_key=null"),
         (["data.sampler=mine:order", "data.train_weights=[1]"], "set data.train_weights=null"),
         (["data.sampler=mine:order", "data.streaming=true"], "set data.streaming=false"),
+        (["data.sampler=replay", "data.streaming=true"], "set data.streaming=false"),
         (["data.curriculum_key=level", "data.streaming=true"], "set data.streaming=false"),
         (
             ["trainer.resume_mode=path"],

@@ -122,6 +122,45 @@ def test_a_sampler_from_a_file_sees_the_columns(tmp_path: Path, config: Any) -> 
         check_files(config(train_files=path, sampler=f"{code}:even"))
 
 
+def test_a_built_in_sampler_by_scores_and_its_arguments(tmp_path: Path, config: Any) -> None:
+    path = write(tmp_path / "a.parquet", 6)
+    given = config(train_files=path, sampler="replay", sampler_kwargs={"fraction": 0.5})
+    check_files(given)
+    order = read_data(given).order
+    assert order.is_adaptive
+    assert sorted(rows(order)) == list(range(6))
+    assert order.identity()["sampler_kwargs"] == {"fraction": 0.5}
+    with pytest.raises(ConfigError, match=r"data\.sampler_kwargs: fraction=2"):
+        read_data(config(train_files=path, sampler="replay", sampler_kwargs={"fraction": 2}))
+    with pytest.raises(ConfigError, match=r"replay cannot be called with .* unexpected keyword argument 'target'"):
+        check_files(config(train_files=path, sampler="replay", sampler_kwargs={"target": 2}))
+    with pytest.raises(ConfigError, match="'reply' is not one of difficulty, replay, nor"):
+        check_files(config(train_files=path, sampler="reply"))
+
+
+def test_a_custom_class_sees_the_columns_and_a_function_its_arguments(tmp_path: Path, config: Any) -> None:
+    path = write(tmp_path / "a.parquet", 4, level=[3, 0, 2, 1])
+    code = tmp_path / "by_level.py"
+    code.write_text(
+        "class Levels:\n"
+        "    def __init__(self, rows, seed, column, start=0):\n"
+        "        self.order, self.start = column('level'), start\n"
+        "    def row(self, position): return self.order[(self.start + position) % 4]\n"
+        "    def record(self, row, scores): self.start += 1\n"
+        "    def state(self): return {'start': self.start}\n"
+        "    def load_state(self, state): self.start = state['start']\n"
+        "def reverse(epoch, seed, rows, column, *, step=1): return list(range(rows - 1, -1, -step))\n"
+    )
+    order = read_data(config(train_files=path, sampler=f"{code}:Levels", sampler_kwargs={"start": 1})).order
+    assert rows(order) == [0, 2, 1, 3]
+    order.record(0, [1.0])
+    assert order.row(0) == 2
+    assert rows(read_data(config(train_files=path, sampler=f"{code}:reverse", sampler_kwargs={"step": 2})).order) == [
+        3,
+        1,
+    ]
+
+
 def test_large_files_are_streamed_unless_their_order_needs_all_rows(
     tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -55,8 +55,9 @@ class DataConfig(Section):
     )
     curriculum_key: str | None = setting(None, "Numeric column that orders each epoch, lowest first.")
     sampler: str | None = setting(
-        None, "Your own order of rows, as package.module:function or file.py:function; see docs/data.md."
+        None, "difficulty or replay (by scores), or your own as package.module:name or file.py:name; see docs/data.md."
     )
+    sampler_kwargs: dict[str, Any] = setting({}, "Keyword arguments of the sampler.", only_if=needs_given(".sampler"))
     streaming: bool | None = setting(
         None, "Read training rows only when they are needed; null: from 1,000,000 rows or 1 GiB on."
     )
