@@ -48,13 +48,16 @@ class SamplingParams:
 class Completion:
     """The result of one `generate` call: the new tokens, each with its log-prob and weight version.
 
-    `finish_reason` is "stop" (the model ended its response; the end token is included) or "length".
+    `finish_reason` is "stop" (the model ended its response; the end token is included) or "length". `routed_experts`,
+    if requested, are the experts [tokens, layers, k] of the prompt and the new tokens, except the last: it has not been
+    an input yet.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     versions: list[int]
     finish_reason: str
+    routed_experts: npt.NDArray[np.integer] | None = None
 
 
 FailureKind = Literal["error", "timeout", "died", "invalid"]
@@ -98,7 +101,8 @@ class Sample:
     `mask[t]` is True where the model generated token t (prompts and tool output are False). `logprobs` and `versions`
     are 0 and -1 where the mask is False. `group` is the index of the prompt in the data stream, shared by the samples
     of one prompt. A sample with a `failure` has no score and is not trained on. `baseline` is the score of the greedy
-    response to the same prompt, if requested.
+    response to the same prompt, if requested. `routed_experts` are the experts [tokens, layers, k] of the first tokens,
+    those that were an input of the engine.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -115,6 +119,7 @@ class Sample:
     metrics: dict[str, float] = field(default_factory=dict)
     baseline: float | None = None
     failure: Failed | None = None
+    routed_experts: npt.NDArray[np.integer] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("api", "algorithms", "save_cost"),
+    ("api", "algorithms", "save_cost", "routing"),
     ("lora", "families", "reward_overlap"),
     ("trust", "stall", "dapo", "start", "dataplane"),
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, Generate
 from verl.rewards.models.interface import SETTING, ScoringFailure
@@ -28,6 +29,7 @@ class Transcript:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish_reason: str = "stop"
+    routed_experts: npt.NDArray[np.integer] | None = None  # of the first tokens, if the engine returns them
 
     def __post_init__(self) -> None:
         self._pad(len(self.tokens))
@@ -44,6 +46,10 @@ class Transcript:
         self.logprobs += completion.logprobs
         self.versions += completion.versions
         self.finish_reason = completion.finish_reason
+        if (routed := completion.routed_experts) is not None:
+            known = routed[:0] if self.routed_experts is None else self.routed_experts
+            # Tokens of earlier turns keep the experts that they were generated with.
+            self.routed_experts = np.concatenate([known, routed[len(known) :]])
 
     def get_response(self) -> list[int]:
         """Return all generated tokens."""
@@ -59,6 +65,7 @@ class Transcript:
             score=score,
             finish_reason=self.finish_reason,
             metrics=metrics,
+            routed_experts=self.routed_experts,
         )
 
     def _pad(self, count: int) -> None:

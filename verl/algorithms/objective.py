@@ -32,11 +32,13 @@ class ModelOutput(NamedTuple):
     `logprobs [T]`: log-prob of token t given the tokens before it in its sequence.
     `entropy [T]`: entropy of the distribution that token t was sampled from.
     `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
+    `routed_experts [T, layers, k]`: experts that a mixture used; None unless the engine records them.
     """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor | None = None
+    routed_experts: Tensor | None = None
 
 
 class ValueOutput(NamedTuple):

@@ -39,6 +39,7 @@ _ENGINE_SETTINGS = {
     **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
     "seed": "trainer.seed",
+    "enable_return_routed_experts": f"{ACTOR}.router_replay.mode",
 }
 """Engine arguments that have a setting of their own, which is validated."""
 

@@ -85,6 +85,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
     yield from _check_order(config)
     yield from _check_transports(config)
     yield from _check_warmups(config)
+    yield from _check_routing(config)
     yield from algorithm_validation.find_conflicts(config)
 
 
@@ -159,6 +160,38 @@ def _check_transports(config: Config) -> Iterator[str]:
     ):
         if is_unfit:
             yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
+
+
+def _check_routing(config: Config) -> Iterator[str]:
+    """Check that the experts to replay or to balance are known, and the type of vLLM's logits."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    mode, coefficient = actor.router_replay.mode, actor.router_aux_loss_coef
+    if mode == "R3" and rollout.name == "hf":
+        yield (
+            f"{ACTOR}.router_replay.mode: R3 requires an engine that returns its experts, but {ROLLOUT}.name=hf does "
+            f"not; set {ACTOR}.router_replay.mode=R2"
+        )
+    if mode == "R3" and rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
+        yield (
+            f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching: vLLM returns experts only with prefix caching; "
+            f"remove it, or set {ACTOR}.router_replay.mode=R2"
+        )
+    if config.actor_rollout_ref.model.fp32_lm_head and "hf_overrides" in rollout.engine_kwargs.vllm:
+        yield (
+            f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides: replaces head_dtype=float32, which "
+            "actor_rollout_ref.model.fp32_lm_head=true sets; add it there and set "
+            "actor_rollout_ref.model.fp32_lm_head=false, or remove hf_overrides"
+        )
+    if config.algorithm.rollout_correction.bypass_mode and mode != "R3":
+        setting = (
+            f"{ACTOR}.router_replay.mode: R2" if mode == "R2" else f"{ACTOR}.router_aux_loss_coef: {coefficient:g}"
+        )
+        if mode == "R2" or coefficient:
+            yield (
+                f"{setting} uses the experts of the old log-prob pass, which "
+                "algorithm.rollout_correction.bypass_mode=true skips; set "
+                f"{ACTOR}.router_replay.mode=R3, or algorithm.rollout_correction.bypass_mode=false"
+            )
 
 
 def _check_warmups(config: Config) -> Iterator[str]:

@@ -17,7 +17,7 @@ from verl.types import Sample
 class FlatBatch:
     """B sequences laid end to end, T tokens in all. A field is None until it is computed.
 
-    Every field except `offsets` has one value per token; `select`, `split` and `to` carry all of them. An
+    Every field except `offsets` has one value or row per token; `select`, `split` and `to` carry all of them. An
     empty batch made by `select([])` keeps its fields, as empty tensors.
 
     >>> batch = FlatBatch(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool())
@@ -36,6 +36,7 @@ class FlatBatch:
     returns: Tensor | None = None  # [T] float32, targets of the critic
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
     chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
+    routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of a mixture; -1 if unknown
 
     def __len__(self) -> int:
         """Return the number of sequences, B."""
@@ -75,6 +76,7 @@ class FlatBatch:
             offsets=torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)], dtype=np.int64)),
             mask=lay((sample.mask for sample in samples), np.bool_),
             rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
+            routed_experts=_lay_experts(samples),
         )
 
     @classmethod
@@ -110,3 +112,17 @@ class FlatBatch:
     def _per_token(self) -> dict[str, Tensor]:
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offsets"}
         return {name: value for name, value in values.items() if value is not None}
+
+
+def _lay_experts(samples: Sequence[Sample]) -> Tensor | None:
+    """Concatenate the experts of the samples; None if no sample has any."""
+    known = [sample.routed_experts for sample in samples if sample.routed_experts is not None]
+    if not known:
+        return None
+    experts = np.full((sum(len(sample.tokens) for sample in samples), *known[0].shape[1:]), -1, np.int16)
+    start = 0
+    for sample in samples:
+        if sample.routed_experts is not None:
+            experts[start : start + len(sample.routed_experts)] = sample.routed_experts
+        start += len(sample.tokens)
+    return torch.from_numpy(experts)

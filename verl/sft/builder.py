@@ -75,6 +75,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
+        fp32_lm_head=model.fp32_lm_head,
     )
     return RankSettings(
         actor=with_optimizer(settings, "optim", config.optim, steps),

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl.config.features import uses_critic, uses_reward_function
 from verl.config.schema.root import Config
+from verl.config.schema.rules import ACTOR
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
@@ -16,7 +17,7 @@ from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_data import data_splits, load_sampler
-from verl.training.families import family_problems
+from verl.training.families import family_problems, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
@@ -83,7 +84,15 @@ def _find_model_problems(config: Config) -> Iterator[str]:
         paths["reward.prime.model_path"] = reward.prime.model_path
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
-    return find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
+    yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
+    trained = config.actor_rollout_ref.actor
+    routing: list[tuple[str, object, object]] = [
+        ("router_replay.mode", trained.router_replay.mode, "disabled"),
+        ("router_aux_loss_coef", trained.router_aux_loss_coef, 0),
+    ]
+    for name, value, default in routing:
+        if value != default and (problem := mixture_problem(actor.path)):
+            yield f"{ACTOR}.{name}: {value} has no routers to work on: {problem}; set {ACTOR}.{name}={default}"
 
 
 def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:

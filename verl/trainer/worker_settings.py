@@ -73,7 +73,11 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         seed=config.trainer.seed,
         deadlines=deadlines(config),
         memory_advice=rl_memory_advice(config),
-        actor=with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, policy_steps),
+        actor=replace(
+            with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, policy_steps),
+            router_replay=actor.router_replay.mode != "disabled",
+            router_aux_loss_coef=actor.router_aux_loss_coef,
+        ),
         reference=replace(frozen, lora=trained.lora) if has_reference else None,
         reference_is_actor=uses_policy_as_reference(config),
         critic=_critic_settings(config, total_steps, device) if uses_critic(config) else None,
@@ -96,6 +100,7 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         fsdp_settings(model.path, actor.fsdp_config, device),
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
+        fp32_lm_head=model.fp32_lm_head,
         compile=actor.use_torch_compile and device != "cpu",
     )
     trained = replace(
@@ -321,6 +326,8 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
         "dtype": dtype,
         "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
         "adapter": adapter,
+        "fp32_lm_head": model.fp32_lm_head,
+        "routed_experts": config.actor_rollout_ref.actor.router_replay.mode == "R3",
         "max_model_len": get_max_sequence_tokens(config),
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,

@@ -59,6 +59,15 @@ def family_problems(path: str) -> Iterator[str]:
         yield f"{path} ({kind}): quantized weights ({method}) cannot be trained; use the original model"
 
 
+def mixture_problem(path: str) -> str | None:
+    """Return why the routing of the model in the folder `path` cannot be controlled; None if it is no folder."""
+    config = _read_json(Path(path).expanduser() / "config.json")
+    text = {**config, **(config.get("text_config") or {})}
+    if not config or any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+        return None
+    return f"{path} ({config.get('model_type', 'no model_type')}) is no mixture of experts"
+
+
 def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:
     """Return a note for a family that is not verified, None for the others."""
     if model_type in VERIFIED:

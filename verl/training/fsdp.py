@@ -32,6 +32,7 @@ from verl.training.model import PackedCausalLM
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
+from verl.training.routing import control_routing
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import to_hf
 
@@ -55,12 +56,14 @@ class FsdpEngine:
             dtype=_dtype(settings.param_dtype),
             head=settings.head,
             chunk=settings.logprob_chunk,
+            fp32_head=settings.fp32_lm_head,
             gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
             trust_remote_code=settings.trust_remote_code,
             lora=settings.lora,
         )
         if settings.lora is None or not settings.trainable:
             self.model.requires_grad_(settings.trainable)
+        self._routing = control_routing(self.model.layers(), settings)
         self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
         self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
@@ -108,8 +111,11 @@ class FsdpEngine:
         with self._weights.on_device(), torch.no_grad():
             for batch in micro_batches:
                 output = self._run(batch, temperature, reference)
+                if self._routing is not None and isinstance(output, ModelOutput):
+                    output = output._replace(routed_experts=self._routing.recorded())
                 size = batch.num_tokens
-                outputs.append(type(output)(*(values[:size].cpu() for values in output if values is not None)))
+                columns: list[Any] = [None if values is None else values[:size].cpu() for values in output]
+                outputs.append(type(output)(*columns))
             self.reshard()
         if reference is not None:
             reference.reshard()
@@ -126,6 +132,8 @@ class FsdpEngine:
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
         totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
+        if self._routing is not None:
+            self._routing.count_load(micro_batches)
         self.model.train()
         shares: dict[str, Tensor] = {}
         with self._weights.on_device():
@@ -259,6 +267,8 @@ class FsdpEngine:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
         batch = batch.to(self.device)
+        if self._routing is not None:
+            self._routing.begin(batch.routed_experts, self.world_size * self._scaler.scale)
         return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **options)
 
     def _backward(
@@ -271,7 +281,7 @@ class FsdpEngine:
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
         (share * self.world_size * self._scaler.scale).backward()  # FSDP averages over ranks, but shares must be summed
-        return metrics
+        return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
         parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
@@ -327,14 +337,15 @@ class BaseModelReference:
         self.rank, self.world_size = engine.rank, engine.world_size
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
+        own = [batch.with_(routed_experts=None) for batch in micro_batches]  # it chooses its own experts
         with disable_adapter(self._engine.model):
-            return self._engine.forward(micro_batches, **options)
+            return self._engine.forward(own, **options)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """Return the last layer without the adapter; safe in the middle of an update of the adapted model."""
         training = self._engine.model.training
         with disable_adapter(self._engine.model):
-            layer = self._engine.last_layer(batch)
+            layer = self._engine.last_layer(batch.with_(routed_experts=None))
         self._engine.model.train(training)
         return layer
 

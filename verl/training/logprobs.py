@@ -36,6 +36,11 @@ class LastLayer(NamedTuple):
             rows = slice(start, start + chunk)
             yield rows, self._replace(hidden=self.hidden[rows])
 
+    def to(self, dtype: torch.dtype) -> LastLayer:
+        """Return the same layer that computes its logits in `dtype`; gradients keep the dtype of its tensors."""
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
+
     def logits(self, temperature: float) -> Tensor:
         """Return the logits [N, V], at least float32, as a new tensor."""
         hidden, weight, bias, scale, softcap = self

@@ -66,9 +66,9 @@ class PackedCausalLM(PackedModel):
     verified = "log-probs"
     hf: PreTrainedModel
 
-    def __init__(self, hf: PreTrainedModel, chunk: int | None = None) -> None:
+    def __init__(self, hf: PreTrainedModel, chunk: int | None = None, *, fp32_head: bool = False) -> None:
         super().__init__(hf)
-        self.chunk, self.kernels = chunk, PLAIN
+        self.chunk, self.kernels, self.fp32_head = chunk, PLAIN, fp32_head
         config = hf.config.get_text_config()
         self.softcap = getattr(config, "final_logit_softcapping", None)
         # Cohere multiplies by `logit_scale`, Granite divides by `logits_scaling`.
@@ -97,6 +97,8 @@ class PackedCausalLM(PackedModel):
         head = self.hf.get_output_embeddings()
         previous = states[targets - 1]  # a token is predicted from the one before it, in the same sequence
         layer = LastLayer(previous, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
+        if self.fp32_head:
+            layer = layer.to(torch.float32)
         if return_hidden:
             return layer
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}

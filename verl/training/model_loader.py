@@ -40,6 +40,7 @@ def load_model(
     dtype: torch.dtype,
     head: Head = "tokens",
     chunk: int | None = None,
+    fp32_head: bool = False,
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     lora: LoraSettings | None = None,
@@ -67,7 +68,7 @@ def load_model(
             module.p = 0.0
     _check_layers(hf, path)
     check_names(hf, path)
-    model = PackedCausalLM(hf, chunk) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
+    model = PackedCausalLM(hf, chunk, fp32_head=fp32_head) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
     _enable_packing(model.eval(), path)
     if lora is not None:
         add_adapter(model, lora, path)

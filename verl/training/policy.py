@@ -166,6 +166,8 @@ class PolicyTrainer:
         else:
             outputs = self.actor.forward(batch.split(cuts), reference=exact)
             batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
+            if routed := [output.routed_experts for output in outputs if output.routed_experts is not None]:
+                batch = batch.with_(routed_experts=_restore_order(batch, cuts, routed))
         if self.reference is not None:
             batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
         if self.critic is not None:
@@ -290,9 +292,10 @@ def _compute_logprobs(engine: TrainEngine[ModelOutput], batch: FlatBatch, cuts: 
 
 
 def _restore_order(batch: FlatBatch, cuts: RaggedIndices, parts: Sequence[Tensor]) -> Tensor:
-    """Return per-token values of micro-batches in the order of the batch's tokens [T]."""
+    """Return per-token values or rows of micro-batches in the order of the batch's tokens [T]."""
     indices = batch.with_(tokens=torch.arange(batch.num_tokens)).select(cuts.indices).tokens
-    values = torch.zeros(batch.num_tokens, dtype=torch.float32)  # an export in a thread changes torch's default dtype
+    like = parts[0] if parts else torch.empty(0, dtype=torch.float32)  # a thread's export changes the default dtype
+    values = like.new_zeros(batch.num_tokens, *like.shape[1:])
     values[indices] = torch.cat([values[:0], *parts])
     return values
 

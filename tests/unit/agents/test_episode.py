@@ -132,3 +132,13 @@ async def test_a_failed_baseline_fails_all_samples() -> None:
     runner = EpisodeRunner(echo, judge, decode)
     [sample] = await runner.run(PROMPT, 0, [5], SamplingParams(max_tokens=4), greedy_baseline=True)
     assert sample.failure == Failed("died", "gone")
+
+
+def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with() -> None:
+    transcript = Transcript([1, 2])
+    transcript.append_completion(Completion([3, 4], [0.0] * 2, [0] * 2, "stop", np.full((3, 1, 2), 5, np.uint8)))
+    transcript.append_context([9])
+    transcript.append_completion(Completion([6], [0.0], [0], "stop", np.full((5, 1, 2), 8, np.uint8)))
+    experts = transcript.to_sample(0, 0.0, {}).routed_experts
+    assert experts is not None
+    assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]

@@ -57,6 +57,23 @@ def problem(*overrides: str) -> str:
         ([f"{R}.max_num_batched_tokens=100"], f"set {R}.max_num_seqs=100"),
         ([f"{R}.num_engines=9", "trainer.device=cuda"], f"set {R}.num_engines=8"),
         ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
+        ([f"{A}.router_replay.mode=R3", f"{R}.name=hf"], f"set {A}.router_replay.mode=R2"),
+        (
+            [f"{A}.router_replay.mode=R3", f"{R}.engine_kwargs.vllm.enable_prefix_caching=false"],
+            f"set {A}.router_replay.mode=R2",
+        ),
+        (
+            [f"{A}.router_replay.mode=R2", "algorithm.rollout_correction.bypass_mode=true"],
+            f"set {A}.router_replay.mode=R3",
+        ),
+        (
+            [f"{A}.router_aux_loss_coef=0.01", "algorithm.rollout_correction.bypass_mode=true"],
+            f"set {A}.router_replay.mode=R3",
+        ),
+        (
+            ["actor_rollout_ref.model.fp32_lm_head=true", f"{R}.engine_kwargs.vllm.hf_overrides={{a:1}}"],
+            "set actor_rollout_ref.model.fp32_lm_head=false",
+        ),
         ([f"{R}.val_kwargs.do_sample=true"], f"set {R}.val_kwargs.temperature=1.0"),
         ([f"{R}.weight_transport=nccl", "trainer.device=cpu"], f"set {R}.weight_transport=host"),
         ([f"{R}.weight_transport=ipc", f"{R}.name=hf"], f"set {R}.weight_transport=host"),

@@ -1,5 +1,7 @@
 """A FlatBatch carries every per-token field through every cut."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -93,3 +95,15 @@ def test_no_samples_make_an_empty_batch() -> None:
 def test_a_field_of_another_length_is_refused() -> None:
     with pytest.raises(ValueError, match="old_logprobs has 4 elements, the batch has 5 tokens"):
         batch_of([2, 3]).with_(old_logprobs=torch.zeros(4))
+
+
+def test_the_experts_of_samples_are_laid_end_to_end_and_unknown_ones_are_marked() -> None:
+    first = replace(sample(3), routed_experts=np.array([[[7, 200]], [[0, 1]]], np.uint8))
+    batch = FlatBatch.from_samples([first, sample(2)])
+    assert batch.routed_experts is not None
+    assert batch.routed_experts.dtype == torch.int16
+    assert batch.routed_experts[:, 0].tolist() == [[7, 200], [0, 1], [-1, -1], [-1, -1], [-1, -1]]
+    selected = batch.select([1, 0]).routed_experts
+    assert selected is not None
+    assert selected[2:, 0].tolist() == [[7, 200], [0, 1], [-1, -1]]
+    assert FlatBatch.from_samples([sample(2)]).routed_experts is None

@@ -8,7 +8,13 @@ from tiny import FAMILIES, tiny_family
 from verl.config.load import load_dict
 from verl.errors import ConfigError
 from verl.trainer.preflight import check_files
-from verl.training.families import VERIFIED, family_note, family_problems, packing_length_problem
+from verl.training.families import (
+    VERIFIED,
+    family_note,
+    family_problems,
+    mixture_problem,
+    packing_length_problem,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -103,3 +109,27 @@ def test_sequences_whose_positions_would_depend_on_their_neighbors_are_refused(r
 @pytest.mark.parametrize("rope", [{}, {"rope_type": "llama3", "original_max_position_embeddings": 16}])
 def test_other_positions_do_not_depend_on_neighbors(rope):
     assert packing_length_problem("m", {"rope_parameters": rope, "max_position_embeddings": 64}, 10**6, "x") is None
+
+
+def test_a_dense_model_has_no_routing_to_control(tmp_path):
+    tiny_family("Qwen3").save_pretrained(tmp_path / "dense")
+    tiny_family("Qwen3-MoE").save_pretrained(tmp_path / "mixture")
+    assert mixture_problem(str(tmp_path / "dense")) == f"{tmp_path / 'dense'} (qwen3) is no mixture of experts"
+    assert mixture_problem(str(tmp_path / "mixture")) is None
+    assert mixture_problem("my-org/on-the-hub") is None
+
+
+def test_routing_settings_are_refused_for_a_dense_model_by_name(tmp_path):
+    tiny_family("Qwen3").save_pretrained(tmp_path)
+    (tmp_path / "train.parquet").touch()
+    actor = {"router_replay": {"mode": "R3"}, "router_aux_loss_coef": 0.01}
+    tree = {
+        "actor_rollout_ref": {"model": {"path": str(tmp_path)}, "actor": actor},
+        "data": {"train_files": str(tmp_path / "train.parquet")},
+    }
+    with pytest.raises(ConfigError) as raised:
+        check_files(load_dict(tree).config)
+    text = str(raised.value)
+    assert f"{tmp_path} (qwen3) is no mixture of experts" in text
+    assert "set actor_rollout_ref.actor.router_replay.mode=disabled" in text
+    assert "set actor_rollout_ref.actor.router_aux_loss_coef=0" in text

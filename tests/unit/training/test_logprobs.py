@@ -112,3 +112,20 @@ def test_the_acceptance_script_measures_equal_results_at_a_small_size(tmp_path):
     differences = vocabulary.relative_differences(*map(torch.load, paths))
     assert differences.keys() == {"hidden", "weight", "logprobs"}
     assert max(differences.values()) <= vocabulary.GRADIENT_LIMIT
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_logits_in_float32_bring_half_precision_log_probs_closer_to_exact_ones(dtype):
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 32).to(dtype).requires_grad_()
+    weight = torch.randn(200, 32).to(dtype).requires_grad_()
+    targets = torch.randint(200, (64,))
+    exact, _ = plain(hidden.double(), weight.double(), targets)
+    half, _ = token_logprobs(LastLayer(hidden, weight), targets)
+    full, _ = token_logprobs(LastLayer(hidden, weight).to(torch.float32), targets)
+    assert float((full - exact).abs().max()) < 1e-4
+    assert float((full - exact).abs().mean()) < 0.01 * float((half - exact).abs().mean())
+    grads = torch.autograd.grad(full.sum(), [hidden, weight])
+    assert [grad.dtype for grad in grads] == [dtype, dtype]
+    for grad, expected in zip(grads, torch.autograd.grad(exact.sum(), [hidden, weight]), strict=True):
+        torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)

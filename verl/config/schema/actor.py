@@ -54,6 +54,9 @@ class ModelConfig(Section):
     enable_gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about a third more time."
     )
+    fp32_lm_head: bool = setting(
+        False, "Compute logits in float32, whatever the model computes in; in the trainer and in vLLM."
+    )
 
 
 class OptimConfig(Section):
@@ -142,6 +145,13 @@ class PeftConfig(Section):
     )
 
 
+class RouterReplayConfig(Section):
+    mode: Literal["disabled", "R2", "R3"] = setting(
+        "disabled",
+        "Experts used in training; R2: those of the old log-prob pass; R3: those that the engine used.",
+    )
+
+
 class CheckpointConfig(Section):
     save_contents: list[Content] = setting(
         ["model", "optimizer", "extra"],
@@ -206,6 +216,10 @@ class ActorConfig(Section):
         "low_var_kl",
         "KL estimator; a trailing + takes the gradient of k2; full: exact over the vocabulary.",
         only_if=needs(".use_kl_loss"),
+    )
+    router_replay: RouterReplayConfig = section(RouterReplayConfig, "Routing replay of mixtures of experts.")
+    router_aux_loss_coef: float = setting(
+        0.0, "Coefficient of the load-balancing loss of a mixture's routers; 0: no such loss.", ge=0
     )
     grad_clip: Positive | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.")
     use_torch_compile: bool = setting(

@@ -54,6 +54,8 @@ class VllmSettings:
     trust_remote_code: bool = False
     weight_backend: str = "host"
     adapter: AdapterSettings | None = None  # it loads the model itself, and receives adapters instead of weights
+    routed_experts: bool = False  # return the experts of every token
+    fp32_lm_head: bool = False  # compute logits in float32
     seed: int = 0
     device: str = "cpu"
     cpu_cache_gib: int = 1
@@ -78,6 +80,8 @@ class VllmEngine:
 
     async def start(self) -> None:
         self._llm = start_vllm(self.settings, _engine_arguments(self.settings))
+        if self.settings.routed_experts and self.settings.device == "cpu":
+            await self._call(self._llm.collective_rpc("return_routed_experts"))
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         with map_engine_errors():
@@ -252,7 +256,7 @@ def _completion(final: Any) -> Completion:
     if len(versions) != len(tokens):
         raise EngineError(f"vLLM reported weight versions for {len(versions)} of {len(tokens)} tokens")
     logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
-    return Completion(tokens, logprobs, versions, output.finish_reason)
+    return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts)
 
 
 def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
@@ -288,6 +292,15 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
+    if settings.fp32_lm_head:
+        arguments["hf_overrides"] = {"head_dtype": "float32"}
+    if settings.routed_experts and settings.device == "cpu":
+        arguments |= {
+            "enable_prefix_caching": True,
+            "scheduler_cls": "verl.rollout.vllm.routed_experts.RoutingScheduler",
+        }
+    elif settings.routed_experts:
+        arguments["enable_return_routed_experts"] = True
     return arguments
 
 

@@ -30,7 +30,15 @@ EXTENSION = "verl.rollout.vllm.transfer.WorkerExtension"
 
 
 class WorkerExtension:
-    """Mixed into vLLM's worker; empty, since importing this module is what matters."""
+    """Mixed into vLLM's worker: what the rollout actor calls there. Importing this module also matters."""
+
+    model_runner: Any
+
+    def return_routed_experts(self) -> None:
+        """Return the experts of every token with a response, on the CPU."""
+        from verl.rollout.vllm.routed_experts import connect_routed_experts
+
+        connect_routed_experts(self.model_runner)
 
 
 @dataclass
