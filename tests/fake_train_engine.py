@@ -62,14 +62,16 @@ class FakeTrainEngine:
         with torch.no_grad():
             return [self._run(batch, temperature, reference) for batch in micro_batches]
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
+    def update(
+        self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None, teacher: Any = None
+    ) -> dict[str, float]:
         parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
         totals = Totals(sum(t.tokens for t in parts), sum(t.sequences for t in parts))
         metrics: dict[str, float] = {}
         self.optimizer.zero_grad(set_to_none=False)
         for batch in micro_batches:
             if len(batch):
-                share, shares = loss(self._run(batch, reference=reference), batch, totals)
+                share, shares = loss(self._run(batch, reference=reference, teacher=teacher), batch, totals)
                 share.backward()
                 metrics |= {name: metrics.get(name, 0.0) + float(value) for name, value in shares.items()}
         norm = 0.0 if self.table.grad is None else float(self.table.grad.norm())
@@ -118,7 +120,7 @@ class FakeTrainEngine:
             torch.set_rng_state(state["rng"]["0"]["cpu"])
 
     def _run(
-        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None
+        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
     ) -> ModelOutput | ValueOutput:
         targets = batch.mask.nonzero().squeeze(-1)
         zeros = torch.zeros(batch.num_tokens)
@@ -127,8 +129,8 @@ class FakeTrainEngine:
         temperature = self.settings.temperature if temperature is None else temperature
         before = torch.eye(len(self.table))[batch.tokens[targets - 1]]
         layer = LastLayer(before, self.table.T)
-        columns = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
-        if reference is not None:
-            other = LastLayer(before, reference.table.detach().T)
-            columns.append(vocabulary_kl(layer, other, temperature=temperature))
-        return ModelOutput(*(zeros.index_copy(0, targets, column) for column in columns))
+        columns: list[Any] = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
+        for engine in (reference, teacher):
+            other = None if engine is None else LastLayer(before, engine.table.detach().T)
+            columns.append(None if other is None else vocabulary_kl(layer, other, temperature=temperature))
+        return ModelOutput(*(None if each is None else zeros.index_copy(0, targets, each) for each in columns))

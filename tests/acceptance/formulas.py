@@ -451,6 +451,26 @@ def exact_kl(draw: random.Random) -> float:
     )
 
 
+def teacher_kl(draw: random.Random) -> float:
+    """The exact KL to a teacher whose vocabulary has other padding: over the tokens that both have."""
+    size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([0.1, 1.0, 10.0])
+    sizes = size + draw.randint(0, 4), size
+    sizes = draw.choice([sizes, sizes[::-1]])
+    rows, others = ([[reach * draw.gauss(0, 1) for _ in range(each)] for _ in range(positions)] for each in sizes)
+    outcomes = [ref.exact_kl(row[:size], other[:size]) for row, other in zip(rows, others, strict=True)]
+    layers = [
+        LastLayer(torch.tensor(each, dtype=torch.float64).requires_grad_(), torch.eye(width, dtype=torch.float64))
+        for each, width in zip((rows, others), sizes, strict=True)
+    ]
+    ours = vocabulary_kl(*layers, chunk=draw.randint(1, 5))
+    (gradient,) = torch.autograd.grad(ours.sum(), layers[0].hidden)
+    return max(
+        difference(ours.tolist(), [value for value, _ in outcomes]),
+        difference(gradient[:, :size].flatten().tolist(), [slope for _, slopes in outcomes for slope in slopes]),
+        float(gradient[:, size:].abs().sum()),
+    )
+
+
 def aggregation(mode):
     def case(draw: random.Random) -> float:
         batch, scale = random_batch(draw), draw.uniform(1, 50)
@@ -613,6 +633,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
         lambda batch, o: ref.prime(batch, gamma=o.gamma, outcome=o.outcome_coef, process=o.process_coef),
     ),
     "gdpo": estimator(advantages.gdpo, lambda batch, o: ref.gdpo(batch, o.component_weights)),
+    "no_rewards": estimator(advantages.no_rewards, lambda batch, o: [[0.0] * len(x.mask) for x in batch]),
     "win_rate": estimator(advantages.win_rate, lambda batch, o: ref.win_rate(batch)),
     **{f"loss {name}": token_loss(name, reference) for name, reference in TOKEN_LOSSES.items()},
     "loss geo_mean": sequence_loss("geo_mean", ref.geo_mean),
@@ -623,6 +644,7 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "objective and its report": objective,
     **{f"kl {form}": kl_form(form) for form in KL_FORMS},
     "kl full": exact_kl,
+    "kl to a teacher": teacher_kl,
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)

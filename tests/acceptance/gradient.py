@@ -4,9 +4,10 @@ python tests/acceptance/gradient.py [--short]
 
 A split is an order, micro-batches of a size or under a token budget, and one or two FSDP2 ranks. Its gradient is
 compared with that of the unsplit mini-batch on one rank: ||g - g0|| / ||g0||, over all parameters. Terms are every
-policy loss, the entropy, every form of the KL, the value loss of a critic and the loss of PRIME's process reward model;
-terms and modes alternate over the splits. Losses that need a prepass run it over the ranks of the split, by the code
-that trains. Then the packed gradient is compared with that of padded batches in transformers. All in float32.
+policy loss, the entropy, every form of the KL, the exact KL to a teacher of another size, the value loss of a critic
+and the loss of PRIME's process reward model; terms and modes alternate over the splits. Losses that need a prepass run
+it over the ranks of the split, by the code that trains. Then the packed gradient is compared with that of padded
+batches in transformers. All in float32.
 """
 
 import argparse
@@ -37,7 +38,7 @@ from verl.algorithms.aggregate import MODES, count_totals
 from verl.algorithms.losses import LOSSES, PER_SEQUENCE, LossOptions
 from verl.algorithms.objective import ModelOutput, OutcomeObjective, PolicyObjective, ValueObjective, ValueOutput
 from verl.algorithms.prepass import PREPASSES
-from verl.algorithms.settings import AlgorithmSettings
+from verl.algorithms.settings import AlgorithmSettings, Distillation
 from verl.data.flat_batch import FlatBatch
 from verl.data.packing import balance, chunk, pack
 from verl.training.fsdp import FsdpEngine, FsdpSettings
@@ -57,6 +58,7 @@ TERMS = {
         for form in (kind, kind + "+")
     },
     "kl full": PolicyObjective(AlgorithmSettings(loss_kl_coef=1.0, loss_kl_type="full")),
+    "distillation": PolicyObjective(AlgorithmSettings(distillation=Distillation("loss"))),
     "value": ValueObjective(AlgorithmSettings(value_clip=0.2)),
     "process": OutcomeObjective(beta=0.5),
 }
@@ -73,19 +75,26 @@ class Recorder(FsdpEngine):
 
 
 class Engines:
-    """An actor, a critic and a frozen reference that differs from the actor."""
+    """An actor, a critic, and two frozen models: a reference that differs from the actor, and a wider teacher."""
 
     def __init__(self, directory):
         self.actor = Recorder(FsdpSettings(str(directory / "model")))
         self.critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic"))
-        self.reference = FsdpEngine(FsdpSettings(str(directory / "reference"), trainable=False))
+        self.reference, self.teacher = (
+            FsdpEngine(FsdpSettings(str(directory / name), trainable=False)) for name in ("reference", "teacher")
+        )
 
     def of(self, term):
         return self.critic if term == "value" else self.actor
 
     def gradient(self, term, micro_batches, objective):
         engine = self.of(term)
-        engine.update(micro_batches, objective, reference=self.reference if term == "kl full" else None)
+        engine.update(
+            micro_batches,
+            objective,
+            reference=self.reference if term == "kl full" else None,
+            teacher=self.teacher if term == "distillation" else None,
+        )
         return engine.gradient
 
 
@@ -107,7 +116,7 @@ def prepared(mini_batch, term):
     batch = mini_batch.batch
     if term == "process":
         return batch.with_(returns=mini_batch.scores.float()[batch.segment_ids])
-    alone = term == "entropy" or term.startswith("kl ")
+    alone = term in ("entropy", "distillation") or term.startswith("kl ")
     return batch.with_(advantages=torch.zeros_like(batch.advantages)) if alone else batch
 
 
@@ -200,10 +209,10 @@ def distances(engines, mini_batch, references, cuts, stride, first_seed):
 
 def padded_gradients(directory, batches, size):
     """Return the gradients of the same losses on right-padded batches of `size`, with plain log-softmax."""
-    kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM
-    actor, critic, reference = (
+    kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM, AutoModelForCausalLM
+    actor, critic, reference, teacher = (
         kind.from_pretrained(directory / name, dtype=torch.float32, attn_implementation="sdpa")
-        for kind, name in zip(kinds, ("model", "critic", "reference"), strict=True)
+        for kind, name in zip(kinds, ("model", "critic", "reference", "teacher"), strict=True)
     )
     gradients = {}
     for key, (term, objective) in objectives().items():
@@ -212,7 +221,8 @@ def padded_gradients(directory, batches, size):
         model.zero_grad()
         for start in range(0, len(batch), size):
             part = batch.select(range(start, min(start + size, len(batch))))
-            objective(padded_output(model, reference, part, term), part, totals)[0].backward()
+            other = teacher if term == "distillation" else reference
+            objective(padded_output(model, other, part, term), part, totals)[0].backward()
         gradients[key] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     return gradients
 
@@ -230,10 +240,11 @@ def padded_output(model, reference, part, term):
         return ValueOutput(flat(logits.squeeze(-1)))
     log_p = logits.log_softmax(-1)
     with torch.no_grad():
-        log_q = reference(input_ids=rows, attention_mask=real.long()).logits[:, :-1].log_softmax(-1)
+        logits = reference(input_ids=rows, attention_mask=real.long()).logits[:, :-1, : log_p.shape[-1]]
+        log_q = logits.log_softmax(-1)
     chosen = log_p.gather(-1, rows[:, 1:, None]).squeeze(-1)
     entropy, kl = -(log_p.exp() * log_p).sum(-1), (log_p.exp() * (log_p - log_q)).sum(-1)
-    return ModelOutput(flat(chosen), flat(entropy), flat(kl))
+    return ModelOutput(flat(chosen), flat(entropy), flat(kl), flat(kl))
 
 
 def rank_main(rank, world, port, directory, cuts, stride):
@@ -276,6 +287,8 @@ def main():
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
         Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
+        teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80)  # 16 ids are padding
+        Qwen2ForCausalLM(teacher).save_pretrained(directory / "teacher")
         one, two = run(1, directory, cuts, stride), run(2, directory, cuts, stride)
         _, batches, references = torch.load(directory / "reference.pt", weights_only=False)
         padded = {key: [] for key in references}

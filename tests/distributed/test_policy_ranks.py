@@ -5,10 +5,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from ranks import free_port, run_ranks
-from tiny import tiny_qwen2
+from tiny import save_family, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
-from verl.algorithms.settings import AlgorithmSettings, Correction, KlController, LossOptions
+from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation, KlController, LossOptions
 from verl.data.plan import Planner, UpdateSizes
 from verl.training.fsdp import FsdpEngine
 from verl.training.policy import PolicyTrainer, PrimeRewardModel
@@ -33,6 +33,10 @@ METHODS = {
         loss_options=LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     ),
     "prime": AlgorithmSettings("prime"),
+    "distillation": AlgorithmSettings("grpo", distillation=Distillation("reward", 0.5)),
+    "exact distillation": AlgorithmSettings(
+        "no_rewards", loss_kl_coef=0.1, loss_kl_type="full", distillation=Distillation("loss")
+    ),
 }
 PROMPTS, ANSWERS, STEPS = 5, 4, 2
 SPARE = 5e-6
@@ -89,6 +93,7 @@ def policy(name, root):
         reference=engine(root / "other", trainable=False),
         critic=engine(root / "critic", head="value", role="critic") if name == "ppo" else None,
         prime=process,
+        teacher=engine(root / "teacher", trainable=False) if METHODS[name].distillation else None,
     )
 
 
@@ -126,6 +131,7 @@ def both(tmp_path_factory):
     torch.manual_seed(0)
     Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(root / "model")
     Qwen2ForCausalLM(tiny_qwen2()).save_pretrained(root / "other")
+    save_family("Llama 3", root / "teacher", num_hidden_layers=1, hidden_size=96, vocab_size=80)  # with padding
     Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(root / "critic")
     init_process_group(0, 1, "127.0.0.1", 0)
     try:

@@ -118,6 +118,11 @@ def score_by_model(
     return score_episode
 
 
+async def skip_scoring(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+    """Give 0 to every response, in a run that does not learn from rewards."""
+    return Scored(0.0)
+
+
 def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -> EpisodeScorer:
     """Return a scorer for function + weight * model, with both scores as metrics."""
 
@@ -156,18 +161,22 @@ class EpisodeRunner:
         greedy_baseline: bool = False,
         overlong: OverlongPenalty | None = None,
         batcher: DeterministicBatcher | None = None,
+        score: EpisodeScorer | None = None,
     ) -> list[Sample]:
         """Return one sample per seed (None: not seeded), in their order.
 
         With `greedy_baseline` also a greedy response is generated; its score becomes the `baseline` of the samples.
-        `overlong` penalizes long responses. With a `batcher` each episode takes a slot.
+        `overlong` penalizes long responses. With a `batcher` each episode takes a slot. `score` replaces the scorer.
         """
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
             samplings.append(replace(sampling, temperature=0.0, seed=None))
         slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in samplings]
         samples = await asyncio.gather(
-            *(self._run_one(prompt, group, each, overlong, slot) for each, slot in zip(samplings, slots, strict=True))
+            *(
+                self._run_one(prompt, group, each, overlong, slot, score or self._score)
+                for each, slot in zip(samplings, slots, strict=True)
+            )
         )
         if not greedy_baseline:
             return samples
@@ -183,11 +192,12 @@ class EpisodeRunner:
         sampling: SamplingParams,
         overlong: OverlongPenalty | None,
         slot: AbstractContextManager[Generate],
+        score_episode: EpisodeScorer,
     ) -> Sample:
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
         tokens = transcript.get_response()
-        result = await self._score(prompt, transcript, self.decode(tokens))
+        result = await score_episode(prompt, transcript, self.decode(tokens))
         if isinstance(result, Failed):
             return replace(transcript.to_sample(group, math.nan, {}), failure=result)
         score, metrics = result.score, result.metrics

@@ -192,6 +192,11 @@ def win_rate(x: AdvantageInputs) -> Tensor:
     return x.per_token(x.per_group(formula, x.scores))
 
 
+def no_rewards(x: AdvantageInputs) -> Tensor:
+    """0: a run without rewards learns from a teacher alone."""
+    return torch.zeros_like(x.rewards)
+
+
 def prime(x: AdvantageInputs) -> Tensor:
     """RLOO on the scores, plus the return to go of process rewards minus the mean process reward of the others.
 
@@ -241,8 +246,10 @@ ESTIMATORS: dict[str, Estimator] = {
     "grpo_passk": grpo_passk,
     "prime": prime,
     "win_rate": win_rate,
+    "no_rewards": no_rewards,
 }
-"""`algorithm.adv_estimator` -> function. Runs with PRIME use `prime` instead of rloo; SPPO uses `win_rate`."""
+"""`algorithm.adv_estimator` -> function. Runs with PRIME use `prime` instead of rloo; SPPO uses `win_rate`;
+distillation without rewards uses `no_rewards`."""
 
 
 def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:

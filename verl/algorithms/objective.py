@@ -32,12 +32,14 @@ class ModelOutput(NamedTuple):
     `logprobs [T]`: log-prob of token t given the tokens before it in its sequence.
     `entropy [T]`: entropy of the distribution that token t was sampled from.
     `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
+    `teacher_kl [T]`: the same to the teacher's distribution.
     `routed_experts [T, layers, k]`: experts that a mixture used; None unless the engine records them.
     """
 
     logprobs: Tensor
     entropy: Tensor
     kl: Tensor | None = None
+    teacher_kl: Tensor | None = None
     routed_experts: Tensor | None = None
 
 
@@ -66,7 +68,7 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PolicyObjective:
-    """Policy loss - entropy_coeff * entropy + loss_kl_coef * KL to the reference."""
+    """Policy loss - entropy_coeff * entropy + loss_kl_coef * KL to the reference + coef * KL to the teacher."""
 
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
 
@@ -101,6 +103,10 @@ class PolicyObjective:
             kl = share(self._kl(output, batch))
             loss = loss + algorithm.loss_kl_coef * kl
             metrics["actor/kl_loss"] = kl.detach()
+        if algorithm.distillation is not None and algorithm.distillation.mode == "loss":
+            teacher_kl = _require(output.teacher_kl, "teacher_kl")
+            loss = loss + algorithm.distillation.coef * share(teacher_kl)
+            metrics["actor/distillation_kl"] = token_mean(teacher_kl)
         return loss, metrics
 
     def _weights(self, inputs: LossInputs, weights: Tensor | None) -> Tensor | float:

@@ -74,6 +74,14 @@ class KlController:
 
 
 @dataclass(frozen=True, slots=True)
+class Distillation:
+    """`distillation`: the KL to a teacher, in the advantages ("reward") or exact in the loss ("loss")."""
+
+    mode: str = "reward"
+    coef: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class AlgorithmSettings:
     """A complete algorithm: from scores to rewards, to advantages, to the loss."""
 
@@ -88,6 +96,7 @@ class AlgorithmSettings:
     loss_kl_type: str = "low_var_kl"
     reward_kl: KlController | None = None  # None: no KL in the reward
     reward_kl_type: str = "kl"
+    distillation: Distillation | None = None  # None: no teacher
     correction: Correction = field(default_factory=Correction)
     value_clip: float = 0.5
     value_agg_mode: str = "token-mean"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.features import uses_critic, uses_preferences, uses_reward_function
+from verl.config import distillation_validation
+from verl.config.features import uses_critic, uses_preferences, uses_reward_function, uses_task_rewards
 from verl.config.ignored import find_unmet_condition
 from verl.config.paths import is_overridden
 from verl.config.schema import Config, collect_settings
@@ -60,6 +61,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
         )
     if config.reward.prime.enable:
         yield from _check_prime(config)
+    yield from distillation_validation.find_conflicts(config)
 
 
 def _check_group_size(config: Config) -> Iterator[str]:
@@ -68,7 +70,7 @@ def _check_group_size(config: Config) -> Iterator[str]:
     reasons = []
     if uses_preferences(config):
         reasons.append((f"{_LOSS}.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode))
-    elif algorithm.adv_estimator == "grpo_passk":
+    elif algorithm.adv_estimator == "grpo_passk" and uses_task_rewards(config):
         reasons.append(("algorithm.adv_estimator", algorithm.adv_estimator))
     if algorithm.filter_groups.enable:
         reasons.append(("algorithm.filter_groups.enable", "true"))
@@ -91,7 +93,7 @@ def _check_components(config: Config) -> Iterator[str]:
             f"algorithm.component_weights: {len(weights)} weights for {len(names)} names in "
             "algorithm.reward_components; give one weight per name"
         )
-    if algorithm.adv_estimator != "gdpo" or uses_preferences(config):
+    if algorithm.adv_estimator != "gdpo" or uses_preferences(config) or not uses_task_rewards(config):
         return
     if not (names or reward.functions or reward.overlong_buffer.enable or _adds_model(config)):
         yield (
@@ -143,6 +145,8 @@ def _check_correction(config: Config) -> Iterator[str]:
 def _check_critic(config: Config) -> Iterator[str]:
     """Check critic.enable: gae requires a critic, and only gae and custom estimators return targets for it."""
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
+    if not uses_task_rewards(config):  # no critic
+        return
     models = ("critic.model.", "critic.optim.")
     given = [key for key in collect_settings(Config) if key.startswith(models) and is_overridden(config, key)]
     has_baseline = estimator not in _GROUP_ESTIMATORS or config.actor_rollout_ref.rollout.n > 1
@@ -177,7 +181,8 @@ def _check_prime(config: Config) -> Iterator[str]:
 def find_hints(config: Config) -> Iterator[str]:
     """Yield settings of the algorithm that work but are probably a mistake."""
     algorithm, actor, n = config.algorithm, config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
-    if algorithm.adv_estimator in _GROUP_ESTIMATORS and n < 2 and not uses_preferences(config):
+    compares = algorithm.adv_estimator in _GROUP_ESTIMATORS and not uses_preferences(config)
+    if compares and n < 2 and uses_task_rewards(config):
         yield (
             f"{ROLLOUT}.n: {n} response per prompt leaves algorithm.adv_estimator={algorithm.adv_estimator} no group "
             f"to compare with: advantages are the raw scores; set {ROLLOUT}.n=8"
@@ -208,3 +213,4 @@ def find_hints(config: Config) -> Iterator[str]:
     ):
         if is_unused:
             yield f"{key}: with 0 the KL to the reference is computed but not used; set {switch}=false"
+    yield from distillation_validation.find_hints(config)

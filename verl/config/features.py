@@ -63,7 +63,18 @@ def uses_preferences(config: Config) -> bool:
 def uses_critic(config: Config) -> bool:
     """Whether a value model is trained."""
     enable, estimator = config.critic.enable, config.algorithm.adv_estimator
-    return (estimator == "gae" if enable is None else enable) and not uses_preferences(config)
+    has_values = estimator == "gae" if enable is None else enable
+    return has_values and not uses_preferences(config) and uses_task_rewards(config)
+
+
+def uses_task_rewards(config: Config) -> bool:
+    """Whether training responses are scored; distillation alone needs no scores."""
+    return config.distillation.use_task_rewards or not config.distillation.enable
+
+
+def scores_responses(config: Config) -> bool:
+    """Whether any responses are scored, in training or in validation."""
+    return uses_task_rewards(config) or config.data.val_files is not None
 
 
 def prime_shares_reference(config: Config) -> bool:

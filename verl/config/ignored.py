@@ -14,7 +14,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-from verl.config.features import may_score_code, uses_policy_as_reference, uses_reference, uses_reward_function
+from verl.config.features import (
+    may_score_code,
+    scores_responses,
+    uses_policy_as_reference,
+    uses_reference,
+    uses_reward_function,
+    uses_task_rewards,
+)
 from verl.config.paths import format_value, get_path, get_value, is_overridden
 from verl.config.schema import Config, Section, Setting, SftConfig, collect_settings
 from verl.config.schema.rules import ACTOR, REF
@@ -31,7 +38,12 @@ class _Rule(NamedTuple):
 _RULES: dict[type[Section], tuple[_Rule, ...]] = {
     Config: (
         _Rule(
-            ("trainer.ref_update_freq", "trainer.ref_update_ratio", REF),
+            (f"{REF}.log_prob_micro_batch_size_per_gpu", f"{REF}.log_prob_max_token_len_per_gpu"),
+            lambda config: uses_reference(config) or config.distillation.enable,
+            "neither a reference policy nor a teacher is used",
+        ),
+        _Rule(
+            ("trainer.ref_update_freq", "trainer.ref_update_ratio", f"{REF}.fsdp_config"),
             uses_reference,
             "no reference policy is used; it requires use_kl_loss, use_kl_in_reward, loss_mode=dpo, or reward.prime",
         ),
@@ -39,6 +51,20 @@ _RULES: dict[type[Section], tuple[_Rule, ...]] = {
             (f"{REF}.fsdp_config.param_offload",),
             lambda config: not uses_policy_as_reference(config) or config.reward.prime.enable,
             f"with an adapter the reference is the policy itself; set {ACTOR}.fsdp_config.param_offload",
+        ),
+        _Rule(
+            ("reward",),
+            scores_responses,
+            "nothing is scored: distillation.use_task_rewards=false, and there are no data.val_files",
+        ),
+        _Rule(
+            (
+                *("algorithm.adv_estimator", "algorithm.gamma", "algorithm.lam", "algorithm.norm_adv_by_std_in_grpo"),
+                *("algorithm.reward_components", "algorithm.component_weights"),
+                *("critic", "trainer.critic_warmup", "reward.overlong_buffer"),
+            ),
+            uses_task_rewards,
+            "distillation.use_task_rewards=false: the policy learns from the teacher alone",
         ),
         _Rule(
             ("reward.memory_mb", "reward.num_workers", "reward.batch_size", "reward.reward_manager.name"),

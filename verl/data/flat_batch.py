@@ -31,6 +31,7 @@ class FlatBatch:
     rollout_logprobs: Tensor | None = None  # [T] float32, as the rollout engine reported them
     old_logprobs: Tensor | None = None  # [T] float32, under the policy before the update
     ref_logprobs: Tensor | None = None  # [T] float32, under the reference policy
+    teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
     advantages: Tensor | None = None  # [T] float32
     values: Tensor | None = None  # [T] float32, under the critic before the update
     returns: Tensor | None = None  # [T] float32, targets of the critic

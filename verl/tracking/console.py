@@ -40,6 +40,7 @@ _LEARNING = (
     _Column("lr", ("train/lr",), ".1e", 7, 3),
     _Column("reward", ("reward/mean",), ".3f", 6, 0, "bold green"),
     _Column("kl", ("actor/kl_loss", "actor/reward_kl", "actor/ppo_kl"), ".4f", 7, 3),
+    _Column("teacher kl", ("actor/distillation_kl",), ".4f", 7, 2),
     _Column("entropy", ("actor/entropy",), ".2f", 5, 6),
     _Column("clip", ("actor/pg_clipfrac",), ".2f", 5, 9),
     _Column("grad", ("actor/grad_norm", "train/grad_norm"), ".2f", 5, 4),

@@ -87,13 +87,14 @@ def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
         "algorithm.filter_groups.enable=True to replace such prompts"
     )
     share = metrics.get("reward/groups_without_signal", 0.0)
-    if is_uniform(metrics):
+    has_teacher = "actor/distillation_kl" in metrics  # which can be learned from whatever the rewards are
+    if is_uniform(metrics) and not has_teacher:
         reward = metrics["reward/min"]
         yield (
             "no signal",
             f"all responses of the step got the same reward, {reward:g}: nothing can be learned; {remedy}",
         )
-    elif share > 0.9:
+    elif share > 0.9 and not has_teacher:
         yield (
             "no signal",
             f"for {share:.0%} of the prompts all responses got the same reward: little can be learned; {remedy}",

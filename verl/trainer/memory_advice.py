@@ -24,6 +24,8 @@ def rl_memory_advice(config: Config) -> str:
         limits |= {f"critic.{name}": value} if (value := getattr(critic, name)) else {}
         switches["critic.model.enable_gradient_checkpointing"] = critic.model.enable_gradient_checkpointing
         switches |= list_offload_settings("critic.fsdp_config", critic.fsdp_config)
+    if config.distillation.enable:
+        switches["distillation.teacher.param_offload"] = config.distillation.teacher.param_offload
     limits["actor_rollout_ref.rollout.gpu_memory_utilization"] = rollout.gpu_memory_utilization
     return format_memory_advice(limits, switches)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.features import uses_critic, uses_reward_function
+from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.root import Config
 from verl.config.schema.rules import ACTOR
 from verl.data.files import suggest_path
@@ -56,7 +56,7 @@ def find_problems(config: Config) -> list[VerlError]:
 
 async def check_reward(config: Config, reward: Callable[..., Any] | None = None) -> None:
     """Load the reward function once in a process of its own, so that its import cannot affect this one."""
-    if not uses_reward_function(config):
+    if not uses_reward_function(config) or not scores_responses(config):
         return
     settings = reward_pool_settings(config, function=reward)
     with open_rewards(replace(settings, workers=min(1, settings.workers))) as pool:
@@ -82,6 +82,8 @@ def _find_model_problems(config: Config) -> Iterator[str]:
         paths["critic.model.path"] = config.critic.model.path
     if reward.prime.enable:
         paths["reward.prime.model_path"] = reward.prime.model_path
+    if config.distillation.enable:
+        paths["distillation.teacher.path"] = config.distillation.teacher.path
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
     yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code)

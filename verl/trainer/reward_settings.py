@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from verl.config.features import uses_reward_function
+from verl.config.features import uses_reward_function, uses_task_rewards
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
 from verl.config.schema.rules import is_custom_function
@@ -21,7 +21,8 @@ def reward_components(config: Config) -> dict[str, float]:
     Without names they are the parts that the score is a sum of. Only gdpo and custom estimators use components.
     """
     reward, algorithm = config.reward, config.algorithm
-    if algorithm.adv_estimator != "gdpo" and not is_custom_function(algorithm.adv_estimator):
+    uses_components = algorithm.adv_estimator == "gdpo" or is_custom_function(algorithm.adv_estimator)
+    if not uses_components or not uses_task_rewards(config):
         return {}
     parts = {get_label(part): float(part.get("weight", 1.0)) for part in reward.functions}
     if reward.reward_model.enable and uses_reward_function(config):

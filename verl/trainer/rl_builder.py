@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
+from verl.config.features import scores_responses
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
@@ -82,6 +83,7 @@ class RLBuilder(RunBuilder[Config]):
         "reward.custom_reward_function.path",
         "reward.prime.model_path",
         "reward.reward_model.model_path",
+        "distillation.teacher.path",
     )
 
     async def build(
@@ -259,7 +261,7 @@ def place_engines(config: Config, pool: PlacementPool, device: str, **changes: A
 def place_reward_models(config: Config, pool: PlacementPool, device: str) -> list[RemoteRewardModel]:
     """Reserve processes for the replicas of the reward model, from the last device down."""
     model = config.reward.reward_model
-    if not model.enable:
+    if not model.enable or not scores_responses(config):
         return []
     share = (1 - TRAIN_SHARE - _engine_share(config)) / -(-model.replicas // pool.count)
     return [

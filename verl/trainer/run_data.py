@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
+from verl.config.features import uses_task_rewards
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
@@ -28,6 +29,7 @@ from verl.data.samplers import (
     WeightedSampler,
 )
 from verl.data.validate import find_data_warnings
+from verl.data.vocabulary import describe_vocabulary_gap
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 from verl.training.families import family_note, packing_length_problem
@@ -91,12 +93,14 @@ def read_data(config: Config) -> RunData:
         else:
             val_sources = sources
         unknown = sorted(source for source in set(sources) if resolve_scorer(config, source) is None)
-        if unknown:
+        if unknown and (split != "train" or uses_task_rewards(config)):
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
     longest = get_max_sequence_tokens(config)
     loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
     reports += notes
+    if config.distillation.enable:
+        reports += _check_teacher(config, tokenizer)
     stops = find_stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, loaded.get_text_config().vocab_size)
 
@@ -115,6 +119,21 @@ def check_model(
         raise ConfigError([problem])
     note = family_note(model.path, config.model_type, published=published)
     return config, [note] if note else []
+
+
+def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Check that a teacher knows the policy's tokens and can read its sequences; return notes for the user."""
+    student, path = config.actor_rollout_ref.model, config.distillation.teacher.path
+    assert path is not None
+    teacher = ModelConfig(path=path, trust_remote_code=student.trust_remote_code)
+    other = open_tokenizer(teacher, "distillation.teacher")
+    loaded, notes = check_model(
+        teacher, get_max_sequence_tokens(config), "data.max_prompt_length + data.max_response_length", published=False
+    )
+    size = loaded.get_text_config().vocab_size
+    if gap := describe_vocabulary_gap(tokenizer.get_vocab(), other.get_vocab(), size):
+        raise ConfigError([f"distillation.teacher.path={path}: {gap}"])
+    return notes
 
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:

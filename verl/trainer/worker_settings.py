@@ -7,7 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
+from verl.algorithms.settings import (
+    AlgorithmSettings,
+    Correction,
+    Distillation,
+    EstimatorOptions,
+    KlController,
+    LossOptions,
+)
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
@@ -20,12 +27,14 @@ from verl.config.features import (
     VLLM_LORA_RANKS,
     prime_shares_reference,
     saves_hf,
+    scores_responses,
     syncs_adapter_only,
     uses_critic,
     uses_policy_as_reference,
     uses_preferences,
     uses_reference,
     uses_reward_function,
+    uses_task_rewards,
 )
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -83,6 +92,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         critic=_critic_settings(config, total_steps, device) if uses_critic(config) else None,
         prime=prime_model if prime.enable else None,
         prime_reference=replace(frozen, model_path=prime_path) if has_prime_reference else None,
+        teacher=_teacher_settings(config, frozen) if config.distillation.enable else None,
         algorithm=algorithm_settings(config),
         sync_dtype=rollout_dtype(config, device),
         sync_adapter_only=syncs_adapter_only(config),
@@ -118,6 +128,20 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         offload_policy=False,
     )
     return trained, frozen
+
+
+def _teacher_settings(config: Config, frozen: FsdpSettings) -> FsdpSettings:
+    """Return the settings of the teacher, stored in the data type in which it computes since it is never updated."""
+    teacher = config.distillation.teacher
+    assert teacher.path is not None
+    return replace(
+        frozen,
+        model_path=teacher.path,
+        role="teacher",
+        param_dtype=frozen.compute_dtype,
+        stochastic_rounding=False,
+        param_offload=frozen.device != "cpu" and teacher.param_offload,
+    )
 
 
 def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSettings:
@@ -193,6 +217,9 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if algorithm.use_kl_in_reward
         else None,
         reward_kl_type=algorithm.kl_penalty,
+        distillation=Distillation(config.distillation.mode, config.distillation.coef)
+        if config.distillation.enable
+        else None,
         correction=Correction(
             weigh=correction.rollout_is,
             threshold=correction.rollout_is_threshold,
@@ -214,8 +241,13 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
 
 
 def _estimator(config: Config) -> str:
-    """Return the advantage estimator. Preference losses (SPPO, DPO) use win rates; PRIME adds its rewards to rloo."""
+    """Return the advantage estimator. Preference losses (SPPO, DPO) use win rates; PRIME adds its rewards to rloo.
+
+    Without rewards the teacher is all that advantages come from.
+    """
     estimator = config.algorithm.adv_estimator
+    if not uses_task_rewards(config):
+        return "no_rewards"
     if uses_preferences(config):
         return "win_rate"
     return "prime" if config.reward.prime.enable and not is_custom_function(estimator) else estimator
@@ -273,20 +305,23 @@ def episode_settings(
     return EpisodeSettings(
         model.tokenizer_path or model.path,
         datasets,
-        reward_pool_settings(config, workers, reward) if uses_reward_function(config) else None,
+        reward_pool_settings(config, workers, reward)
+        if uses_reward_function(config) and scores_responses(config)
+        else None,
         _model_reward(config),
         model.trust_remote_code,
         OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
-        if shaping.enable
+        if shaping.enable and uses_task_rewards(config)
         else None,
         deadlines(config),
         list(reward_components(config)),
+        scores_training=uses_task_rewards(config),
     )
 
 
 def _model_reward(config: Config) -> ModelReward | None:
     model = config.reward.reward_model
-    if not model.enable:
+    if not model.enable or not scores_responses(config):
         return None
     assert model.model_path is not None
     return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)

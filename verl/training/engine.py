@@ -47,13 +47,18 @@ class TrainEngine(Protocol[Output]):
         ...
 
     def update(
-        self, micro_batches: Sequence[FlatBatch], loss: Loss[Output], *, reference: TrainEngine[Output] | None = None
+        self,
+        micro_batches: Sequence[FlatBatch],
+        loss: Loss[Output],
+        *,
+        reference: TrainEngine[Output] | None = None,
+        teacher: TrainEngine[Output] | None = None,
     ) -> dict[str, float]:
         """Run one optimizer step on the mini-batch formed by the micro-batches of all ranks.
 
-        With a `reference`, the output passed to the loss includes the KL to it, with gradients. Returns the metrics of
-        the loss, summed over micro-batches and ranks, and `grad_norm`, `lr` and `skipped_steps`, prefixed by the
-        engine's role: `actor/grad_norm`, `critic/grad_norm`.
+        With a `reference` or a `teacher`, the output passed to the loss includes the KL to it, with gradients. Returns
+        the metrics of the loss, summed over micro-batches and ranks, and `grad_norm`, `lr` and `skipped_steps`,
+        prefixed by the engine's role: `actor/grad_norm`, `critic/grad_norm`.
         """
         ...
 

@@ -128,7 +128,9 @@ class FsdpEngine:
                 module.reshard()
         self._weights.offload()
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None) -> dict[str, float]:
+    def update(
+        self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None, teacher: Any = None
+    ) -> dict[str, float]:
         if self.optimizer is None:
             raise EngineError(f"{self.settings.model_path}: cannot update a model with trainable=False")
         totals, lr = self._totals(micro_batches), self.schedule.at(self.step)
@@ -138,10 +140,11 @@ class FsdpEngine:
         shares: dict[str, Tensor] = {}
         with self._weights.on_device():
             for batch in micro_batches:
-                for name, value in self._backward(batch, loss, totals, reference).items():
+                for name, value in self._backward(batch, loss, totals, reference, teacher).items():
                     shares[name] = shares.get(name, 0.0) + value.detach()
-            if reference is not None:
-                reference.reshard()
+            for frozen in (reference, teacher):
+                if frozen is not None:
+                    frozen.reshard()
             norm, has_stepped = self._step(lr, has_tokens=totals.tokens > 0)
         role = self.settings.role
         metrics = {
@@ -254,10 +257,11 @@ class FsdpEngine:
             return cast(LastLayer, self._call(batch, 1.0, return_hidden=True))
 
     def _run(
-        self, batch: FlatBatch, temperature: float | None = None, reference: FsdpEngine | None = None
+        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
     ) -> ModelOutput | ValueOutput:
         temperature = self.settings.temperature if temperature is None else temperature
-        options = {} if reference is None else {"reference": reference.last_layer(batch)}
+        others = {"reference": reference, "teacher": teacher}
+        options = {name: engine.last_layer(batch) for name, engine in others.items() if engine is not None}
         return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
 
     def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
@@ -272,9 +276,9 @@ class FsdpEngine:
         return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **options)
 
     def _backward(
-        self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: FsdpEngine | None
+        self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: Any, teacher: Any
     ) -> dict[str, Tensor]:
-        output = self._run(batch, reference=reference)
+        output = self._run(batch, reference=reference, teacher=teacher)
         if batch.num_tokens == 0:
             # Zero gradients, but the same collectives as on other ranks.
             torch.cat([values for values in output if values is not None]).sum().backward()

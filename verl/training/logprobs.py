@@ -41,6 +41,12 @@ class LastLayer(NamedTuple):
         bias = None if self.bias is None else self.bias.to(dtype)
         return self._replace(hidden=self.hidden.to(dtype), weight=self.weight.to(dtype), bias=bias)
 
+    def first_tokens(self, count: int) -> LastLayer:
+        """Return the layer over the first `count` tokens of the vocabulary."""
+        if count == len(self.weight):
+            return self
+        return self._replace(weight=self.weight[:count], bias=None if self.bias is None else self.bias[:count])
+
     def logits(self, temperature: float) -> Tensor:
         """Return the logits [N, V], at least float32, as a new tensor."""
         hidden, weight, bias, scale, softcap = self
@@ -78,7 +84,12 @@ def token_logprobs(
 
 
 def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
-    """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients."""
+    """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients.
+
+    Models of one family may pad the same vocabulary to different sizes: the KL is over the tokens that both have.
+    """
+    count = min(len(layer.weight), len(other.weight))
+    layer, other = layer.first_tokens(count), other.first_tokens(count)
     return _VocabularyKl.apply(*layer[:3], layer, other, temperature, chunk)
 
 

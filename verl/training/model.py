@@ -85,12 +85,13 @@ class PackedCausalLM(PackedModel):
         temperature: float,
         *,
         reference: LastLayer | None = None,
+        teacher: LastLayer | None = None,
         return_hidden: bool = False,
     ) -> ModelOutput | LastLayer:
         """Return log-probs and entropies [T] where mask [T] is True, 0 elsewhere.
 
-        With a `reference`, also return the KL to it. With `return_hidden`, return the last layer instead, which can be
-        the `reference` of another model.
+        With a `reference` or a `teacher`, also return the KL to it. With `return_hidden`, return the last layer
+        instead, which can be the `reference` or `teacher` of another model.
         """
         states = self.hidden_states(tokens, positions, lengths)
         targets = mask.nonzero().squeeze(-1)
@@ -102,11 +103,11 @@ class PackedCausalLM(PackedModel):
         if return_hidden:
             return layer
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
-        columns = [*token_logprobs(layer, tokens[targets], kernels=self.kernels, **options)]
-        if reference is not None:
-            columns.append(vocabulary_kl(layer, reference, **options))
-        zeros = columns[0].new_zeros(len(tokens))
-        return ModelOutput(*(zeros.index_copy(0, targets, column) for column in columns))
+        logprobs, entropy = token_logprobs(layer, tokens[targets], kernels=self.kernels, **options)
+        kls = (None if other is None else vocabulary_kl(layer, other, **options) for other in (reference, teacher))
+        zeros = logprobs.new_zeros(len(tokens))
+        logprobs, entropy = (zeros.index_copy(0, targets, each) for each in (logprobs, entropy))
+        return ModelOutput(logprobs, entropy, *(None if kl is None else zeros.index_copy(0, targets, kl) for kl in kls))
 
     def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Return log-probs [T] by the model's own head, 0 at the first token, and the largest |logit|."""

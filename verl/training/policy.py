@@ -77,12 +77,14 @@ class PolicyTrainer:
         reference: TrainEngine[ModelOutput] | None = None,
         critic: TrainEngine[ValueOutput] | None = None,
         prime: PrimeRewardModel | None = None,
+        teacher: TrainEngine[ModelOutput] | None = None,
     ) -> None:
-        self.actor, self.reference, self.critic, self.prime = actor, reference, critic, prime
+        self.actor, self.reference, self.critic, self.prime, self.teacher = actor, reference, critic, prime, teacher
         self.algorithm = algorithm = algorithm or AlgorithmSettings()
         self._estimator, _ = load_functions(algorithm)
         self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
         self._reward_kl = algorithm.reward_kl
+        self._distills_in_loss = algorithm.distillation is not None and algorithm.distillation.mode == "loss"
         self._steps = 0
         self._batch = FlatBatch.empty()
 
@@ -131,7 +133,7 @@ class PolicyTrainer:
         return [part[1:].tolist() for part in logprobs.split(batch.lengths.tolist())]
 
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint must hold, by folder; a reference only if it is ever updated.
+        """Return what a checkpoint must hold, by folder; a reference only if it is ever updated, a teacher never.
 
         `contents` names what to save per folder (model, optimizer, extra); everything for folders that it lacks.
         """
@@ -170,6 +172,8 @@ class PolicyTrainer:
                 batch = batch.with_(routed_experts=_restore_order(batch, cuts, routed))
         if self.reference is not None:
             batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
+        if self.teacher is not None and not self._distills_in_loss:
+            batch = batch.with_(teacher_logprobs=_compute_logprobs(self.teacher, batch, plan.reference))
         if self.critic is not None:
             values = [output.values for output in self.critic.forward(batch.split(cuts))]
             batch = batch.with_(values=_restore_order(batch, cuts, values))
@@ -186,7 +190,8 @@ class PolicyTrainer:
         rewards[indices] = scores[sequences]
         penalty = torch.zeros_like(rewards)
         if self._reward_kl is not None:
-            kl = _estimate_kl(batch, self.algorithm.reward_kl_type) if kl is None else kl.double() * batch.mask
+            kind = self.algorithm.reward_kl_type
+            kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
             penalty = self._reward_kl.beta * kl
         inputs = AdvantageInputs(
             scores=scores - segment_sum(penalty, batch.offsets),
@@ -204,7 +209,7 @@ class PolicyTrainer:
         metrics = _prefix("critic/score", inputs.describe(scores))
         metrics |= _prefix("critic/rewards", inputs.describe(inputs.scores))  # after the KL penalty
         if batch.ref_logprobs is not None:
-            total, tokens = inputs.total(_estimate_kl(batch, "k3"), batch.mask)
+            total, tokens = inputs.total(_estimate_kl(batch, batch.ref_logprobs, "k3"), batch.mask)
             metrics["actor/kl"] = total / max(tokens, 1.0)
         if self._reward_kl is not None and kl is not None:
             total, tokens, samples = inputs.total(kl, batch.mask, torch.ones_like(scores))
@@ -218,8 +223,14 @@ class PolicyTrainer:
         if self.critic is not None and returns is None:
             problem = f"algorithm.adv_estimator={self.algorithm.estimator} returned advantages but no returns"
             raise ConfigError([f"critic.enable: {problem} to train it on; return both, or set critic.enable=false"])
+        metrics: dict[str, float] = {}
+        if self.algorithm.distillation is not None and batch.teacher_logprobs is not None:
+            kl = _estimate_kl(batch, batch.teacher_logprobs, "k1")
+            advantages = advantages - self.algorithm.distillation.coef * kl
+            total, tokens = self._inputs.total(kl, batch.mask)
+            metrics["actor/distillation_kl"] = total / max(tokens, 1.0)
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
-        metrics = _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask]))
+        metrics |= _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask]))
         if returns is not None and self._inputs.values is not None:
             metrics |= _prefix("critic/returns", self._inputs.describe(returns[batch.mask]))
             metrics["critic/explained_variance"] = explained_variance(self._inputs, returns)
@@ -248,7 +259,12 @@ class PolicyTrainer:
     def _update_actor(self, plan: RankPlan) -> Iterator[dict[str, float]]:
         prepass = PREPASSES.get(self.algorithm.loss_mode)
         is_exact = self.algorithm.loss_kl_coef is not None and self.algorithm.loss_kl_type == EXACT_KL
-        update = partial(self.actor.update, loss=self._objective, reference=self.reference if is_exact else None)
+        update = partial(
+            self.actor.update,
+            loss=self._objective,
+            reference=self.reference if is_exact else None,
+            teacher=self.teacher if self._distills_in_loss else None,
+        )
         for step, parts in enumerate(plan.policy):
             if prepass is None:
                 yield update(self._batch.split(parts))
@@ -304,11 +320,11 @@ def _prefix(name: str, statistics: Mapping[str, float]) -> dict[str, float]:
     return {f"{name}/{key}": value for key, value in statistics.items()}
 
 
-def _estimate_kl(batch: FlatBatch, kind: str) -> Tensor:
-    """Return an estimate of the KL to the reference at each generated token, 0 elsewhere: [T] float64."""
+def _estimate_kl(batch: FlatBatch, other_logprobs: Tensor | None, kind: str) -> Tensor:
+    """Return an estimate of the KL to another model at each generated token, 0 elsewhere: [T] float64."""
     assert batch.old_logprobs is not None
-    assert batch.ref_logprobs is not None
-    return kl_penalty(batch.old_logprobs, batch.ref_logprobs, kind).double() * batch.mask
+    assert other_logprobs is not None
+    return kl_penalty(batch.old_logprobs, other_logprobs, kind).double() * batch.mask
 
 
 def _last_generated(batch: FlatBatch) -> tuple[Tensor, Tensor]:

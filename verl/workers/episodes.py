@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, resolve_futures
-from verl.agents.episode import EpisodeRunner, EpisodeScorer, score_by_function, score_by_model, weighted_sum
+from verl.agents.episode import (
+    EpisodeRunner,
+    EpisodeScorer,
+    score_by_function,
+    score_by_model,
+    skip_scoring,
+    weighted_sum,
+)
 from verl.cluster.actors import RemoteActor, kill_actor, put
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
@@ -78,6 +85,7 @@ class EpisodeSettings:
     overlong: OverlongPenalty | None = None  # applied in training, never in validation
     deadlines: Deadlines = DEFAULT_DEADLINES
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
+    scores_training: bool = True  # False: only responses of validation are scored
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +136,11 @@ class EpisodeWorker:
         )
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
-        """Return the scorer: a reward function in a pool of processes, the reward model, or their weighted sum."""
+        """Return the scorer: a reward function in a pool of processes, the reward model, their sum, or none."""
         reward, model = self._settings.reward, self._settings.model_reward
         by_model = None if model is None else self._build_model_scorer(tokenizer, model)
         if reward is None:
-            assert by_model is not None
-            return by_model
+            return by_model or skip_scoring
         rewards = open_rewards(reward)
         await rewards.start()
         by_function = score_by_function(partial(self._score, rewards))
@@ -190,6 +197,7 @@ class EpisodeWorker:
             greedy_baseline=request.greedy_baseline,
             overlong=self._settings.overlong if request.split == "train" else None,
             batcher=batcher,
+            score=None if self._settings.scores_training or request.split != "train" else skip_scoring,
         )
         if request.split == "train" and self._settings.components:
             samples = [self._require_components(prompt, sample) for sample in samples]

@@ -229,6 +229,7 @@ class TrainSettings(RankSettings):
     critic: FsdpSettings | None = None
     prime: FsdpSettings | None = None  # PRIME's reward model
     prime_reference: FsdpSettings | None = None  # None: `reference`
+    teacher: FsdpSettings | None = None
     sync_dtype: str = "bfloat16"
     sync_adapter_only: bool = False  # the engines load the base model themselves
 
@@ -263,7 +264,12 @@ class TrainWorker(BaseTrainWorker):
             assert prime_reference is not None
             prime = PrimeRewardModel(FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta)
         self._policy = self._trained = PolicyTrainer(
-            actor, algorithm, reference=reference, critic=make_engine(settings.critic), prime=prime
+            actor,
+            algorithm,
+            reference=reference,
+            critic=make_engine(settings.critic),
+            prime=prime,
+            teacher=make_engine(settings.teacher),
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines

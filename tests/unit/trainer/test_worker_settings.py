@@ -71,6 +71,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "spin": {"loss_mode": "dpo", "ref_update_freq": 1},
     "sppo": {"loss_mode": "sppo", "estimator": "win_rate", "loss_options.sppo_eta": 1.0},
     "prime": {"estimator": "prime", "prime_beta": 0.05, "estimator_options.process_coef": 5.0},
+    "distillation": {"estimator": "no_rewards", "distillation.mode": "reward", "distillation.coef": 1.0},
 }
 BESIDE_THE_POLICY = {
     "ppo": {"critic"},
@@ -78,6 +79,7 @@ BESIDE_THE_POLICY = {
     "online_dpo": {"reference"},
     "spin": {"reference"},
     "prime": {"reference", "prime"},
+    "distillation": {"teacher"},
 }
 
 
@@ -93,7 +95,7 @@ def test_an_example_becomes_its_method_and_the_models_that_it_needs(name: str) -
         for part in path.split("."):
             found = getattr(found, part)
         assert found == value, path
-    models = {"reference", "critic", "prime", "prime_reference"}
+    models = {"reference", "critic", "prime", "prime_reference", "teacher"}
     built = {model for model in models if getattr(settings, model) is not None}
     assert built == BESIDE_THE_POLICY.get(name, set()), built
     assert pickle.loads(pickle.dumps(settings)) == settings  # it is sent to the workers

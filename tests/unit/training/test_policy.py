@@ -18,7 +18,14 @@ from tests.fake_train_engine import FakeSettings, FakeTrainEngine, concat
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
-from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController, LossOptions
+from verl.algorithms.settings import (
+    AlgorithmSettings,
+    Correction,
+    Distillation,
+    EstimatorOptions,
+    KlController,
+    LossOptions,
+)
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
@@ -41,10 +48,10 @@ class Table(FakeTrainEngine):
         self.seen: list[FlatBatch] = []
         self.before: list[Tensor] = []
 
-    def update(self, micro_batches: Sequence[FlatBatch], loss: Any, *, reference: Any = None) -> dict[str, float]:
+    def update(self, micro_batches: Sequence[FlatBatch], loss: Any, **others: Any) -> dict[str, float]:
         self.seen.append(concat(micro_batches))
         self.before.append(self.table.detach().clone())
-        return super().update(micro_batches, loss, reference=reference)
+        return super().update(micro_batches, loss, **others)
 
     def lookup_logprobs(self, batch: FlatBatch, table: Tensor | None = None) -> Tensor:
         """Log-probs [T] of generated tokens, straight from the table."""
@@ -814,3 +821,50 @@ def test_an_estimator_sees_the_components_of_the_reward(episodes: list[Advantage
     [seen] = episodes
     assert list(seen.components) == ["score"]
     assert seen.components["score"].tolist() == seen.scores.tolist()
+
+
+def test_a_teacher_in_the_advantages_judges_each_token_alone() -> None:
+    actor, teacher, step = Table(), Table(seed=1), step_of(SAMPLES, micro=2)
+    algorithm = AlgorithmSettings("no_rewards", distillation=Distillation(coef=0.5))
+    metrics = step.run(PolicyTrainer(actor, algorithm, teacher=teacher))
+    [batch] = actor.seen
+    gap = torch.where(
+        batch.mask, actor.lookup_logprobs(batch, actor.before[0]) - teacher.lookup_logprobs(batch), torch.zeros(())
+    )
+    torch.testing.assert_close(batch.advantages, -0.5 * gap, atol=1e-6, rtol=1e-5)
+    assert metrics["actor/distillation_kl"] == pytest.approx(float(gap.sum()) / GENERATED, rel=1e-5)
+
+
+def test_a_teacher_adds_to_the_advantages_of_rewards() -> None:
+    step, teacher = step_of(SAMPLES), Table(seed=1)
+    batches = []
+    for estimator, distillation in (("grpo", None), ("no_rewards", Distillation()), ("grpo", Distillation())):
+        actor = Table()
+        step.run(PolicyTrainer(actor, AlgorithmSettings(estimator, distillation=distillation), teacher=teacher))
+        batches += actor.seen
+    rewards, taught, both = (batch.advantages for batch in batches)
+    torch.testing.assert_close(both, rewards + taught, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["reward", "loss"])
+def test_the_policy_comes_to_the_teacher(mode: str) -> None:
+    actor, teacher, step = Table(lr=0.3), Table(seed=1), step_of(SAMPLES, micro=2)
+    policy = PolicyTrainer(actor, AlgorithmSettings("no_rewards", distillation=Distillation(mode)), teacher=teacher)
+    results = [abs(step.run(policy)["actor/distillation_kl"]) for _ in range(12)]
+    assert results[-1] < results[0] / 2
+
+
+def test_the_exact_kl_to_the_teacher_is_that_of_the_two_tables_next_to_that_to_the_reference() -> None:
+    actor, reference, teacher, step = Table(), Table(seed=1), Table(seed=2), step_of(SAMPLES, micro=2)
+    algorithm = AlgorithmSettings(
+        "no_rewards", loss_kl_coef=0.1, loss_kl_type="full", distillation=Distillation("loss", 0.5)
+    )
+    batch = FlatBatch.from_samples(step.samples)
+    kls = [float(exact_kl(actor, other, batch).sum()) / GENERATED for other in (reference, teacher)]
+    metrics = step.run(PolicyTrainer(actor, algorithm, reference=reference, teacher=teacher))
+    assert [metrics["actor/kl_loss"], metrics["actor/distillation_kl"]] == pytest.approx(kls, rel=1e-5)
+
+
+def test_a_teacher_is_not_in_the_checkpoint() -> None:
+    policy = PolicyTrainer(Table(), AlgorithmSettings(distillation=Distillation()), teacher=Table(trainable=False))
+    assert set(policy.states()) == {"actor"}

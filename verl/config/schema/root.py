@@ -7,9 +7,10 @@ from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.base import Section, section
 from verl.config.schema.critic import CriticConfig
 from verl.config.schema.data import DataConfig
+from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC
+from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, needs
 from verl.config.schema.trainer import RayConfig, TrainerConfig
 
 
@@ -30,5 +31,8 @@ class Config(Section):
     critic: CriticConfig = section(CriticConfig, "The value model of PPO.", only_if=(HAS_ADVANTAGES, HAS_CRITIC))
     reward: RewardConfig = section(RewardConfig, "How responses are scored.")
     algorithm: AlgorithmConfig = section(AlgorithmConfig, "Advantages from rewards.")
+    distillation: DistillationConfig = section(
+        DistillationConfig, "On-policy distillation from a teacher.", only_if=needs("distillation.enable")
+    )
     trainer: TrainerConfig = section(TrainerConfig, "The run: duration, devices, checkpoints, logging.")
     ray_kwargs: RayConfig = section(RayConfig, "Ray.")

@@ -1,0 +1,27 @@
+"""`distillation.*`: a teacher model that the policy learns from, on its own responses."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from verl.config.schema.base import Positive, Section, section, setting
+from verl.config.schema.rules import HAS_DEVICE_MEMORY
+
+
+class TeacherConfig(Section):
+    path: str | None = setting(None, "Hugging Face name or local directory of the teacher; it has the same tokens.")
+    param_offload: bool = setting(
+        False, "Move the teacher's weights to host memory while they are not in use.", only_if=HAS_DEVICE_MEMORY
+    )
+
+
+class DistillationConfig(Section):
+    enable: bool = setting(False, "Train the policy toward a teacher model, on the policy's own responses.")
+    teacher: TeacherConfig = section(TeacherConfig, "The teacher, which is never trained.")
+    mode: Literal["reward", "loss"] = setting(
+        "reward", "The KL to the teacher: reward: of each sampled token, in its advantage; loss: exact, in the loss."
+    )
+    coef: Positive = setting(1.0, "Coefficient of the KL to the teacher.")
+    use_task_rewards: bool = setting(
+        True, "Also learn from rewards; false: learn from the teacher alone, without scoring training responses."
+    )
