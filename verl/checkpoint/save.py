@@ -182,10 +182,13 @@ def _check_fit(state: Mapping[str, Any], index: ShardIndex, directory: Path) -> 
                 problems.append(f"{name} has shape {shape} in it, {tuple(leaf.shape)} is needed")
     if problems:
         more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(
-            f"checkpoint {directory} does not fit: {'; '.join(problems[:3])}{more}. "
-            "It must come from the same model; check the model path, or start from another directory"
-        )
+        fix = "It must come from the same model; check the model path, or start from another directory"
+        if all(problem.startswith("optimizer.") for problem in problems):
+            fix = (
+                "The run that saved it used another optimizer; set optim.name as it was, or remove optimizer from "
+                "checkpoint.load_contents to start with new optimizer state"
+            )
+        raise CheckpointError(f"checkpoint {directory} does not fit: {'; '.join(problems[:3])}{more}. {fix}")
 
 
 def _local(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.actor import CheckpointConfig, PeftConfig
+from verl.config.schema.actor import CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
 
 
 def uses_reward_function(config: Config) -> bool:
@@ -40,6 +40,17 @@ def list_adapters(config: Config | SftConfig) -> list[tuple[str, PeftConfig]]:
         return [("model.peft", config.model.peft)]
     adapters = [("actor_rollout_ref.actor.peft", config.actor_rollout_ref.actor.peft)]
     return [*adapters, ("critic.peft", config.critic.peft)] if uses_critic(config) else adapters
+
+
+def list_optimizers(config: Config | SftConfig) -> list[tuple[str, OptimConfig, str, FsdpConfig]]:
+    """Return the optimizer and sharding settings of the models that are trained, each with its key."""
+    if isinstance(config, SftConfig):
+        return [("optim", config.optim, "model.fsdp_config", config.model.fsdp_config)]
+    actor, critic = config.actor_rollout_ref.actor, config.critic
+    models = [("actor_rollout_ref.actor.optim", actor.optim, "actor_rollout_ref.actor.fsdp_config", actor.fsdp_config)]
+    if uses_critic(config):
+        models.append(("critic.optim", critic.optim, "critic.fsdp_config", critic.fsdp_config))
+    return models
 
 
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)

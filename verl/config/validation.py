@@ -21,6 +21,7 @@ from verl.config.features import (
     VLLM_LORA_RANKS,
     get_checkpoint_settings,
     list_adapters,
+    list_optimizers,
     may_score_code,
     saves_hf,
     uses_critic,
@@ -98,6 +99,12 @@ def _find_run_conflicts(config: Config | SftConfig) -> Iterator[str]:
             f"{section}.save_contents: trainer.save_hf and hf_model require the weights of the checkpoint; add model, "
             "or set trainer.save_hf=False and remove hf_model"
         )
+    for section, optim, fsdp_section, fsdp in list_optimizers(config):
+        if optim.name == "muon" and fsdp.stochastic_rounding:
+            yield (
+                f"{fsdp_section}.stochastic_rounding: is not supported with {section}.name=muon; set "
+                f"{fsdp_section}.model_dtype=float32, or {section}.name=adamw"
+            )
     for section, peft in list_adapters(config):
         if peft.peft_type == "lora" and peft.lora_rank == 0:
             yield f"{section}.lora_rank: 0 means no adapter, but peft_type=lora; set {section}.lora_rank=16"

@@ -24,7 +24,7 @@ from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
 from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import close_process_group, init_process_group
-from verl.training.settings import FsdpSettings, Schedule
+from verl.training.settings import FsdpSettings, Optimizer, Schedule
 
 _BATCH = 128
 _MEASURE_BELOW_LOSS = 0.6  # above it, accuracy is below 0.2
@@ -42,18 +42,24 @@ class WarmUp:
 
 
 def warm_up(
-    folder: str | Path, *, target: float = 0.4, max_steps: int = 600, threads: int = 1, seed: int = 0
+    folder: str | Path,
+    *,
+    target: float = 0.4,
+    max_steps: int = 600,
+    threads: int = 1,
+    seed: int = 0,
+    optimizer: Optimizer = "adamw",
 ) -> WarmUp:
     """Train the model in `folder` in place, on one rank in this process."""
     torch.set_num_threads(threads)
     init_process_group(0, 1, "127.0.0.1", 0)
     try:
-        return _warm_up(Assets(Path(folder)), target, max_steps, seed)
+        return _warm_up(Assets(Path(folder)), target, max_steps, seed, optimizer)
     finally:
         close_process_group()
 
 
-def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp:
+def _warm_up(assets: Assets, target: float, max_steps: int, seed: int, optimizer: Optimizer) -> WarmUp:
     start = time.perf_counter()
     path = str(assets.model)
     tokenizer = AutoTokenizer.from_pretrained(path)
@@ -61,7 +67,8 @@ def _warm_up(assets: Assets, target: float, max_steps: int, seed: int) -> WarmUp
     examples = [pair_example(tokenizer, prompt, answer, [tokenizer.eos_token_id]) for prompt, answer in problems]
     # Rows are drawn independently, so that stopping at any step has seen all problems equally often.
     rows = torch.randint(len(examples), (max_steps, _BATCH), generator=torch.Generator().manual_seed(seed)).tolist()
-    settings = FsdpSettings(path, schedule=Schedule(3e-3, warmup_steps=20), betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = Schedule(3e-3, warmup_steps=20)
+    settings = FsdpSettings(path, optimizer=optimizer, schedule=schedule, betas=(0.9, 0.95), weight_decay=0.0)
     model = SFTModel(FsdpEngine(settings))
     copy = AutoModelForCausalLM.from_pretrained(path)
     loss, step = float("inf"), 0

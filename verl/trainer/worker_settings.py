@@ -73,6 +73,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         model_path=prime_path,
         role="process",
         lora=None,
+        optimizer=actor.optim.name,
         schedule=Schedule(prime.lr),
         weight_decay=0.0,
         grad_clip=prime.grad_clip,
@@ -265,10 +266,13 @@ def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, ste
         raise ConfigError([f"{section}.lr_warmup_steps: {warmup} must not be more than the {steps} steps of the run"])
     return replace(
         settings,
+        optimizer=optim.name,
         schedule=schedule,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
+        muon_momentum=optim.muon_momentum,
+        muon_adjust_lr=optim.muon_adjust_lr,
     )
 
 

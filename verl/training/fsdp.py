@@ -68,7 +68,7 @@ class FsdpEngine:
         self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
-            self.optimizer = build_optimizer(self.model.parameters(), settings)
+            self.optimizer = build_optimizer(self.model, settings)
         self._scaler = LossScaler(settings.compute_dtype)
         self._skipped_steps = 0  # in a row
         self.notes: list[str] = []  # for the user

@@ -53,7 +53,8 @@ class PackedModel(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, the units of sharding."""
         names = set(self.backbone._no_split_modules or ())
-        return [module for module in self.backbone.modules() if type(module).__name__ in names]
+        # Also bases: FSDP gives a sharded layer a class of its own.
+        return [each for each in self.backbone.modules() if names & {base.__name__ for base in type(each).__mro__}]
 
     def fp32_modules(self) -> list[nn.Module]:
         """Return the modules that compute in float32, whatever the layers compute in."""

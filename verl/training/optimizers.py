@@ -2,23 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.optim.adamw import adamw
 
+from verl.training.low_precision import LowPrecisionAdamW
+from verl.training.model import PackedModel
+from verl.training.muon import Muon
 from verl.training.settings import FsdpSettings
 
 
-def build_optimizer(parameters: Iterable[Tensor], settings: FsdpSettings) -> torch.optim.Optimizer:
+def build_optimizer(model: PackedModel, settings: FsdpSettings) -> torch.optim.Optimizer:
     """Return the optimizer of the trainable parameters."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if settings.stochastic_rounding:
-        return StochasticAdamW(trained, **optimizer_options(settings))
-    return torch.optim.AdamW(trained, fused=True, **optimizer_options(settings))
+    options = optimizer_options(settings)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if settings.optimizer == "muon":
+        hidden = _hidden_matrices(model)
+        return Muon(
+            [parameter for parameter in trained if parameter in hidden],
+            [parameter for parameter in trained if parameter not in hidden],
+            momentum=settings.muon_momentum,
+            adjust_lr=settings.muon_adjust_lr,
+            dtype=torch.float32 if settings.compute_dtype == "float32" else torch.bfloat16,
+            **options,
+        )
+    if settings.optimizer == "adamw_8bit" or settings.stochastic_rounding:
+        return LowPrecisionAdamW(
+            trained,
+            rounds_stochastically=settings.stochastic_rounding,
+            quantizes_moments=settings.optimizer == "adamw_8bit",
+            **options,
+        )
+    return torch.optim.AdamW(trained, fused=True, **options)
+
+
+def _hidden_matrices(model: PackedModel) -> set[Tensor]:
+    """Return the matrices of the decoder layers, and the stacks of matrices of their experts."""
+    return {
+        parameter
+        for layer in model.layers()
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 2 or (parameter.ndim == 3 and "experts" in name)
+    }
 
 
 def optimizer_options(settings: FsdpSettings) -> dict[str, Any]:
@@ -29,62 +55,6 @@ def optimizer_options(settings: FsdpSettings) -> dict[str, Any]:
         "eps": settings.eps,
         "weight_decay": settings.weight_decay,
     }
-
-
-class StochasticAdamW(torch.optim.AdamW):
-    """AdamW for bfloat16 weights: updates are computed in float32 and then rounded up or down at random.
-
-    A small update moves few weights but those far enough, so that the mean movement is right. Rounding to the nearest
-    would drop every update below 1/512 of a weight. The moments are in float32.
-    """
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    self._update(parameter, group)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        super().load_state_dict(state_dict)
-        indices = [index for group in state_dict["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for index, parameter in zip(indices, parameters, strict=True):
-            for name in ("exp_avg", "exp_avg_sq"):  # torch has cast them to the type of the weights
-                moments = state_dict["state"][index][name]
-                self.state[parameter][name] = moments.to(parameter.device, torch.float32, copy=True)
-
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros(())
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        weights = _local(parameter)
-        exact = weights.float()
-        adamw(
-            [exact],
-            [_local(parameter.grad).float()],  # type: ignore[arg-type]
-            [_local(state["exp_avg"])],
-            [_local(state["exp_avg_sq"])],
-            [],
-            [state["step"]],
-            amsgrad=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            maximize=False,
-        )
-        weights.copy_(round_stochastically(exact))
-
-
-def round_stochastically(values: Tensor) -> Tensor:
-    """Round float32 to bfloat16, up or down with probabilities that make the expectation exact."""
-    bits = values.view(torch.int32)
-    noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
-    return ((bits + noise) & -(1 << 16)).view(torch.float32).bfloat16()  # the upper half is the bfloat16 number
 
 
 class LossScaler:
@@ -112,7 +82,3 @@ class LossScaler:
     def load_state(self, state: dict[str, Any]) -> None:
         if self.is_active:
             self.scale, self._good_steps = float(state["scale"]), int(state["good_steps"])
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

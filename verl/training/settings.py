@@ -9,6 +9,8 @@ from typing import Literal
 Head = Literal["tokens", "value"]
 """What a model predicts: the next token (a policy), or the value of a state (a critic)."""
 
+Optimizer = Literal["adamw", "adamw_8bit", "muon"]
+
 
 @dataclass(frozen=True, slots=True)
 class LoraSettings:
@@ -68,10 +70,13 @@ class FsdpSettings:
     role: str = "actor"  # prefix of the metrics: actor/grad_norm, critic/lr
     trainable: bool = True
     lora: LoraSettings | None = None  # train this adapter, and a critic's head, instead of all weights
+    optimizer: Optimizer = "adamw"
     schedule: Schedule = Schedule(1e-6)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
+    muon_momentum: float = 0.95
+    muon_adjust_lr: str = "match_rms_adamw"
     stochastic_rounding: bool = False  # of bfloat16 parameters
     grad_clip: float | None = 1.0
     max_skipped_steps: int = 20  # updates in a row whose gradient is not finite

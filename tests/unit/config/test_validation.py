@@ -136,6 +136,14 @@ def problem(*overrides: str) -> str:
             ["trainer.resume_mode=path"],
             "set trainer.resume_from_path=checkpoints/verl/default/global_step_100",
         ),
+        (
+            [
+                f"{A}.optim.name=muon",
+                f"{A}.fsdp_config.model_dtype=bfloat16",
+                f"{A}.fsdp_config.stochastic_rounding=true",
+            ],
+            f"{A}.optim.name=adamw",
+        ),
     ],
 )
 def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str], says: str) -> None:

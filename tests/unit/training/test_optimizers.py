@@ -1,11 +1,16 @@
 """Rounding without bias, and the scale of float16 losses."""
 
+from functools import partial
+
 import pytest
 import torch
 
-from verl.training.optimizers import LossScaler, StochasticAdamW, round_stochastically
+from verl.training.low_precision import LowPrecisionAdamW, round_stochastically
+from verl.training.optimizers import LossScaler
 
 pytestmark = pytest.mark.unit
+
+StochasticAdamW = partial(LowPrecisionAdamW, rounds_stochastically=True)
 
 
 def test_rounding_at_random_is_to_a_neighbor_and_right_on_average():

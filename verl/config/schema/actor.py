@@ -21,6 +21,7 @@ _CLIP_COV = needs(".loss_mode", "clip_cov")
 _KL_COV = needs(".loss_mode", "kl_cov")
 _SAPO = needs(".loss_mode", "sapo")
 _DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla")
+_MUON = needs(".name", "muon")
 _DECAYS = unless(".lr_scheduler_type", "constant")
 _OFFLOAD = (
     HAS_DEVICE_MEMORY,
@@ -60,10 +61,19 @@ class ModelConfig(Section):
 
 
 class OptimConfig(Section):
-    lr: Positive = setting(1e-6, "Learning rate of AdamW.")
-    weight_decay: float = setting(0.01, "Weight decay of AdamW.", ge=0)
+    name: Literal["adamw", "adamw_8bit", "muon"] = setting(
+        "adamw", "Optimizer; adamw_8bit: 8-bit moments; muon: Muon for matrices of hidden layers, AdamW for the rest."
+    )
+    lr: Positive = setting(1e-6, "Learning rate.")
+    weight_decay: float = setting(0.01, "Weight decay, decoupled as in AdamW.", ge=0)
     betas: tuple[Beta, Beta] = setting((0.9, 0.999), "Decay rates of AdamW's two moments.")
     eps: Positive = setting(1e-8, "Epsilon of AdamW.")
+    muon_momentum: Beta = setting(0.95, "Decay rate of Muon's momentum.", only_if=_MUON)
+    muon_adjust_lr: Literal["match_rms_adamw", "original"] = setting(
+        "match_rms_adamw",
+        "Scale of Muon's updates: match_rms_adamw: as large as AdamW's, so lr is the same; original: larger.",
+        only_if=_MUON,
+    )
     lr_warmup_steps: int | None = setting(
         None, "Training steps of linear warm-up; null: use lr_warmup_steps_ratio.", unit="steps", ge=0
     )
@@ -111,7 +121,7 @@ class FsdpConfig(Section):
     )
     stochastic_rounding: bool = setting(
         False,
-        "Round bfloat16 weights up or down at random, so that small updates are not lost; moments are float32.",
+        "Round bfloat16 weights up or down at random, so that small updates are not lost; moments are not bfloat16.",
         only_if=needs(".model_dtype", "bfloat16"),
     )
     dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on CPU.")

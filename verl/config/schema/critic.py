@@ -23,7 +23,7 @@ class CriticModelConfig(Section):
 
 
 class CriticOptimConfig(OptimConfig):
-    lr: Positive = setting(1e-5, "Learning rate of AdamW.")
+    lr: Positive = setting(1e-5, "Learning rate.")
 
 
 class CriticConfig(Section):

@@ -63,7 +63,7 @@ class SftModelConfig(ModelConfig):
 
 
 class SftOptimConfig(OptimConfig):
-    lr: Positive = setting(1e-5, "Learning rate of AdamW.")
+    lr: Positive = setting(1e-5, "Learning rate.")
     grad_clip: Positive | None = setting(1.0, "Maximum norm of the gradient; null: no clipping.")
 
 
