@@ -31,13 +31,13 @@ class FlatBatch:
     rollout_logprobs: Tensor | None = None  # [T] float32, as the rollout engine reported them
     old_logprobs: Tensor | None = None  # [T] float32, under the policy before the update
     ref_logprobs: Tensor | None = None  # [T] float32, under the reference policy
-    teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
     advantages: Tensor | None = None  # [T] float32
     values: Tensor | None = None  # [T] float32, under the critic before the update
     returns: Tensor | None = None  # [T] float32, targets of the critic
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
     chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
     routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of a mixture; -1 if unknown
+    teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
 
     def __len__(self) -> int:
         """Return the number of sequences, B."""
