@@ -4,10 +4,11 @@ python tests/acceptance/gradient.py [--short]
 
 A split is an order, micro-batches of a size or under a token budget, and one or two FSDP2 ranks. Its gradient is
 compared with that of the unsplit mini-batch on one rank: ||g - g0|| / ||g0||, over all parameters. Terms are every
-policy loss, the entropy, every form of the KL, the exact KL to a teacher of another size, the value loss of a critic
-and the loss of PRIME's process reward model; terms and modes alternate over the splits. Losses that need a prepass run
-it over the ranks of the split, by the code that trains. Then the packed gradient is compared with that of padded
-batches in transformers. All in float32.
+policy loss, the entropy, every form of the KL, the exact KL to a teacher of another size, the value loss of a critic,
+the loss of PRIME's process reward model, and for a mixture of experts the load balance of its routers and the policy
+loss with replayed experts; terms and modes alternate over the splits. Losses that need a prepass run it over the ranks
+of the split, by the code that trains. Then the packed gradient is compared with that of padded batches in transformers.
+All in float32.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import json
 import random
 import tempfile
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,13 +26,14 @@ import torch
 import torch.distributed as dist
 from _common import finish
 from ranks import free_port, run_ranks
-from tiny import tiny_qwen2
+from tiny import save_family, tiny_qwen2
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     Qwen2ForCausalLM,
     Qwen2ForTokenClassification,
 )
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms.advantages import AdvantageInputs
@@ -61,7 +64,11 @@ TERMS = {
     "distillation": PolicyObjective(AlgorithmSettings(distillation=Distillation("loss"))),
     "value": ValueObjective(AlgorithmSettings(value_clip=0.2)),
     "process": OutcomeObjective(beta=0.5),
+    "router balance": PolicyObjective(AlgorithmSettings()),
+    "router replay": PolicyObjective(AlgorithmSettings()),
 }
+MIXTURE = {"router balance": {"router_aux_loss_coef": 1.0}, "router replay": {"router_replay": True}}
+EXPERTS, TOP = 4, 2  # of the mixture, in each of its 2 layers
 
 
 class Recorder(FsdpEngine):
@@ -75,7 +82,8 @@ class Recorder(FsdpEngine):
 
 
 class Engines:
-    """An actor, a critic, and two frozen models: a reference that differs from the actor, and a wider teacher."""
+    """An actor, a critic, a mixture of experts, and two frozen models: a reference that differs from the actor, and a
+    wider teacher."""
 
     def __init__(self, directory):
         self.actor = Recorder(FsdpSettings(str(directory / "model")))
@@ -83,9 +91,11 @@ class Engines:
         self.reference, self.teacher = (
             FsdpEngine(FsdpSettings(str(directory / name), trainable=False)) for name in ("reference", "teacher")
         )
+        path = str(directory / "mixture")
+        self.mixture = {term: Recorder(FsdpSettings(path, **routing)) for term, routing in MIXTURE.items()}
 
     def of(self, term):
-        return self.critic if term == "value" else self.actor
+        return self.mixture.get(term, self.critic if term == "value" else self.actor)
 
     def gradient(self, term, micro_batches, objective):
         engine = self.of(term)
@@ -99,10 +109,13 @@ class Engines:
 
 
 def objectives():
-    """Return term/mode -> (term, loss). Terms whose formula is a mean over sequences have no other mode."""
+    """Return term/mode -> (term, loss). Terms whose formula is a mean over sequences have no other mode.
+
+    For a mixture one mode is enough: the routers do not depend on it.
+    """
     results = {}
     for term, objective in TERMS.items():
-        if term in (*PER_SEQUENCE, "process"):
+        if term in (*PER_SEQUENCE, "process", *MIXTURE):
             results[term] = term, objective
             continue
         for mode in MODES:
@@ -112,11 +125,13 @@ def objectives():
 
 
 def prepared(mini_batch, term):
-    """Return the batch for a term. For entropy and KL the advantages are 0, so that the policy term has no gradient."""
+    """Return the batch for a term. Advantages are 0 where the policy term must not add a gradient."""
     batch = mini_batch.batch
     if term == "process":
         return batch.with_(returns=mini_batch.scores.float()[batch.segment_ids])
-    alone = term in ("entropy", "distillation") or term.startswith("kl ")
+    if term in MIXTURE:
+        batch = batch.with_(old_logprobs=mini_batch.mixture_logprobs, routed_experts=mini_batch.experts[term])
+    alone = term in ("entropy", "distillation", "router balance") or term.startswith("kl ")
     return batch.with_(advantages=torch.zeros_like(batch.advantages)) if alone else batch
 
 
@@ -140,7 +155,7 @@ def micro_batches(engine, mini_batch, pieces, term):
     return policy._run_prepass(prepass, parts, SimpleNamespace(indices=np.arange(SEQUENCES)), updated=True)[0]
 
 
-def random_mini_batch(actor, critic):
+def random_mini_batch(engines):
     """Return long-tailed sequences, one without generated tokens; other policies and values differ a little."""
     generator = torch.Generator().manual_seed(3)
     lengths = (4 + 60 * torch.rand(SEQUENCES, generator=generator).pow(3)).long()
@@ -150,7 +165,9 @@ def random_mini_batch(actor, critic):
     mask[offsets[:-1]] = False
     mask[offsets[5] : offsets[6]] = False
     batch = FlatBatch(torch.randint(64, (total,), generator=generator), offsets, mask)
-    (output,), (worth,) = actor.forward([batch]), critic.forward([batch])
+    (output,), (worth,) = engines.actor.forward([batch]), engines.critic.forward([batch])
+    own, replayed = random_experts(engines, batch, generator)
+    mixture = engines.mixture["router replay"].forward([batch.with_(routed_experts=replayed)])[0]
     noise = [torch.randn(total, generator=generator) for _ in range(4)]
     per_sequence = torch.randn(SEQUENCES, generator=generator)
     batch = batch.with_(
@@ -161,7 +178,21 @@ def random_mini_batch(actor, critic):
         advantages=per_sequence[batch.segment_ids],
     )
     scores = torch.randint(0, 2, (SEQUENCES,), generator=generator).double()
-    return SimpleNamespace(batch=batch, scores=scores, groups=torch.arange(SEQUENCES) % 5)
+    return SimpleNamespace(
+        batch=batch,
+        scores=scores,
+        groups=torch.arange(SEQUENCES) % 5,
+        mixture_logprobs=mixture.logprobs + 0.2 * noise[0],
+        experts=dict(zip(MIXTURE, (own, replayed), strict=True)),
+    )
+
+
+def random_experts(engines, batch, generator):
+    """Return the experts that the routers choose, and others at random, some of them unknown."""
+    own = engines.mixture["router balance"].forward([batch])[0].routed_experts
+    others = torch.rand(*own.shape[:2], EXPERTS, generator=generator).argsort(-1)[..., :TOP].to(own.dtype)
+    others[batch.offsets[1:] - 1] = -1  # engines do not return those of the last token
+    return own, others
 
 
 def random_cut(lengths, world, seed):
@@ -209,27 +240,67 @@ def distances(engines, mini_batch, references, cuts, stride, first_seed):
 
 def padded_gradients(directory, batches, size):
     """Return the gradients of the same losses on right-padded batches of `size`, with plain log-softmax."""
-    kinds = AutoModelForCausalLM, AutoModelForTokenClassification, AutoModelForCausalLM, AutoModelForCausalLM
-    actor, critic, reference, teacher = (
-        kind.from_pretrained(directory / name, dtype=torch.float32, attn_implementation="sdpa")
-        for kind, name in zip(kinds, ("model", "critic", "reference", "teacher"), strict=True)
+    kinds = {"critic": AutoModelForTokenClassification}
+    actor, critic, reference, teacher, mixture = (
+        kinds.get(name, AutoModelForCausalLM).from_pretrained(
+            directory / name, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        for name in ("model", "critic", "reference", "teacher", "mixture")
     )
     gradients = {}
     for key, (term, objective) in objectives().items():
-        model, batch = critic if term == "value" else actor, batches[key]
+        model, batch = mixture if term in MIXTURE else critic if term == "value" else actor, batches[key]
         totals = count_totals(batch.mask, batch.offsets)
         model.zero_grad()
-        for start in range(0, len(batch), size):
-            part = batch.select(range(start, min(start + size, len(batch))))
-            other = teacher if term == "distillation" else reference
-            objective(padded_output(model, other, part, term), part, totals)[0].backward()
-        gradients[key] = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+        parts = [batch.select(range(start, min(start + size, len(batch)))) for start in range(0, len(batch), size)]
+        other = teacher if term == "distillation" else reference
+        if term == "router balance":
+            padded_balance(model, parts).backward()
+        else:
+            for part in parts:
+                with replayed_experts(model, part):
+                    objective(padded_output(model, other, part, term), part, totals)[0].backward()
+        grads = [torch.zeros_like(one) if one.grad is None else one.grad for one in model.parameters()]
+        gradients[key] = torch.cat([each.flatten() for each in grads])
     return gradients
 
 
-def padded_output(model, reference, part, term):
+def padded_balance(model, parts):
+    """Return the loss of transformers for the routers of all `parts` together, averaged over layers."""
+    layers = [[] for _ in model.model.layers]
+    for part in parts:
+        rows, real = padded(part)
+        logits = model(input_ids=rows, attention_mask=real.long(), output_router_logits=True).router_logits
+        for seen, each in zip(layers, logits, strict=True):
+            seen.append(each[real.flatten()])
+    return sum(load_balancing_loss_func((torch.cat(seen),), EXPERTS, TOP) for seen in layers) / len(layers)
+
+
+@contextmanager
+def replayed_experts(model, part):
+    """Make the routers of a mixture use the experts of a padded batch, weighted by their own probabilities."""
+    with ExitStack() as hooks:
+        for index, layer in enumerate(model.model.layers if part.routed_experts is not None else ()):
+            given = torch.full((padded(part)[1].numel(), TOP), -1)
+            given[padded(part)[1].flatten()] = part.routed_experts[:, index].long()
+
+            def route(module, args, output, given=given):
+                chosen = torch.where(given < 0, output[2], given)
+                probs = output[0].softmax(-1).gather(-1, chosen)
+                return output[0], probs / probs.sum(-1, keepdim=True) if module.norm_topk_prob else probs, chosen
+
+            hooks.callback(layer.mlp.gate.register_forward_hook(route).remove)
+        yield
+
+
+def padded(part):
+    """Return the tokens in rows, and where they are real."""
     rows = torch.nn.utils.rnn.pad_sequence(part.tokens.split(part.lengths.tolist()), batch_first=True)
-    real = torch.arange(rows.shape[1]) < part.lengths[:, None]
+    return rows, torch.arange(rows.shape[1]) < part.lengths[:, None]
+
+
+def padded_output(model, reference, part, term):
+    rows, real = padded(part)
 
     def flat(values):
         """Return values of the state before each token, 0 for the first of a sequence."""
@@ -252,7 +323,7 @@ def rank_main(rank, world, port, directory, cuts, stride):
     init_process_group(rank, world, "127.0.0.1", port)
     engines = Engines(directory)
     if world == 1:
-        mini_batch, batches, references = random_mini_batch(engines.actor, engines.critic), {}, {}
+        mini_batch, batches, references = random_mini_batch(engines), {}, {}
         for key, (term, objective) in objectives().items():
             (batches[key],) = micro_batches(engines.of(term), mini_batch, [range(SEQUENCES)], term)
             references[key] = engines.gradient(term, [batches[key]], objective)
@@ -289,15 +360,16 @@ def main():
         Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
         teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80)  # 16 ids are padding
         Qwen2ForCausalLM(teacher).save_pretrained(directory / "teacher")
+        save_family("Qwen3-MoE", directory / "mixture", norm_topk_prob=True)
         one, two = run(1, directory, cuts, stride), run(2, directory, cuts, stride)
         _, batches, references = torch.load(directory / "reference.pt", weights_only=False)
-        padded = {key: [] for key in references}
+        by_padding = {key: [] for key in references}
         for size in sizes:
             for key, gradient in padded_gradients(directory, batches, size).items():
-                padded[key].append(distance(gradient, references[key]))
+                by_padding[key].append(distance(gradient, references[key]))
     for key in references:
-        print(f"{key:32} 1 rank {max(one[key]):.1e}   2 ranks {max(two[key]):.1e}   padded {max(padded[key]):.1e}")
-    worst = [max(max(results[key]) for key in references) for results in (one, two, padded)]
+        print(f"{key:32} 1 rank {max(one[key]):.1e}   2 ranks {max(two[key]):.1e}   padded {max(by_padding[key]):.1e}")
+    worst = [max(max(results[key]) for key in references) for results in (one, two, by_padding)]
     figures = {
         "terms": len(TERMS),
         "terms_and_modes": len(references),
