@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from processes import working_in
+from tiny import save_family
+from transformers import AutoTokenizer
 
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.demo.folder import Assets
@@ -67,8 +69,22 @@ def wait_for_step(process: subprocess.Popen[str], step: int) -> str:
     raise AssertionError(output)
 
 
-def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def mixture(assets: Assets) -> str:
+    """A tiny mixture of experts with the tokenizer of the other model."""
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
+    tokens = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
+    folder = save_family("Qwen3-MoE", assets.folder / "mixture", num_experts=8, norm_topk_prob=True, **tokens)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, mixture: str, tmp_path: Path) -> None:
+    """On 2 ranks, with vLLM's own experts (R3); resumed with transformers, which does not return any."""
     settings = (
+        f"actor_rollout_ref.model.path={mixture}",
+        "actor_rollout_ref.actor.router_replay.mode=R3",
+        "actor_rollout_ref.actor.router_aux_loss_coef=0.01",
         "trainer.n_gpus_per_node=2",
         "trainer.save_freq=1",
         "trainer.test_freq=1",
@@ -87,7 +103,8 @@ def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, tmp_path: 
     assert (tmp_path / f"global_step_{step}" / "actor").is_dir()
 
     last = step + 1
-    again = run(assets, tmp_path, *settings, f"trainer.total_training_steps={last}", "rollout.name=hf")
+    other = ("rollout.name=hf", "actor_rollout_ref.actor.router_replay.mode=R2")
+    again = run(assets, tmp_path, *settings, f"trainer.total_training_steps={last}", *other)
     assert again.returncode == 0, again.stdout + again.stderr
     assert f"continuing with step {last}" in again.stdout
     assert [path.name for path in tmp_path.glob("global_step_*")] == [f"global_step_{last}"]
@@ -95,6 +112,7 @@ def test_a_run_with_vllm_saves_on_sigterm_and_resumes(assets: Assets, tmp_path: 
     assert [line["step"] for line in steps] == list(range(1, last + 1))
     assert [line["weights/version"] for line in steps] == list(range(1, last + 1))
     assert all(line["training/rollout_logprobs_diff_max"] < 1e-4 for line in steps)
+    assert all(line["actor/router_aux_loss"] > 0 for line in steps)
     assert sum("val/addition/mean@1" in line for line in metrics_of(tmp_path)) >= step + 1
 
 

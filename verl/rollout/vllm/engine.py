@@ -85,7 +85,7 @@ class VllmEngine:
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         with map_engine_errors():
-            return _completion(await self._result(await self._add(token_ids, _sampling(sampling))))
+            return self._completion(await self._result(await self._add(token_ids, _sampling(sampling))))
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         """Enqueue under a pause and with empty caches: vLLM then schedules the same batches each time."""
@@ -97,7 +97,7 @@ class VllmEngine:
                     for token_ids, sampling in requests:
                         queues.append(await self._add(token_ids, _sampling(sampling)))
                     await self._call(self._llm.resume_generation())
-                    return [_completion(await self._result(queue)) for queue in queues]
+                    return [self._completion(await self._result(queue)) for queue in queues]
                 except asyncio.CancelledError:
                     await self._llm.abort([queue.request_id for queue in queues], internal=True)
                     await self._llm.resume_generation()
@@ -206,6 +206,15 @@ class VllmEngine:
 
         prompt = TokensPrompt(prompt_token_ids=list(token_ids))
         return await self._llm.add_request(str(next(self._requests)), prompt, params, lora_request=self._adapter)
+
+    def _completion(self, final: Any) -> Completion:
+        completion = _completion(final)
+        if self.settings.routed_experts:  # without them, the trainer would use its own unnoticed
+            inputs = len(final.prompt_token_ids) + len(completion.token_ids) - 1
+            rows = 0 if completion.routed_experts is None else len(completion.routed_experts)
+            if rows < inputs:
+                raise EngineError(f"vLLM returned the experts of {rows} tokens instead of {inputs}")
+        return completion
 
     async def _result(self, queue: RequestOutputCollector) -> Any:
         """Return the output of a request that yields only its last one; abort it if the caller is cancelled."""
