@@ -24,6 +24,12 @@ SECONDS = 300
 ONE_ANSWER = ("data.train_batch_size=512", "actor_rollout_ref.actor.ppo_mini_batch_size=256")  # 512 responses in total
 ONE_UPDATE = ("actor_rollout_ref.actor.ppo_mini_batch_size=64",)
 """For losses without a clip: the second update of a step would use responses that are stale after the first."""
+FOUR_ANSWERS = (
+    "data.train_batch_size=128",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=64",
+)
+"""For pass@k: a group learns only if one response is better than all others, which is rare among eight."""
 ALGORITHMS: dict[str, tuple[str, ...]] = {
     "ppo": (*ONE_ANSWER, "critic.optim.lr=1e-3", "critic.ppo_micro_batch_size_per_gpu=256"),
     "grpo": (),
@@ -45,7 +51,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "gmpo": (),
     "clip_cov": (),
     "kl_cov": (),
-    "grpo_passk": (),
+    "grpo_passk": FOUR_ANSWERS,
     "gdpo": (
         "reward.functions=[]",
         f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
