@@ -30,7 +30,7 @@ from verl.algorithms.prepass import PREPASSES, Prepass, token_noise
 from verl.algorithms.settings import AlgorithmSettings
 from verl.custom_functions import load_function
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import RaggedIndices, RankPlan, Updates
+from verl.data.plan import RaggedIndices, RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import TrainEngine, select_contents
 from verl.types import Sample
@@ -46,21 +46,19 @@ class PrimeRewardModel:
     def __init__(self, model: TrainEngine[ModelOutput], reference: TrainEngine[ModelOutput], *, beta: float) -> None:
         self.model, self._reference, self._beta = model, reference, beta
         self._objective = OutcomeObjective(beta)
-        self._batch = FlatBatch.empty()
 
-    def prepare(self, batch: FlatBatch, cuts: RaggedIndices, scores: Tensor) -> Tensor:
-        """Return the rewards of all tokens [T] under the current weights; the scores [B] are kept for `update`."""
-        ref = _compute_logprobs(self._reference, batch, cuts)
-        outcomes = scores.clamp(0.0, 1.0).float()[batch.segment_ids]
-        self._batch = batch.with_(ref_logprobs=ref, returns=outcomes)
-        log_ratio = torch.where(batch.mask, _compute_logprobs(self.model, batch, cuts) - ref, 0.0)
-        return self._beta * log_ratio.double()
+    def train_and_score(self, batch: FlatBatch, plan: RankPlan) -> tuple[Tensor, dict[str, float]]:
+        """Train on the outcomes of the samples, then return the rewards of all tokens [T] and the metrics.
 
-    def update(self, updates: Updates) -> Iterator[dict[str, float]]:
-        """Run the planned optimizer steps and yield the metrics of each."""
-        for micro_batches in updates:
-            yield self.model.update(self._batch.split(micro_batches), self._objective)
-        self._batch = FlatBatch.empty()
+        A model that has not seen these samples would reward their tokens almost at random at first, and the rewards
+        are normalized whatever their size: the policy would unlearn.
+        """
+        ref = _compute_logprobs(self._reference, batch, plan.forward)
+        outcomes = torch.from_numpy(plan.scores).clamp(0.0, 1.0).float()[batch.segment_ids]
+        batch = batch.with_(ref_logprobs=ref, returns=outcomes)
+        steps = [self.model.update(batch.split(parts), self._objective) for parts in plan.policy]
+        log_ratio = torch.where(batch.mask, _compute_logprobs(self.model, batch, plan.forward) - ref, 0.0)
+        return self._beta * log_ratio.double(), _average_steps(steps, "process")
 
 
 class PolicyTrainer:
@@ -93,8 +91,8 @@ class PolicyTrainer:
         batch, kl = self._run_models(FlatBatch.from_samples(samples), plan)
         self._inputs, metrics = self._compute_rewards(batch, plan, kl)
         if self.prime is not None:
-            process = self.prime.prepare(batch, plan.forward, torch.from_numpy(plan.scores))
-            self._inputs = replace(self._inputs, process=process)
+            process, process_metrics = self.prime.train_and_score(batch, plan)
+            self._inputs, metrics = replace(self._inputs, process=process), metrics | process_metrics
         batch, advantage_metrics = self._estimate_advantages(batch)
         if self.algorithm.mask_truncated:
             is_whole = torch.tensor([sample.finish_reason != "length" for sample in samples], dtype=torch.bool)
@@ -110,8 +108,6 @@ class PolicyTrainer:
             steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             self.critic.advance_schedule()
             metrics |= _average_steps(steps, "critic")
-        if self.prime is not None:
-            metrics |= _average_steps(list(self.prime.update(plan.policy)), "process")
         if self._steps >= self.algorithm.critic_warmup:
             metrics |= _average_steps(list(self._update_actor(plan)), "actor")
             self.actor.advance_schedule()
