@@ -39,7 +39,8 @@ def concat(batches: Sequence[FlatBatch]) -> FlatBatch:
     lengths = torch.cat([batch.lengths for batch in batches])
     known = [{field.name for field in fields(FlatBatch) if getattr(batch, field.name) is not None} for batch in batches]
     assert all(names == known[0] for names in known)
-    joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in known[0] - {"offsets"}}
+    names = known[0] - {"offsets", "for_teacher"}
+    joined = {name: torch.cat([getattr(batch, name) for batch in batches]) for name in names}
     return FlatBatch(offsets=torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]), **joined)
 
 
@@ -119,6 +120,13 @@ class FakeTrainEngine:
         if "rng" in state:
             torch.set_rng_state(state["rng"]["0"]["cpu"])
 
+    def last_layer(self, batch: FlatBatch) -> LastLayer:
+        return LastLayer(self._one_hot(batch), self.table.detach().T)
+
+    def _one_hot(self, batch: FlatBatch) -> Tensor:
+        """Return [n, V]: the tokens before the generated ones."""
+        return torch.eye(len(self.table))[batch.tokens[batch.mask.nonzero().squeeze(-1) - 1]]
+
     def _run(
         self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
     ) -> ModelOutput | ValueOutput:
@@ -127,10 +135,9 @@ class FakeTrainEngine:
         if self.settings.head == "value":
             return ValueOutput(zeros.index_copy(0, targets, self.table[batch.tokens[targets - 1]]))
         temperature = self.settings.temperature if temperature is None else temperature
-        before = torch.eye(len(self.table))[batch.tokens[targets - 1]]
-        layer = LastLayer(before, self.table.T)
+        layer = LastLayer(self._one_hot(batch), self.table.T)
         columns: list[Any] = [*token_logprobs(layer, batch.tokens[targets], temperature=temperature)]
         for engine in (reference, teacher):
-            other = None if engine is None else LastLayer(before, engine.table.detach().T)
+            other = None if engine is None else engine.last_layer(batch)
             columns.append(None if other is None else vocabulary_kl(layer, other, temperature=temperature))
         return ModelOutput(*(None if each is None else zeros.index_copy(0, targets, each) for each in columns))

@@ -8,7 +8,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen2Config
 
-__all__ = ["FAMILIES", "WINDOW", "chat_tokenizer", "save_family", "tiny_family", "tiny_qwen2"]
+__all__ = ["CHAT_TEMPLATE", "FAMILIES", "WINDOW", "chat_tokenizer", "save_family", "tiny_family", "tiny_qwen2"]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"

@@ -18,6 +18,8 @@ if TYPE_CHECKING:  # reward workers import these records too, and start faster w
 class Prompt:
     """A prompt as token ids, with the arguments of the reward function. `raw` is the text or messages of the data.
 
+    `teacher_token_ids` are the prompt in the teacher's own chat template, if it is used.
+
     >>> prompt = Prompt(row=7, token_ids=[1, 2, 10, 3], data_source="addition", ground_truth="046")
     """
 
@@ -27,6 +29,7 @@ class Prompt:
     ground_truth: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     raw: Any = None
+    teacher_token_ids: list[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +105,8 @@ class Sample:
     are 0 and -1 where the mask is False. `group` is the index of the prompt in the data stream, shared by the samples
     of one prompt. A sample with a `failure` has no score and is not trained on. `baseline` is the score of the greedy
     response to the same prompt, if requested. `routed_experts` are the experts [tokens, layers, k] of the first tokens,
-    those that were an input of the engine.
+    those that were an input of the engine. `teacher_prompt` is the prompt in the teacher's own chat template,
+    which it reads instead of the policy's.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -120,13 +124,15 @@ class Sample:
     baseline: float | None = None
     failure: Failed | None = None
     routed_experts: npt.NDArray[np.integer] | None = None
+    teacher_prompt: npt.NDArray[np.int32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SampleHandle:
     """What the controller knows about a sample: a reference to it, and what planning needs. No arrays.
 
-    `tokens` counts prompt and response, `generated` the generated ones; `version` is the oldest weight version used.
+    `tokens` counts prompt and response, `teacher_tokens` the same in the teacher's own chat template (0 without one),
+    `generated` the generated ones; `version` is the oldest weight version used.
     `index` is the position of the response within its group: (group, index) identifies a sample of a run.
     `final_answer` is its vote among the responses to a validation prompt.
     """
@@ -143,3 +149,4 @@ class SampleHandle:
     failure: Failed | None = None
     index: int = 0
     final_answer: str = ""
+    teacher_tokens: int = 0

@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, Generate
+from verl.errors import ConfigError
 from verl.rewards.models.interface import SETTING, ScoringFailure
 from verl.rewards.models.tokenization import EncodeConversation
 from verl.rewards.result import RewardInput, make_failure
@@ -197,6 +198,7 @@ class EpisodeRunner:
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
         tokens = transcript.get_response()
+        teacher_prompt = _get_teacher_prompt(prompt, transcript)
         result = await score_episode(prompt, transcript, self.decode(tokens))
         if isinstance(result, Failed):
             return replace(transcript.to_sample(group, math.nan, {}), failure=result)
@@ -204,4 +206,23 @@ class EpisodeRunner:
         if overlong is not None:
             penalty = overlong.compute(len(tokens))
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
-        return transcript.to_sample(group, score, metrics)
+        return replace(transcript.to_sample(group, score, metrics), teacher_prompt=teacher_prompt)
+
+
+def _get_teacher_prompt(prompt: Prompt, transcript: Transcript) -> npt.NDArray[np.int32] | None:
+    """Return the prompt in the teacher's own chat template, if it is used; refuse episodes of several turns."""
+    if prompt.teacher_token_ids is None:
+        return None
+    count = len(prompt.token_ids)
+    if (
+        transcript.tokens[:count] != prompt.token_ids
+        or any(transcript.mask[:count])
+        or not all(transcript.mask[count:])
+    ):
+        raise ConfigError(
+            [
+                "distillation.teacher.use_own_chat_template: true supports only episodes of one response that directly "
+                "follows its prompt, but an episode has other tokens that were not generated; set it to false"
+            ]
+        )
+    return np.array(prompt.teacher_token_ids, np.int32)

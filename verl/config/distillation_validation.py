@@ -21,6 +21,13 @@ def find_conflicts(config: Config) -> Iterator[str]:
             "distillation.enable: true requires a teacher; set distillation.teacher.path=Qwen/Qwen2.5-7B-Instruct, or "
             "another model with the policy's tokenizer"
         )
+    data = config.data
+    if distillation.teacher.use_own_chat_template and not data.filter_overlong_prompts and data.truncation != "error":
+        yield (
+            f"data.truncation: {data.truncation} would remove other parts of a prompt from the policy's rendering than "
+            "from the teacher's, which distillation.teacher.use_own_chat_template=true adds; set "
+            "data.filter_overlong_prompts=true to drop long prompts, or data.truncation=error"
+        )
     if uses_preferences(config) and (distillation.mode == "reward" or not distillation.use_task_rewards):
         mode = config.actor_rollout_ref.actor.policy_loss.loss_mode
         yield (

@@ -120,6 +120,33 @@ def chat_template_hint(
     )
 
 
+def teacher_template_hint(
+    tokenizer: PreTrainedTokenizerBase,
+    teacher: PreTrainedTokenizerBase,
+    prompt: Any,
+    template_kwargs: Mapping[str, Any],
+    *,
+    is_used: bool,
+) -> str | None:
+    """Return a hint if a teacher's chat template differs but is not used, or is used without an effect."""
+    setting = "distillation.teacher.use_own_chat_template"
+    ignored = f"hint: {setting}=true has no effect: " if is_used else None
+    if isinstance(prompt, str):
+        return ignored and ignored + "prompts are strings, to which no template is applied"
+    try:
+        own, other = (encode_prompts(each, [prompt], template_kwargs) for each in (tokenizer, teacher))
+    except DataError:
+        return None  # reported where the prompt is used
+    if own == other:
+        return ignored and ignored + "both templates render the first prompt alike"
+    if is_used:
+        return None
+    return (
+        "hint: the teacher's chat template renders prompts differently, but the teacher reads the policy's rendering. "
+        f"To render prompts for it in its own template, set {setting}=true"
+    )
+
+
 def read_prompt(prompt: Any, name: str = "prompt", setting: str = "prompt_key") -> str | list[dict[str, Any]]:
     """Return a prompt as a string or as chat messages; raise `DataError` if it is neither.
 

@@ -90,6 +90,9 @@ class PromptDataset(FileSet):
 
     The arguments of a reward function come from the columns `data_source`, `extra_info`, and `reward_model`
     (`{"ground_truth": ...}`) or `ground_truth` or `answer`; all other columns are added to `extra_info`.
+
+    With the tokenizer of a `teacher`, messages are also rendered in its chat template, and the longer rendering counts
+    for `max_prompt_length`.
     """
 
     def __init__(
@@ -101,9 +104,11 @@ class PromptDataset(FileSet):
         num_workers: int | None = 0,
         cache_dir: Path | None = None,
         kept: npt.NDArray[np.int64] | range | None = None,
+        teacher: PreTrainedTokenizerBase | None = None,
     ) -> None:
         super().__init__(files, streaming=options.streaming)
         self._tokenizer, self._options, self._limit = tokenizer, options, options.max_prompt_length
+        self._teacher = teacher
         for file in self.files:
             if problem := describe_missing_column(file, options.prompt_key, "prompt_key"):
                 raise DataError(problem)
@@ -115,11 +120,15 @@ class PromptDataset(FileSet):
         elif kept is not None:
             self.kept = kept
         else:
-            counter = TokenCounter(tokenizer, options.chat_template_kwargs)
-            lengths, from_cache = measure_lengths(
-                self.files, rows, options.prompt_key, counter, processes=num_workers, folder=cache_dir
-            )
-            self.kept, truncated = self._drop_overlong(lengths)
+            counters = [
+                TokenCounter(each, options.chat_template_kwargs) for each in (tokenizer, teacher) if each is not None
+            ]
+            measured = [
+                measure_lengths(self.files, rows, options.prompt_key, counter, processes=num_workers, folder=cache_dir)
+                for counter in counters
+            ]
+            from_cache = all(cached for _, cached in measured)
+            self.kept, truncated = self._drop_overlong(np.max([lengths for lengths, _ in measured], axis=0))
         kept_rows = len(self.kept)
         self.report = DataReport(
             self.name, rows, rows - kept_rows, truncated, kept_rows, self._limit, from_cache, self.is_streamed
@@ -201,20 +210,32 @@ class PromptDataset(FileSet):
         fields = self.row(index)
         raw = fields.pop(self._options.prompt_key, None)
         try:
-            [token_ids] = encode_prompts(self._tokenizer, [raw], self._options.chat_template_kwargs)
+            token_ids, teacher_token_ids = self._encode(raw)
         except PromptError as error:
             raise DataError(f"{self.location(row)}, column '{self._options.prompt_key}': {error}") from None
-        if len(token_ids) > self._limit:
+        longest = max(len(token_ids), len(teacher_token_ids or ()))
+        if longest > self._limit:
             if self._options.filter_overlong and self.is_streamed:
                 return None
             if self._options.truncation == "error":
-                raise DataError(self._explain_too_long(row, len(token_ids), 1))
+                raise DataError(self._explain_too_long(row, longest, 1))
             token_ids = truncate(token_ids, self._limit, self._options.truncation)
         try:
             reward_fields = extract_reward_fields(fields)
         except DataError as error:
             raise DataError(f"{self.location(row)}: {error}") from None
-        return Prompt(row, token_ids, **reward_fields, raw=raw)
+        return Prompt(row, token_ids, **reward_fields, raw=raw, teacher_token_ids=teacher_token_ids)
+
+    def _encode(self, raw: Any) -> tuple[list[int], list[int] | None]:
+        """Return the tokens of a prompt, for the policy and for a teacher with its own chat template."""
+        kwargs = self._options.chat_template_kwargs
+        [token_ids] = encode_prompts(self._tokenizer, [raw], kwargs)
+        if self._teacher is None:
+            return token_ids, None
+        if isinstance(raw, str):  # rendered already
+            return token_ids, token_ids
+        [teacher_token_ids] = encode_prompts(self._teacher, [raw], kwargs)
+        return token_ids, teacher_token_ids
 
     def row(self, index: int) -> dict[str, Any]:
         """Return all columns of the row of a prompt, as in its file."""
@@ -238,10 +259,14 @@ class PromptDataset(FileSet):
         return np.delete(np.arange(rows), long), 0
 
     def _explain_too_long(self, row: int, length: int, count: int) -> str:
+        where, fix = "", ", or data.truncation=left, right or middle"
+        if self._teacher is not None:
+            where, fix = " in the longer of the policy's and the teacher's chat template", ""
         return (
-            f"{self.location(row)}: the prompt has {length} tokens, more than data.max_prompt_length={self._limit}"
+            f"{self.location(row)}: the prompt has {length} tokens{where}, more than "
+            f"data.max_prompt_length={self._limit}"
             + (f", as do {count - 1} others" if count > 1 else "")
-            + ". Raise it, or set data.filter_overlong_prompts=True, or data.truncation=left, right or middle"
+            + f". Raise it, or set data.filter_overlong_prompts=True{fix}"
         )
 
 

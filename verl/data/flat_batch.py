@@ -17,8 +17,8 @@ from verl.types import Sample
 class FlatBatch:
     """B sequences laid end to end, T tokens in all. A field is None until it is computed.
 
-    Every field except `offsets` has one value or row per token; `select`, `split` and `to` carry all of them. An
-    empty batch made by `select([])` keeps its fields, as empty tensors.
+    Every field except `offsets` and `for_teacher` has one value or row per token; `select`, `split` and `to` carry all
+    of them. An empty batch made by `select([])` keeps its fields, as empty tensors.
 
     >>> batch = FlatBatch(torch.tensor([5, 6, 7, 8, 9]), torch.tensor([0, 2, 5]), torch.tensor([0, 1, 0, 1, 1]).bool())
     >>> batch.select([1, 0]).tokens
@@ -38,6 +38,7 @@ class FlatBatch:
     chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
     routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of a mixture; -1 if unknown
     teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
+    for_teacher: FlatBatch | None = None  # the same B responses after the teacher's own prompts
 
     def __len__(self) -> int:
         """Return the number of sequences, B."""
@@ -78,6 +79,9 @@ class FlatBatch:
             mask=lay((sample.mask for sample in samples), np.bool_),
             rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
             routed_experts=_lay_experts(samples),
+            for_teacher=None
+            if not samples or samples[0].teacher_prompt is None
+            else cls.from_samples([_replace_prompt(sample) for sample in samples]),
         )
 
     @classmethod
@@ -92,7 +96,11 @@ class FlatBatch:
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         shift = torch.repeat_interleave(self.offsets[:-1][chosen] - offsets[:-1], lengths)
         take = torch.arange(shift.numel(), device=shift.device) + shift
-        return type(self)(offsets=offsets, **{name: value[take] for name, value in self._per_token().items()})
+        return type(self)(
+            offsets=offsets,
+            for_teacher=None if self.for_teacher is None else self.for_teacher.select(chosen),
+            **{name: value[take] for name, value in self._per_token().items()},
+        )
 
     def split(self, parts: Iterable[Sequence[int] | np.ndarray]) -> list[FlatBatch]:
         """Return one batch per list of indices."""
@@ -108,11 +116,25 @@ class FlatBatch:
     def to(self, device: torch.device | str) -> FlatBatch:
         """Return the batch on another device."""
         moved = {name: value.to(device, non_blocking=True) for name, value in self._per_token().items()}
-        return type(self)(offsets=self.offsets.to(device, non_blocking=True), **moved)
+        return type(self)(
+            offsets=self.offsets.to(device, non_blocking=True),
+            for_teacher=None if self.for_teacher is None else self.for_teacher.to(device),
+            **moved,
+        )
 
     def _per_token(self) -> dict[str, Tensor]:
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "offsets"}
-        return {name: value for name, value in values.items() if value is not None}
+        names = [field.name for field in fields(self) if field.name not in ("offsets", "for_teacher")]
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+def _replace_prompt(sample: Sample) -> Sample:
+    """Return the response of a sample after the teacher's own prompt."""
+    assert sample.teacher_prompt is not None
+    mask = np.repeat([False, True], [len(sample.teacher_prompt), int(sample.mask.sum())])
+    logprobs = np.zeros(len(mask), np.float32)
+    logprobs[mask] = sample.logprobs[sample.mask]
+    tokens = np.concatenate([sample.teacher_prompt, sample.tokens[sample.mask]])
+    return replace(sample, tokens=tokens, mask=mask, logprobs=logprobs, routed_experts=None, teacher_prompt=None)
 
 
 def _lay_experts(samples: Sequence[Sample]) -> Tensor | None:

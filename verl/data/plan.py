@@ -200,7 +200,7 @@ class Planner:
         """Assign every sample to a rank, a mini-batch and micro-batches."""
         if not handles:
             raise ValueError("a step needs at least one sample to plan, got none")
-        lengths = [handle.tokens for handle in handles]
+        lengths = [max(handle.tokens, handle.teacher_tokens) for handle in handles]
         groups = np.fromiter((handle.group for handle in handles), np.int64, len(handles))
         scores = np.fromiter((handle.score for handle in handles), np.float64, len(handles))
         random = None
@@ -235,7 +235,7 @@ class Planner:
         micro_batches = len(policy[0].micro_batches)
         metrics = {
             "plan/samples": float(len(handles)),
-            "plan/tokens": float(sum(lengths)),
+            "plan/tokens": float(sum(handle.tokens for handle in handles)),
             "plan/rank_tokens_min": float(min(shares.loads)),
             "plan/rank_tokens_max": float(max(shares.loads)),
             "plan/imbalance": shares.slowest * self.ranks / max(sum(lengths), 1),
@@ -267,11 +267,12 @@ class Planner:
         alone = sum(length > min(limits) for length in lengths) if limits else 0
         if not alone:
             return []
-        longest = max(handles, key=lambda handle: handle.tokens)
+        longest = max(range(len(handles)), key=lengths.__getitem__)
         return [
-            f"{alone} of {len(handles)} samples exceed the budget of {min(limits):,} tokens per micro-batch and "
-            f"run alone; the longest is a response to prompt {longest.group} with {longest.tokens:,} tokens. If memory "
-            "runs out, reduce data.max_response_length; otherwise raise the budget above prompt + response length."
+            f"{alone} of {len(handles)} samples exceed the budget of {min(limits):,} tokens per micro-batch and run "
+            f"alone; the longest is a response to prompt {handles[longest].group} with {lengths[longest]:,} tokens. If "
+            "memory runs out, reduce data.max_response_length; otherwise raise the budget above prompt + response "
+            "length."
         ]
 
 

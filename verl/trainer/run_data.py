@@ -16,7 +16,7 @@ from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.custom_functions import load_function
 from verl.data.adaptive import SAMPLERS, AdaptiveSampler, takes_scores
-from verl.data.chat import chat_template_hint, load_tokenizer
+from verl.data.chat import chat_template_hint, load_tokenizer, teacher_template_hint
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.data.files import CACHED_BYTES, suggest_path
 from verl.data.samplers import (
@@ -70,15 +70,25 @@ def read_data(config: Config) -> RunData:
     datasets: dict[str, DatasetSettings] = {}
     reports: list[str] = []
     val_sources: list[str] = []
+    teacher, teacher_notes = _open_teacher(config, tokenizer) if config.distillation.enable else (None, [])
     for split, files in data_splits(config).items():
         options = prompt_options(config.data, is_training=split == "train")
         if split == "train":
             options = replace(options, streaming=_should_stream(config))
+        has_own_template = (
+            split == "train" and teacher is not None and config.distillation.teacher.use_own_chat_template
+        )
         dataset = PromptDataset(
-            files, tokenizer, options, num_workers=config.data.num_workers, cache_dir=length_cache_dir(config)
+            files,
+            tokenizer,
+            options,
+            num_workers=config.data.num_workers,
+            cache_dir=length_cache_dir(config),
+            teacher=teacher if has_own_template else None,
         )
         options = replace(options, streaming=dataset.report.streamed)
-        datasets[split] = DatasetSettings(files, options, dataset.kept)
+        teacher_path = config.distillation.teacher.path if has_own_template else None
+        datasets[split] = DatasetSettings(files, options, dataset.kept, teacher_path)
         reports += [str(dataset.report), *find_data_warnings(dataset.files)]
         if dataset.report.streamed:
             sources = [prompt.data_source for prompt in dataset.sample() if prompt is not None]
@@ -86,9 +96,7 @@ def read_data(config: Config) -> RunData:
         else:
             sources = dataset.sources()
         if split == "train":
-            first = dataset.row(0)[config.data.prompt_key]
-            hint = chat_template_hint(tokenizer, first, config.data.apply_chat_template_kwargs)
-            reports += [hint] if hint else []
+            reports += _template_hints(config, dataset.row(0)[config.data.prompt_key], tokenizer, teacher)
             order = build_sampler(config, dataset, files)
         else:
             val_sources = sources
@@ -98,9 +106,7 @@ def read_data(config: Config) -> RunData:
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
     longest = get_max_sequence_tokens(config)
     loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
-    reports += notes
-    if config.distillation.enable:
-        reports += _check_teacher(config, tokenizer)
+    reports += [*notes, *teacher_notes]
     stops = find_stop_tokens(model.path, tokenizer)
     return RunData(datasets, order, val_sources, reports, stops, loaded.get_text_config().vocab_size)
 
@@ -121,8 +127,19 @@ def check_model(
     return config, [note] if note else []
 
 
-def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Check that a teacher knows the policy's tokens and can read its sequences; return notes for the user."""
+def _template_hints(
+    config: Config, prompt: Any, tokenizer: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase | None
+) -> list[str]:
+    """Return hints about chat templates, from the first prompt of the training data."""
+    kwargs, is_used = config.data.apply_chat_template_kwargs, config.distillation.teacher.use_own_chat_template
+    hints = [chat_template_hint(tokenizer, prompt, kwargs)]
+    if teacher is not None:
+        hints.append(teacher_template_hint(tokenizer, teacher, prompt, kwargs, is_used=is_used))
+    return [hint for hint in hints if hint]
+
+
+def _open_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> tuple[PreTrainedTokenizerBase, list[str]]:
+    """Check that a teacher knows the policy's tokens and can read its sequences; return its tokenizer, and notes."""
     student, path = config.actor_rollout_ref.model, config.distillation.teacher.path
     assert path is not None
     teacher = ModelConfig(path=path, trust_remote_code=student.trust_remote_code)
@@ -133,7 +150,10 @@ def _check_teacher(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[s
     size = loaded.get_text_config().vocab_size
     if gap := describe_vocabulary_gap(tokenizer.get_vocab(), other.get_vocab(), size):
         raise ConfigError([f"distillation.teacher.path={path}: {gap}"])
-    return notes
+    if config.distillation.teacher.use_own_chat_template and other.chat_template is None:
+        key = "distillation.teacher.use_own_chat_template"
+        raise ConfigError([f"{key}: true requires a chat template, but {path} has none; set {key}=false"])
+    return other, notes
 
 
 def open_tokenizer(model: ModelConfig, section: str) -> PreTrainedTokenizerBase:

@@ -57,11 +57,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DatasetSettings:
-    """The prompts of one split; `kept` are the rows that the controller has not filtered out."""
+    """The prompts of one split; `kept` are the rows that the controller has not filtered out.
+
+    `teacher` is the path of a model that reads them in its own chat template.
+    """
 
     files: list[str]
     options: PromptOptions
     kept: npt.NDArray[np.int64] | range
+    teacher: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +123,16 @@ class EpisodeWorker:
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
         settings = self._settings
-        tokenizer = load_tokenizer(settings.tokenizer_path, trust_remote_code=settings.trust_remote_code)
+        load = partial(load_tokenizer, trust_remote_code=settings.trust_remote_code)
+        tokenizer = load(settings.tokenizer_path)
         self._datasets = {
-            split: PromptDataset(data.files, tokenizer, data.options, kept=data.kept)
+            split: PromptDataset(
+                data.files,
+                tokenizer,
+                data.options,
+                kept=data.kept,
+                teacher=None if data.teacher is None else load(data.teacher),
+            )
             for split, data in settings.datasets.items()
         }
         self._pool = EnginePool(
@@ -255,6 +266,7 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
         baseline=sample.baseline,
         index=index,
         failure=sample.failure,
+        teacher_tokens=0 if sample.teacher_prompt is None else len(sample.teacher_prompt) + len(generated),
     )
 
 

@@ -249,6 +249,7 @@ class TrainWorker(BaseTrainWorker):
 
         from verl.training.fsdp import BaseModelReference, FsdpEngine
         from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
+        from verl.training.teacher import TeacherEngine
 
         def make_engine(model: FsdpSettings | None) -> FsdpEngine | None:
             return None if model is None else FsdpEngine(model)
@@ -263,13 +264,14 @@ class TrainWorker(BaseTrainWorker):
             prime_reference = make_engine(settings.prime_reference) or reference
             assert prime_reference is not None
             prime = PrimeRewardModel(FsdpEngine(settings.prime), prime_reference, beta=algorithm.prime_beta)
+        teacher: Any = None if settings.teacher is None else TeacherEngine(FsdpEngine(settings.teacher))
         self._policy = self._trained = PolicyTrainer(
             actor,
             algorithm,
             reference=reference,
             critic=make_engine(settings.critic),
             prime=prime,
-            teacher=make_engine(settings.teacher),
+            teacher=teacher,
         )
         torch.manual_seed(settings.seed + 1 + self._rank)
         self._sync_dtype, self._deadlines = getattr(torch, settings.sync_dtype), settings.deadlines

@@ -3,12 +3,14 @@
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import EpisodeRunner, Transcript
+from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
 
@@ -142,3 +144,30 @@ def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with(
     experts = transcript.to_sample(0, 0.0, {}).routed_experts
     assert experts is not None
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]
+
+
+TAUGHT = replace(PROMPT, teacher_token_ids=[8, 9, 2])
+
+
+async def score_nothing(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
+    return Scored(0.0)
+
+
+async def test_a_sample_carries_the_prompt_of_the_teacher() -> None:
+    [sample] = await EpisodeRunner(echo, score_nothing, decode).run(TAUGHT, 0, [5], SamplingParams(max_tokens=4))
+    assert sample.teacher_prompt is not None
+    assert sample.teacher_prompt.tolist() == [8, 9, 2]
+    [sample] = await EpisodeRunner(echo, score_nothing, decode).run(PROMPT, 0, [5], SamplingParams(max_tokens=4))
+    assert sample.teacher_prompt is None
+
+
+@pytest.mark.parametrize("context", [[90], []])
+async def test_only_a_response_right_after_its_prompt_can_have_another_prompt(context: list[int]) -> None:
+    async def episode(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+        transcript = Transcript([*prompt.token_ids, 4] if not context else list(prompt.token_ids))
+        transcript.append_completion(await generate(transcript.tokens, sampling))
+        transcript.append_context(context)
+        return transcript
+
+    with pytest.raises(ConfigError, match=r"use_own_chat_template: true supports only .*; set it to false"):
+        await EpisodeRunner(echo, score_nothing, decode, episode).run(TAUGHT, 0, [5], SamplingParams(max_tokens=4))

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.unit
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 TEACHER = ["actor_rollout_ref.rollout.n=8", "distillation.enable=true", "distillation.teacher.path=teacher"]
+OWN_TEMPLATE = [*TEACHER, "distillation.teacher.use_own_chat_template=true"]
 ALONE = [*TEACHER, "distillation.use_task_rewards=false"]
 
 
@@ -36,6 +37,10 @@ def hints(*overrides: str) -> str:
         ([*ALONE, "algorithm.filter_groups.enable=true"], "set algorithm.filter_groups.enable=false"),
         ([*ALONE, "algorithm.use_kl_in_reward=true"], "set actor_rollout_ref.actor.use_kl_loss=true instead"),
         ([*TEACHER, "distillation.coef=0"], "must be above 0"),
+        (
+            [*OWN_TEMPLATE, "data.truncation=left", "data.filter_overlong_prompts=false"],
+            "set data.filter_overlong_prompts=true to drop long prompts, or data.truncation=error",
+        ),
     ],
 )
 def test_conflicts_name_a_fix(overrides: list[str], says: str) -> None:
@@ -49,6 +54,7 @@ def test_conflicts_name_a_fix(overrides: list[str], says: str) -> None:
     "overrides",
     [
         [*TEACHER, "algorithm.adv_estimator=gae"],
+        [*OWN_TEMPLATE, "data.filter_overlong_prompts=true"],
         [*TEACHER, f"{LOSS}=dpo", "distillation.mode=loss"],
         [*TEACHER, "actor_rollout_ref.actor.use_kl_loss=true", "actor_rollout_ref.actor.kl_loss_type=full"],
         [*ALONE, "actor_rollout_ref.rollout.n=1"],
@@ -61,6 +67,8 @@ def test_combinations_that_work_have_no_hint(overrides: list[str]) -> None:
 
 def test_settings_without_effect_are_reported() -> None:
     assert "distillation.coef=2.0 has no effect: distillation.enable=false" in hints("distillation.coef=2")
+    template = "distillation.teacher.use_own_chat_template=true"
+    assert f"{template} has no effect: distillation.enable=false" in hints(template)
     alone = hints(*ALONE, "algorithm.adv_estimator=gae", "reward.custom_reward_function.path=score.py")
     assert "algorithm.adv_estimator=gae has no effect: distillation.use_task_rewards=false" in alone
     assert "reward.custom_reward_function.path=score.py has no effect: nothing is scored" in alone

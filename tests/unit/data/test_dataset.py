@@ -1,5 +1,6 @@
 """Prompts from files: what is read, what is dropped, what is said when it cannot be."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -357,3 +358,45 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path, tokenizer: Any) -
     (tmp_path / "a.jsonl").write_text("\n")
     assert "no rows" in refusal(tmp_path / "a.jsonl", tokenizer)
     assert "data.truncation is 'top'" in refusal(tmp_path / "a.jsonl", tokenizer, truncation="top")
+
+
+@pytest.fixture
+def teacher(tokenizer: PreTrainedTokenizerFast) -> Any:
+    """The same tokens, but its template begins with a message of the system."""
+    made = copy.deepcopy(tokenizer)
+    made.chat_template = "<system>Help</>" + TEMPLATE
+    return made
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_messages_are_also_rendered_in_the_template_of_a_teacher(
+    tmp_path: Path, tokenizer: Any, teacher: Any, streaming: bool
+) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": user("1+1")}])
+    options = PromptOptions(max_prompt_length=20, chat_template_kwargs={"think": True}, streaming=streaming)
+    [prompt] = PromptDataset(path, tokenizer, options, teacher=teacher)
+    assert text(tokenizer, prompt.token_ids) == "<user>1+1</><assistant>~"
+    assert prompt.teacher_token_ids is not None
+    assert text(tokenizer, prompt.teacher_token_ids) == "<system>Help</><user>1+1</><assistant>~"
+    [without] = PromptDataset(path, tokenizer, options)
+    assert without.teacher_token_ids is None
+
+
+def test_a_string_has_the_same_tokens_for_a_teacher(tmp_path: Path, tokenizer: Any, teacher: Any) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": "<user>1+1</><assistant>"}])
+    [prompt] = PromptDataset(path, tokenizer, PromptOptions(max_prompt_length=20), teacher=teacher)
+    assert prompt.teacher_token_ids == prompt.token_ids
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_the_longer_of_both_renderings_counts(tmp_path: Path, tokenizer: Any, teacher: Any, streaming: bool) -> None:
+    path = write(tmp_path / "a.jsonl", [{"prompt": user("1")}, {"prompt": user("1+1")}])
+    options = PromptOptions(max_prompt_length=10, streaming=streaming)
+    for _ in range(2):  # measured, and from the cache
+        kept = PromptDataset(path, tokenizer, options, cache_dir=tmp_path / "cache", teacher=teacher)
+        assert [prompt.row for prompt in kept] == [0]
+        both = PromptDataset(path, tokenizer, options, cache_dir=tmp_path / "cache")
+        assert [prompt.row for prompt in both] == [0, 1]
+    strict = PromptOptions(max_prompt_length=10, streaming=streaming, filter_overlong=False)
+    with pytest.raises(DataError, match=r"12 tokens in the longer of .* Raise it, or set data.filter_overlong_prompts"):
+        list(PromptDataset(path, tokenizer, strict, teacher=teacher))

@@ -107,3 +107,19 @@ def test_the_experts_of_samples_are_laid_end_to_end_and_unknown_ones_are_marked(
     assert selected is not None
     assert selected[2:, 0].tolist() == [[7, 200], [0, 1], [-1, -1]]
     assert FlatBatch.from_samples([sample(2)]).routed_experts is None
+
+
+def test_responses_after_the_prompts_of_a_teacher_are_cut_with_the_batch() -> None:
+    samples = [replace(sample(n), teacher_prompt=np.full(k, 50, np.int32)) for n, k in ((2, 4), (4, 1), (3, 2))]
+    view = FlatBatch.from_samples(samples).for_teacher
+    assert view is not None
+    assert sequences(view, "tokens") == [[50, 50, 50, 50, 1], [50, 2, 3], [50, 50, 1, 2]]
+    assert sequences(view, "mask") == [[0, 0, 0, 0, 1], [0, 1, 1], [0, 0, 1, 1]]
+    for part in FlatBatch.from_samples(samples).split([[2, 0], []]):
+        assert part.for_teacher is not None
+        assert len(part.for_teacher) == len(part)
+        assert int(part.for_teacher.mask.sum()) == int(part.mask.sum())
+    [first, _] = FlatBatch.from_samples(samples).to("cpu").split([[2, 0], []])
+    assert first.for_teacher is not None
+    assert sequences(first.for_teacher, "tokens") == [[50, 50, 1, 2], [50, 50, 50, 50, 1]]
+    assert FlatBatch.from_samples([sample(2)]).for_teacher is None

@@ -374,3 +374,12 @@ def test_every_rank_gets_the_named_components_of_its_samples() -> None:
         assert list(rank.components) == ["format", "score"], "also on ranks without samples"
         assert rank.components["format"].tolist() == rank.refs
         assert rank.components["score"].tolist() == rank.scores.tolist()
+
+
+def test_the_longer_prompt_of_a_teacher_counts_for_the_tokens_of_a_micro_batch() -> None:
+    handles = [handle(k, k, 10, teacher_tokens=teacher) for k, teacher in enumerate((30, 30, 0, 5))]
+    plan = make_planner({"ranks": 1, "mini_batch_prompts": 4, "micro_batch_samples": None, "micro_batch_tokens": 40})
+    result = plan.plan(handles)
+    [update] = updates_as_refs(result)
+    assert sorted(sorted(micro_batch) for micro_batch in update[0]) == [[0, 2], [1, 3]]  # type: ignore[list-item]
+    assert result.metrics["plan/tokens"] == 40, "the policy's tokens"

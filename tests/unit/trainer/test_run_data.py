@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tiny import FAMILIES, chat_tokenizer, save_family, tiny_qwen2
+from tiny import CHAT_TEMPLATE, FAMILIES, chat_tokenizer, save_family, tiny_qwen2
 
 from verl.config.load import load_dict
 from verl.config.schema.actor import ModelConfig
@@ -309,3 +309,57 @@ def test_string_prompts_get_a_hint_if_the_chat_template_would_change_them(tmp_pa
 @pytest.mark.parametrize("template", [None, "{% for message in messages %}{{ message['content'] }}{% endfor %}"])
 def test_string_prompts_that_no_template_would_change_get_no_hint(template: str | None) -> None:
     assert chat_template_hint(chat_tokenizer(template), "1+1=", {}) is None
+
+
+CHAT = [[{"role": "user", "content": "1+1"}]] * 3
+
+
+def read_with_teacher(folder: Path, config: Any, template: str | None, *, is_used: bool, **columns: Any) -> Any:
+    """Read data for a teacher with this chat template and the policy's tokens."""
+    teacher, tokenizer = folder / "teacher", chat_tokenizer()
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(teacher)
+    tiny_qwen2(vocab_size=128).save_pretrained(teacher)
+    settings = config(train_files=write(folder / "a.parquet", 3, **columns), max_prompt_length=64)
+    distillation = settings.distillation.model_copy(
+        update={
+            "enable": True,
+            "teacher": settings.distillation.teacher.model_copy(
+                update={"path": str(teacher), "use_own_chat_template": is_used}
+            ),
+        }
+    )
+    return read_data(settings.model_copy(update={"distillation": distillation}))
+
+
+@pytest.mark.parametrize(
+    ("template", "is_used", "columns", "hint"),
+    [
+        (
+            "Q: {{ messages[0].content }}",
+            False,
+            {"prompt": CHAT},
+            "set distillation.teacher.use_own_chat_template=true",
+        ),
+        ("Q: {{ messages[0].content }}", True, {"prompt": CHAT}, None),
+        (CHAT_TEMPLATE, False, {"prompt": CHAT}, None),
+        (CHAT_TEMPLATE, True, {"prompt": CHAT}, "both templates render the first prompt alike"),
+        (None, False, {"prompt": CHAT}, None),
+        ("Q: {{ messages[0].content }}", True, {}, "=true has no effect: prompts are strings"),
+    ],
+)
+def test_a_hint_if_the_chat_template_of_a_teacher_should_be_set_otherwise(
+    tmp_path: Path, config: Any, template: str | None, is_used: bool, columns: Any, hint: str | None
+) -> None:
+    data = read_with_teacher(tmp_path, config, template, is_used=is_used, **columns)
+    hints = [report for report in data.reports if "use_own_chat_template" in report or "both templates" in report]
+    assert len(hints) == (hint is not None)
+    assert hint is None or hint in hints[0]
+    assert data.datasets["train"].teacher == (str(tmp_path / "teacher") if is_used else None)
+
+
+def test_a_teacher_without_a_chat_template_cannot_use_it(tmp_path: Path, config: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"requires a chat template, but .* has none; set .*use_own_chat_template=false"
+    ):
+        read_with_teacher(tmp_path, config, None, is_used=True, prompt=CHAT)

@@ -10,6 +10,10 @@ from verl.config.schema.rules import HAS_DEVICE_MEMORY
 
 class TeacherConfig(Section):
     path: str | None = setting(None, "Hugging Face name or local directory of the teacher; it has the same tokens.")
+    use_own_chat_template: bool = setting(
+        False,
+        "Render prompts for the teacher with its own chat template; false: with the policy's.",
+    )
     param_offload: bool = setting(
         False, "Move the teacher's weights to host memory while they are not in use.", only_if=HAS_DEVICE_MEMORY
     )

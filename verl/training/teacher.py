@@ -1,0 +1,60 @@
+"""The teacher of a distillation, which may read other prompts than the policy before the same responses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from verl.algorithms.objective import ModelOutput
+from verl.data.flat_batch import FlatBatch
+
+
+class TeacherEngine:
+    """A frozen engine that reads batches as `FlatBatch.for_teacher` has them, if it is set.
+
+    Its results are aligned to the generated tokens of the batch itself: log-probs are at their positions, and the rows
+    of the last layer are in their order.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.rank, self.world_size = engine.rank, engine.world_size
+
+    def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
+        read = [get_teacher_batch(batch) for batch in micro_batches]
+        outputs = self._engine.forward(read, **options)
+        moved = []
+        for output, source, batch in zip(outputs, read, micro_batches, strict=True):
+            columns: list[Any] = [
+                None if values is None else _move(values, source.mask, batch.mask) for values in output
+            ]
+            moved.append(ModelOutput(*columns))
+        return moved
+
+    def last_layer(self, batch: FlatBatch) -> Any:
+        """Return the last layer at the generated tokens of the batch, for the exact KL."""
+        return self._engine.last_layer(get_teacher_batch(batch))
+
+    def reshard(self) -> None:
+        self._engine.reshard()
+
+
+def get_teacher_batch(batch: FlatBatch) -> FlatBatch:
+    """Return the batch that the teacher reads, with the mask of `batch`: tokens left out there are left out here."""
+    view = batch.for_teacher
+    if view is None:
+        return batch
+    generated = view.mask.nonzero().squeeze(-1)
+    shift = (batch.offsets - view.offsets)[1:]  # both sequences end with the response
+    mask = view.mask.clone()
+    mask[generated] = batch.mask[generated + shift[view.segment_ids[generated]]]
+    return view.with_(mask=mask)
+
+
+def _move(values: Tensor, source: Tensor, target: Tensor) -> Tensor:
+    """Return the values at the tokens of mask `source` at those of mask `target`, 0 elsewhere."""
+    moved = values.new_zeros(target.numel(), *values.shape[1:])
+    moved[target] = values[source]
+    return moved
