@@ -19,6 +19,7 @@ from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
+from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.preflight import check_rl_run
@@ -28,7 +29,6 @@ from verl.trainer.run_data import RunData, read_data
 from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import (
-    algorithm_settings,
     build_planner,
     compute_dtype,
     deadlines,

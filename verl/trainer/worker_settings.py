@@ -7,14 +7,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.algorithms.settings import (
-    AlgorithmSettings,
-    Correction,
-    Distillation,
-    EstimatorOptions,
-    KlController,
-    LossOptions,
-)
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
@@ -31,7 +23,6 @@ from verl.config.features import (
     syncs_adapter_only,
     uses_critic,
     uses_policy_as_reference,
-    uses_preferences,
     uses_reference,
     uses_reward_function,
     uses_task_rewards,
@@ -39,11 +30,11 @@ from verl.config.features import (
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
-from verl.config.schema.rules import is_custom_function
 from verl.config.schema.sft import SftConfig
 from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
+from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.memory_advice import rl_memory_advice
 from verl.trainer.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
@@ -188,70 +179,6 @@ def lora_settings(peft: PeftConfig, seed: int) -> LoraSettings | None:
 def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:
     """Return the contents by folder of a checkpoint; the other models follow the actor."""
     return {"actor": actor, "critic": critic, "process": actor, "reference": actor}
-
-
-def algorithm_settings(config: Config) -> AlgorithmSettings:
-    """Return the algorithm that the train workers run."""
-    algorithm, actor, critic = config.algorithm, config.actor_rollout_ref.actor, config.critic
-    loss, correction, kl = actor.policy_loss, algorithm.rollout_correction, algorithm.kl_ctrl
-    low, high = actor.clip_range
-    return AlgorithmSettings(
-        estimator=_estimator(config),
-        estimator_options=EstimatorOptions(
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            by_std=algorithm.norm_adv_by_std_in_grpo,
-            outcome_coef=config.reward.prime.outcome_coef,
-            process_coef=config.reward.prime.coef,
-            component_weights=reward_components(config),
-        ),
-        loss_mode=loss.loss_mode,
-        loss_options=LossOptions(
-            clip_low=low, clip_high=high, clip_c=actor.clip_ratio_c, **loss.model_dump(exclude={"loss_mode"})
-        ),
-        agg_mode=actor.loss_agg_mode,
-        scale=actor.loss_scale_factor or config.data.max_response_length,
-        entropy_coeff=actor.entropy_coeff,
-        loss_kl_coef=actor.kl_loss_coef if actor.use_kl_loss else None,
-        loss_kl_type=actor.kl_loss_type,
-        reward_kl=KlController(kl.kl_coef, kl.type == "adaptive", kl.target_kl, kl.horizon)
-        if algorithm.use_kl_in_reward
-        else None,
-        reward_kl_type=algorithm.kl_penalty,
-        distillation=Distillation(config.distillation.mode, config.distillation.coef)
-        if config.distillation.enable
-        else None,
-        correction=Correction(
-            weigh=correction.rollout_is,
-            threshold=correction.rollout_is_threshold,
-            threshold_lower=correction.rollout_is_threshold_lower,
-            normalize=correction.rollout_is_batch_normalize,
-            reject=correction.rollout_rs,
-            upper=correction.rollout_rs_threshold,
-            lower=correction.rollout_rs_threshold_lower or 1 / correction.rollout_rs_threshold,
-            bypass=correction.bypass_mode,
-        ),
-        value_clip=critic.cliprange_value,
-        value_agg_mode=critic.loss_agg_mode,
-        critic_warmup=config.trainer.critic_warmup if uses_critic(config) else 0,
-        mask_truncated=algorithm.mask_truncated,
-        ref_update_freq=config.trainer.ref_update_freq,
-        ref_update_ratio=config.trainer.ref_update_ratio,
-        prime_beta=config.reward.prime.beta,
-    )
-
-
-def _estimator(config: Config) -> str:
-    """Return the advantage estimator. Preference losses (SPPO, DPO) use win rates; PRIME adds its rewards to rloo.
-
-    Without rewards the teacher is all that advantages come from.
-    """
-    estimator = config.algorithm.adv_estimator
-    if not uses_task_rewards(config):
-        return "no_rewards"
-    if uses_preferences(config):
-        return "win_rate"
-    return "prime" if config.reward.prime.enable and not is_custom_function(estimator) else estimator
 
 
 def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, steps: int) -> FsdpSettings:

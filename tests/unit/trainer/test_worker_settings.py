@@ -15,10 +15,10 @@ from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
+from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.rl_builder import RLBuilder
 from verl.trainer.setup import device_hints, with_absolute_paths
 from verl.trainer.worker_settings import (
-    algorithm_settings,
     build_planner,
     engine_settings,
     episode_settings,
