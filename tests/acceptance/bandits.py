@@ -38,6 +38,7 @@ NOISE = 0.05  # of a score
 OPTIONS = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_cov_ratio=0.02)
 
 PREFERENCE = ("sppo", "dpo")
+OTHERS = ("win_rate", "no_rewards")  # for preference losses alone; for a teacher without rewards
 PER_TOKEN = ("gae", "reinforce_plus_plus", "prime")  # advantages differ within a response
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
 ANCHORED = ("vanilla", "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
@@ -212,7 +213,7 @@ def split_score(scores: Tensor) -> dict[str, Tensor]:
 
 def pairs() -> list[tuple[str, str]]:
     """Return every estimator with the losses that it is meant for."""
-    estimators = ["dr_grpo", *(name for name in ESTIMATORS if not name.endswith("_vectorized") and name != "win_rate")]
+    estimators = ["dr_grpo", *(name for name in ESTIMATORS if not name.endswith("_vectorized") and name not in OTHERS)]
     losses = [name for name in LOSSES if name not in PREFERENCE]
     fitting = (
         (estimator, loss)
