@@ -105,8 +105,14 @@ def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: b
         yield from (f"{key}: {problem}" for problem in model_problems(path, trust_remote_code=trust_remote_code))
         if not key.endswith(_NOT_TRAINED):
             yield from (f"{key}: {problem}" for problem in family_problems(path))
-        if not path.startswith((".", "/", "~")) or Path(path).expanduser().is_dir():
+        folder = Path(path).expanduser()
+        if folder.is_dir() or not _is_local(path):
             continue
-        existing, near = suggest_path(Path(path).expanduser())
+        existing, near = suggest_path(folder)
         fix = f"set {key}={near}" if near and near.is_dir() else f"set {key} to a directory with a Hugging Face model"
         yield f"{key}={path}: there is no such directory; {existing}; {fix}"
+
+
+def _is_local(path: str) -> bool:
+    """Return whether a path cannot be a name on the hub, such as `org/model`, or its folder exists here."""
+    return path.startswith((".", "/", "~")) or path.count("/") > 1 or ("/" in path and Path(path).parent.is_dir())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -97,6 +98,17 @@ def test_a_model_path_in_a_missing_folder_does_not_list_the_root() -> None:
         "there is no such directory; /no-such-folder/deep does not exist; set actor_rollout_ref.model.path" in problem
     )
     assert "contains" not in problem
+
+
+def test_a_misspelled_model_in_a_local_folder_is_not_taken_for_a_name_on_the_hub(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "demo" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as raised:
+        check_files(config_of("actor_rollout_ref.model.path=demo/modle", "data.train_files=[]"))
+    problem = next(problem for problem in raised.value.problems if "model.path" in problem)
+    assert "there is no such directory; demo contains: model/; set actor_rollout_ref.model.path=demo/model" in problem
 
 
 async def test_problems_of_one_kind_keep_their_type(tmp_path: Any) -> None:
