@@ -1,6 +1,7 @@
 """Draws the learning curves of the pages beside it: FOLDER/NAME/metrics.jsonl of every run -> curves/NAME.svg.
 
 python tests/acceptance/algorithms.py --keep runs
+python tests/acceptance/distillation.py --keep runs
 python docs/algorithms/draw_curves.py runs
 """
 

@@ -75,6 +75,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
     parser.add_argument("--mode", choices=("reward", "loss"), default="loss")
+    parser.add_argument("--keep", type=Path, help="folder for the metrics of the student's run")
     parser.add_argument("overrides", nargs="*", help="further settings of the student's run")
     options = parser.parse_args()
     short = options.short
@@ -88,7 +89,7 @@ def main() -> None:
         settings = (f"distillation.teacher.path={teacher / 'model'}", f"distillation.mode={options.mode}")
         steps, sizes = (8, (*STUDENT, *SHORT)) if short else (STEPS, STUDENT)
         student = (*settings, *sizes, *options.overrides)
-        lines = run("distillation", assets, Path(directory, "distilled"), steps, *student)
+        lines = run("distillation", assets, (options.keep or Path(directory)) / "distillation", steps, *student)
         grpo = [] if short else run("grpo", assets, Path(directory, "grpo"), GRPO_STEPS, *GRPO)
     bar, kl = taught.accuracy - MARGIN, curve(lines, KL)
     distilled, scored = samples_to(bar, curve(lines), SAMPLES), samples_to(bar, curve(grpo), GRPO_SAMPLES)
