@@ -3,7 +3,7 @@
 python tests/acceptance/optimizers.py [--short]
 
 1. Learning: supervised steps of a tiny model on two-digit sums, at AdamW's learning rate, until half of the held-out
-   problems are solved; the number of steps of each optimizer. Then, without `--short`, 20 steps of GRPO from there.
+   problems are solved; the number of steps of each optimizer. Then, without `--short`, steps of GRPO from there.
 2. Checkpoints, with shards of different sizes: trained and saved on 1 rank, loaded and saved again on 2, loaded on 1.
    Weights and optimizer state must be equal bit by bit each time; the next updates bit by bit equal to those of the run
    that went on (on 1 rank), and within a bound (on 2).
@@ -41,6 +41,7 @@ LOSS_BOUNDS = {"adamw": 1e-6, "adamw_8bit": 1e-5, "muon": 1e-6}
 """Of the next losses on 2 ranks: float error of a gradient may change a value that lies between two codes."""
 BEFORE, AFTER = 3, 3
 TARGET, MAX_STEPS = 0.5, 400
+GRPO_STEPS = 24
 METRIC = "val/addition/mean@1"
 
 
@@ -88,16 +89,18 @@ def learn(folder: Path, optimizer: str, *, short: bool) -> dict[str, float]:
 
 
 def reinforce(folder: Path, optimizer: str) -> list[float]:
-    """Return held-out accuracy before and after 20 steps of GRPO."""
+    """Return held-out accuracy before and after some steps of GRPO."""
     code, _ = train(
         *sized_for_addition(folder),
         "data.train_batch_size=64",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.optim.lr=3e-4",
+        "actor_rollout_ref.actor.optim.lr_warmup_steps=3",
         f"actor_rollout_ref.actor.optim.name={optimizer}",
         "actor_rollout_ref.rollout.n=8",
         "trainer.deterministic=True",
-        "trainer.total_training_steps=20",
-        "trainer.test_freq=20",
+        f"trainer.total_training_steps={GRPO_STEPS}",
+        f"trainer.test_freq={GRPO_STEPS}",
         "trainer.save_freq=-1",
         deadline_s=1200,
     )
