@@ -1,12 +1,18 @@
 """Hostile programs for the acceptance test of the sandbox: name -> source.
 
-Each prints a line that begins with HARM when it succeeds. `sys.argv` holds its targets: a folder
-that everyone may write to, a file that everyone may read, the process that grades it, and a loopback port that listens.
+Each prints a line that begins with HARM when it succeeds. `sys.argv` holds its targets: a folder that everyone may
+write to, a file that everyone may read, the process that grades it, a loopback port that listens, the home of the user
+who grades, and a volume mounted below a folder that programs see (or nothing). `ESSENTIAL` names the programs of the
+classes that once did harm; CI runs them with every isolation.
 """
+
+from _hostile_neighbors import LIBC as _LIBC
+from _hostile_neighbors import NEIGHBORS
 
 _HEAD = """
 import os, sys, time
-FOLDER, SECRET, PARENT, PORT = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+FOLDER, SECRET, PARENT, PORT, HOME, VOLUME = *sys.argv[1:3], *map(int, sys.argv[3:5]), *sys.argv[5:7]
+ANCESTORS = (os.getppid(), PARENT, 1)
 def harm(*what):
     print("HARM", *what, flush=True)
 def tried(action, *args):
@@ -17,8 +23,6 @@ def tried(action, *args):
         return None
     return True if result is None else result
 """
-
-_LIBC = "import ctypes; libc = ctypes.CDLL(None, use_errno=True)\n"
 
 _BODIES = {
     # processes
@@ -136,7 +140,8 @@ for name in (f"{home}/{name}" for home in homes if os.path.isdir(home) for name 
     "reads files of others through /proc": """
 for pid in filter(str.isdigit, os.listdir("/proc")):
     for link in ("root", "cwd"):
-        if os.path.exists(f"/proc/{pid}/{link}{SECRET}"): harm(pid, link)
+        try: open(f"/proc/{pid}/{link}{SECRET}"); harm(pid, link)
+        except OSError: pass
 """,
     # writing and escaping
     "writes outside": "harm() if tried(open, f'{FOLDER}/written', 'w') else None",
@@ -154,7 +159,7 @@ if tried(open, "folder/written", "w"): harm("wrote")
 """,
     "escapes by going up": """
 path = "../" * 40
-if os.path.exists(path + SECRET): harm("read")
+if tried(open, path + SECRET): harm("read")
 if tried(open, f"{path}{FOLDER}/written", "w"): harm("wrote")
 """,
     "escapes by another root": "harm() if tried(os.chroot, '.') else None",
@@ -165,9 +170,14 @@ if tried(open, f"{path}{FOLDER}/written", "w"): harm("wrote")
 number = {"x86_64": 56, "aarch64": 220}[os.uname().machine]
 if libc.syscall(number, 0x10000000 | 17, 0, 0, 0, 0) >= 0: harm("cloned")
 """,
-    "becomes root": """
-for action in (os.setuid, os.setgid, os.seteuid):
-    if tried(action, 0) and os.geteuid() == 0: harm(action)
+    "becomes root": _LIBC
+    + """
+for action in (os.setuid, os.setgid, os.seteuid): tried(action, 0)
+number = {"x86_64": 125, "aarch64": 90}[os.uname().machine]
+header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+libc.syscall(number, header, sets)
+if any(sets): harm("has the rights", list(sets))  # user 0 of a namespace without rights is nobody
+if tried(os.chown, ".", 1, 1): harm("gives files away")
 """,
     "writes to every descriptor": """
 for fd in range(3, 128):
@@ -303,10 +313,29 @@ for number in (*numbers, 425):
 """,
 }
 
-PROGRAMS = {name: _HEAD + body for name, body in _BODIES.items()}
+PROGRAMS = {name: _HEAD + body for name, body in (_BODIES | NEIGHBORS).items()}
 PROGRAMS |= {
     "is no Python": "this is no Python",
     "holds a null byte": "print(1)\0",
     "holds half a character": "print('\ud800')",
     "is very long": "x = 1\n" * 500_000,
 }
+
+ESSENTIAL = (
+    "reads the expected output from memory",
+    "reads the environment of its ancestors",
+    "writes to the descriptors of its guard",
+    "kills its guard",
+    "kills its grader by the owner of a pipe",
+    "limits its grader",
+    "deletes files of the home",
+    "writes to the start files of the shell",
+    "changes modes of files of the home",
+    "leaves files in places for all",
+    "overwrites a file on a mounted volume",
+    "queues of System V",
+    "leaves daemons that start others",
+    "leaves folders deeper than any path",
+    "memory in socket pairs",
+    "writes to its standard input",
+)

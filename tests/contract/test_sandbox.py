@@ -6,6 +6,9 @@ import contextlib
 import logging
 import os
 import struct
+import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from verl.errors import RewardError
-from verl.rewards.sandbox import isolation, sandbox
+from verl.rewards.sandbox import isolation, sandbox, seccomp
 from verl.rewards.sandbox.sandbox import Limits, best_isolation, run
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
@@ -41,10 +44,15 @@ def works(kind: str) -> bool:
         return False
 
 
-@pytest.mark.parametrize("kind", isolation.KINDS)
+@pytest.fixture(params=isolation.KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    """Every kind of isolation that works on this machine."""
+    if not works(request.param):
+        pytest.skip(f"{request.param} does not work on this machine")
+    return str(request.param)
+
+
 def test_a_program_reads_prints_and_ends(kind: str) -> None:
-    if not works(kind):
-        pytest.skip(f"{kind} does not work on this machine")
     source = "import sys, part\nprint(input(), sys.argv[1:], open('a/b.txt').read(), part.x)\n"
     source += "print(2, file=sys.stderr)\nexit(3)"
     files = {"a/b.txt": b"bytes", "part.py": "x = 7"}
@@ -104,8 +112,6 @@ time.sleep({60 if seconds < 30 else 0})
 
 
 def test_processes_of_one_program_are_limited_together() -> None:
-    if not isolation.can_limit_processes(best_isolation()):
-        pytest.skip("this machine's kernel counts them with those of others")
     source = """
 import os, time
 for made in range(20):
@@ -143,6 +149,121 @@ def test_nothing_of_the_environment_or_the_home_is_seen(tmp_path: Path, monkeypa
     assert " False " in outcome.stdout
     assert "'home'" not in outcome.stdout
     assert outcome.stdout.endswith("[]\n")
+
+
+def test_the_guard_cannot_be_reached(kind: str) -> None:
+    """What a program writes to the status of its guard would turn its 0 into a failure of the machine."""
+    source = """
+import os
+for pid in (1, os.getppid()):
+    for way in (f"/proc/{pid}/mem", *(f"/proc/{pid}/fd/{fd}" for fd in range(32))):
+        try: os.write(os.open(way, os.O_WRONLY), b"garbage"); print(way)
+        except OSError: pass
+exit(1)
+"""
+    outcome = run(source, kind=kind)
+    assert (outcome.status, outcome.exit_code, outcome.stdout) == ("error", 1, "")
+
+
+@pytest.mark.parametrize("status", ["garbage", "-1", "1e9", "", "\udcff"])
+def test_an_unreadable_status_is_the_fault_of_the_program(status: str) -> None:
+    reader, writer = os.pipe()
+    os.write(writer, b"started\n" + status.encode(errors="surrogateescape"))
+    os.close(writer)
+    with subprocess.Popen(["true"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        monitor = sandbox._Monitor(process, reader, "limits", "/", Limits())
+        monitor.wait()
+        assert (monitor.result().status, os.close(reader)) == ("killed", None)
+
+
+def test_standard_input_can_only_be_read(kind: str) -> None:
+    source = """
+import os
+for action in (lambda: os.write(0, b"x"), lambda: os.ftruncate(0, 1 << 20),
+               lambda: os.write(os.open("/dev/stdin", os.O_RDWR), b"x")):
+    try: action(); print("changed")
+    except OSError: pass
+print(open("/dev/stdin").read())
+"""
+    assert run(source, stdin="given", kind=kind).stdout == "given\n"
+
+
+def test_no_object_of_the_kernel_is_left_behind(kind: str) -> None:
+    source = "import ctypes\nlibc = ctypes.CDLL(None)\n"
+    source += "print(libc.msgget(0, 0o1600), libc.semget(0, 1, 0o1600), libc.shmget(0, 4096, 0o1600))"
+    assert run(source, kind=kind).stdout == "-1 -1 -1\n"
+
+
+def test_memory_in_sockets_counts(kind: str) -> None:
+    source = """
+import os, socket, time
+for _ in range(11):
+    if os.fork() == 0: break
+held = []
+while True:
+    try: held += socket.socketpair()
+    except OSError: time.sleep(60)
+    for end in held[-2:]:
+        end.setblocking(False)
+        try:
+            while True: end.send(b"x" * 65536)
+        except BlockingIOError: pass
+"""
+    is_refused = kind == "limits" and os.geteuid() != 0
+    limits = Limits(memory_bytes=256 << 20, processes=16, seconds=2 if is_refused else 15)
+    assert run(source, limits=limits, kind=kind).status == ("timeout" if is_refused else "memory")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a volume")
+def test_volumes_below_a_visible_folder_are_read_only(kind: str) -> None:
+    script = """
+import sys
+from verl.rewards.sandbox.sandbox import run
+source = "try:\\n    open('/usr/local/src/file', 'a').write('x'); print('wrote')\\nexcept OSError: print('refused')"
+print(run(source, kind=sys.argv[1]).stdout, end="")
+"""
+    mount = (
+        "mount -t tmpfs -o mode=777 volume /usr/local/src && touch /usr/local/src/file && chmod 666 /usr/local/src/file"
+    )
+    command = ["unshare", "--mount", "sh", "-c", f'{mount} && exec "$@"', "sh", sys.executable, "-c", script, kind]
+    assert subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout == "refused\n"
+
+
+def test_limits_with_landlock_hide_files_and_processes(tmp_path: Path) -> None:
+    if not works("limits") or not isolation.landlock_version():
+        pytest.skip("this needs limits, and a kernel with Landlock")
+    (tmp_path / "secret.txt").write_text("secret")
+    for path in (tmp_path, tmp_path / "secret.txt"):
+        path.chmod(0o777)
+    source = f"""
+import os
+for path in ("{tmp_path}/secret.txt", "/etc/passwd", "/proc/{os.getpid()}/environ", "/proc/{os.getpid()}/mem"):
+    try: print(open(path).read())
+    except OSError: pass
+for path in ("{tmp_path}/new", "/tmp/new", "/dev/shm/new", "/var/tmp/new"):
+    try: open(path, "w"); print(path)
+    except OSError: pass
+with open("mine", "w") as file: file.write("works")
+print(open("mine").read())
+"""
+    assert run(source, kind="limits").stdout == "works\n"
+
+
+def test_folders_without_end_are_removed() -> None:
+    if not works("limits"):
+        pytest.skip("limits do not work on this machine")
+    before = set(Path(tempfile.gettempdir()).glob("sandbox-*"))
+    source = "import os\nos.mkdir('shut', 0)\nfor _ in range(1500): os.mkdir('d'); os.chdir('d')"
+    assert run(source, kind="limits").status in ("ok", "disk")
+    assert set(Path(tempfile.gettempdir()).glob("sandbox-*")) <= before
+
+
+def test_what_limits_lack_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(isolation, "choose_user", lambda: None)
+    monkeypatch.setattr(isolation, "landlock_version", lambda: 0)
+    assert "read the memory of this run" in isolation.describe("limits")
+    monkeypatch.setattr(isolation, "landlock_version", lambda: 7)
+    assert "memory" not in isolation.describe("limits")
 
 
 def test_there_is_no_network_and_no_tracing() -> None:
@@ -202,9 +323,9 @@ def test_no_isolation_at_all_is_an_error_with_all_reasons(monkeypatch: pytest.Mo
     assert all(f"{kind} is broken" in str(caught.value) for kind in isolation.KINDS)
 
 
-def interpret(rules: bytes, arch: int, number: int, first: int = 0) -> int:
+def interpret(rules: bytes, arch: int, number: int, first: int = 0, second: int = 0) -> int:
     """What a seccomp program of the few instructions that ours has returns."""
-    data = {0: number, 4: arch, 16: first}
+    data = {0: number, 4: arch, 16: first, 24: second}
     steps, at, held = list(struct.iter_unpack("HBBI", rules)), 0, 0
     while True:
         code, yes, no, value = steps[at]
@@ -225,9 +346,9 @@ def interpret(rules: bytes, arch: int, number: int, first: int = 0) -> int:
 def test_the_filter_refuses_what_it_should(
     machine: str, arch: int, clone: int, socket: int, kill: int, read: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolation.platform, "machine", lambda: machine)
+    monkeypatch.setattr(seccomp.platform, "machine", lambda: machine)
     allow, refused, unknown = 0x7FFF0000, 0x50001, 0x50026
-    rules = isolation.build_seccomp_filter(allow_signals=True)
+    rules = seccomp.build_seccomp_filter(shares_user=False)
     assert interpret(rules, arch, read) == interpret(rules, arch, kill) == allow
     assert interpret(rules, arch, socket) == refused
     assert interpret(rules, arch, clone, first=17) == allow
@@ -235,12 +356,17 @@ def test_the_filter_refuses_what_it_should(
     assert interpret(rules, arch, 435) == unknown
     assert interpret(rules, arch, 1 << 30) == refused
     assert interpret(rules, arch ^ 1, read) == 0x80000000
-    assert interpret(isolation.build_seccomp_filter(allow_signals=False), arch, kill) == refused
+    shared = seccomp.build_seccomp_filter(shares_user=True)
+    assert interpret(shared, arch, read) == allow
+    assert interpret(shared, arch, kill) == refused
+    fcntl, prlimit = (72, 302) if machine == "x86_64" else (25, 261)
+    assert [interpret(shared, arch, fcntl, second=command) for command in (2, 8, 10)] == [allow, refused, refused]
+    assert [interpret(shared, arch, prlimit, first=pid) for pid in (0, 1)] == [allow, refused]
 
 
 def test_an_unknown_processor_has_no_filter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolation.platform, "machine", lambda: "riscv64")
-    assert isolation.build_seccomp_filter(allow_signals=True) == b""
+    monkeypatch.setattr(seccomp.platform, "machine", lambda: "riscv64")
+    assert seccomp.build_seccomp_filter(shares_user=False) == b""
 
 
 def test_root_gives_each_run_its_own_user() -> None:

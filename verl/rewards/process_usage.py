@@ -6,11 +6,13 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 _PAGE = resource.getpagesize()
 _MAX_FILES = 10_000  # each costs kernel memory, which no limit on bytes counts
+_MAX_DEPTH = 100  # of folders
+_SOCKET_BYTES = 2 * 212_992  # what a program may set the buffer of a socket to
 _WRITABLE = ("/tmp", "/dev/shm")
 
 
@@ -48,22 +50,59 @@ def total_memory(pids: Sequence[int]) -> int:
     return total
 
 
-def exceeds_disk(pid: int, folder: str | None, limit_bytes: int) -> bool:
-    """Return whether a program wrote too many files or bytes to `folder` or, without one, too many files to its tmpfs.
+def socket_bytes(pid: int) -> int:
+    """Return the most kernel memory that the sockets of a process can hold, which no limit on memory counts."""
+    return sum(_SOCKET_BYTES for path, target in _list_open_files(pid) if target.startswith("socket:"))
 
-    The kernel limits the bytes of a tmpfs itself.
+
+def exceeds_disk(pids: Sequence[int], folder: str | None, limit_bytes: int) -> bool:
+    """Return whether processes wrote too many files or bytes to `folder` or, without one, too many files to a tmpfs.
+
+    The kernel limits the bytes of a tmpfs itself. A process that hides its files exceeds the limit.
     """
+    if any(map(_is_hidden, pids)):
+        return True
     if folder is None:
-        return any(_count_files(f"/proc/{pid}/root{path}") > _MAX_FILES for path in _WRITABLE)
-    total = count = 0
-    for path, _, names in os.walk(folder):
+        return any(_count_files(f"/proc/{pid}/root{path}") > _MAX_FILES for pid in pids for path in _WRITABLE)
+    total = sum(_deleted_bytes(pid) for pid in pids)
+    count = 0
+    for path, folders, names in os.walk(folder):
+        count += len(folders) + len(names)
         for name in names:
-            count += 1
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(path, name)).st_size
-            if total > limit_bytes or count > _MAX_FILES:
-                return True
+        if total > limit_bytes or count > _MAX_FILES or path.count("/") > _MAX_DEPTH:
+            return True
+    return total > limit_bytes
+
+
+def _is_hidden(pid: int) -> bool:
+    """Return whether this user may not inspect a process, which made itself so: an exiting one has no memory."""
+    try:
+        os.listdir(f"/proc/{pid}/fd")
+    except PermissionError:
+        return resident_bytes(pid) > 0
+    except OSError:
+        pass
     return False
+
+
+def _deleted_bytes(pid: int) -> int:
+    """Return the bytes of deleted files that a process holds open."""
+    total = 0
+    for path, target in _list_open_files(pid):
+        with contextlib.suppress(OSError):
+            total += os.stat(path).st_blocks * 512 if target.endswith(" (deleted)") else 0
+    return total
+
+
+def _list_open_files(pid: int) -> Iterator[tuple[str, str]]:
+    """Yield the path below /proc and the name of each file that a process has open."""
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with contextlib.suppress(OSError):
+                yield path, os.readlink(path)
 
 
 def _count_files(folder: str) -> int:

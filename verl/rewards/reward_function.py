@@ -53,6 +53,7 @@ BUILTIN_SCORERS: dict[str, str] = {
 }
 """Data source -> module of its `compute_score`, for runs without a user function."""
 
+_CHECKED = {"verl.rewards.scorers.code"}  # they have a `check_requirements`
 _SETTING = "reward.custom_reward_function"
 _PARAMETERS = ("prompt", "response", "ground_truth", "data_source", "extra_info")  # in any order, and any of them
 _BATCH_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -76,9 +77,9 @@ class RewardFunction:
     def load(cls, settings: RewardFunctionSettings) -> RewardFunction:
         """Load the function and check its signature, and what built-in scorers need on this machine."""
         paths = {part.get("path") for part in settings.functions} if settings.functions else {settings.path}
-        for module, kwargs in settings.builtin_kwargs.items():
-            if paths & {None, module}:
-                importlib.import_module(module).check_requirements(**kwargs)
+        for module in _CHECKED & (paths | set(settings.builtin_kwargs if None in paths else ())):
+            kwargs = {**settings.builtin_kwargs.get(module, {}), **settings.kwargs}
+            importlib.import_module(module).check_requirements(**kwargs)
         load = partial(_load_function, settings)
         if settings.functions:
             return cls(compose.combine(settings.functions, load), settings)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
-from verl.config.features import uses_task_rewards
+from verl.config.features import may_score_code, uses_task_rewards
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
@@ -31,7 +31,8 @@ from verl.data.samplers import (
 from verl.data.validate import find_data_warnings
 from verl.data.vocabulary import describe_vocabulary_gap
 from verl.errors import ConfigError, DataError, RewardError
-from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
+from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer, resolve_scorer
+from verl.rewards.scorers import code
 from verl.training.families import family_note, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
@@ -104,6 +105,9 @@ def read_data(config: Config) -> RunData:
         if unknown and (split != "train" or uses_task_rewards(config)):
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
+        if may_score_code(config) and any(BUILTIN_SCORERS.get(source) == code.__name__ for source in sources):
+            sandbox = config.reward.sandbox
+            code.check_requirements(sandbox_url=sandbox.url, require=sandbox.require)
     longest = get_max_sequence_tokens(config)
     loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
     reports += [*notes, *teacher_notes]

@@ -20,7 +20,7 @@ from verl.trainer.reward_settings import reward_function_settings
 pytestmark = pytest.mark.unit
 
 TWO_TESTS = {"inputs": ["1", "2"], "outputs": ["1", "2"]}
-DEFAULT = {"limits": Limits(), "sandbox_url": None, "require": "limits", "partial": False}
+DEFAULT = {"limits": Limits(), "sandbox_url": None, "require": "namespaces", "partial": False}
 ARGUMENTS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reward.sandbox.url": ("http://sandbox:8080", {"sandbox_url": "http://sandbox:8080"}),
     "reward.sandbox.seconds": (3, {"limits": Limits(seconds=3)}),
@@ -68,6 +68,7 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
         return ProgramResult("ok", 0, "1", "", 0.0)
 
     monkeypatch.setattr(sandbox, "run", run)
+    monkeypatch.setattr(sandbox, "best_isolation", lambda: "namespaces")
     shipped = {"verl.rewards.scorers.code": {"limits": Limits(seconds=3), "partial": True}}
     functions = [{"path": path}] if way == "among several" else []
     reward = RewardFunction.load(
@@ -79,6 +80,7 @@ async def test_the_scorer_is_called_with_them_however_it_was_chosen(
 
 async def test_what_a_function_is_given_by_name_comes_before_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "run", lambda *args, **kwargs: ProgramResult("ok", 0, "1", "", 0.0))
+    monkeypatch.setattr(sandbox, "best_isolation", lambda: "namespaces")
     shipped = {"verl.rewards.scorers.code": {"partial": False}}
     reward = RewardFunction.load(
         RewardFunctionSettings("verl.rewards.scorers.code", kwargs={"partial": True}, builtin_kwargs=shipped)
@@ -125,6 +127,16 @@ def test_a_machine_with_weaker_isolation_than_required_is_rejected_at_the_start(
     assert f"set reward.sandbox.require={here}" in str(caught.value)
     with pytest.raises(RewardError):  # and so does the scorer itself, wherever it is called from
         code.compute_score("code", "print(1)", TWO_TESTS, require=require)
+
+
+def test_code_is_not_scored_with_less_than_namespaces_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "best_isolation", lambda: "limits")
+    load_function(None, {})  # whether rows are code is known when the data is read
+    with pytest.raises(RewardError, match=r"require=namespaces: .*user_namespaces.*reward\.sandbox\.url"):
+        load_function("verl.rewards.scorers.code", {})
+    with pytest.raises(RewardError, match="require=namespaces"):
+        code.compute_score("code", "print(1)", TWO_TESTS)
+    code.check_requirements(require="limits")
 
 
 def test_isolation_of_this_machine_does_not_matter_where_programs_run_elsewhere_or_not_at_all(

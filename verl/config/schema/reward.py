@@ -60,7 +60,9 @@ class SandboxConfig(Section):
     processes: Count = setting(32, "Maximum processes and threads of a program.", unit="processes", only_if=_IS_LOCAL)
     output_mb: Count = setting(8, "Maximum output of a program.", unit="MB")
     require: Literal["bubblewrap", "namespaces", "limits"] = setting(
-        "limits", "Weakest isolation to accept: a run does not start on a machine that offers less.", only_if=_IS_LOCAL
+        "namespaces",
+        "Weakest isolation to accept: a run does not start on a machine that offers less.",
+        only_if=_IS_LOCAL,
     )
 
 

@@ -1,8 +1,9 @@
 """The process inside the sandbox that starts the program: it sets limits, drops privileges, and waits for the program.
 
 Sent as source to a Python that does not see verl, so it imports only the standard library, and little of it, since
-every run pays for imports. `main` forks. The child becomes the program. The parent, the first process of its pid
-namespace, reports how the program ended; when it exits, the kernel kills whatever else runs in the namespace.
+every run pays for imports. `main` forks. The child becomes the program. The parent, the guard, reports how the program
+ended and kills what it left running; in a pid namespace it is the first process, and the kernel does the killing.
+The guard cannot be read or traced by the program, although both may have the same user id.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import os
 import resource
 import site
 import sys
+import time
 from types import ModuleType
 from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
+_SET_PDEATHSIG, _SET_DUMPABLE, _SET_SECCOMP, _DROP_BOUND, _SET_SUBREAPER, _SET_NO_NEW_PRIVS = 1, 4, 22, 24, 36, 38
+_CAPSET = {"x86_64": 126, "aarch64": 91}
+_MOUNT_SETATTR, _RECURSIVE, _HERE, _READ_ONLY, _NO_SUID = 442, 0x8000, -100, 1, 2
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
+_MAY_KILL, _SETGID, _SETUID = 5, 6, 7
 _KILL, _TERM = 9, 15
 
 
@@ -26,9 +32,14 @@ def main() -> None:
     task_fd, status_fd = int(sys.argv[1]), int(sys.argv[2])
     with open(task_fd, "rb") as file:
         task = marshal.load(file)
-    if not task["has_namespaces"]:
+    _LIBC.prctl(_SET_DUMPABLE, 0, 0, 0, 0)
+    if task["kind"] == "limits":
         _LIBC.prctl(_SET_PDEATHSIG, _TERM, 0, 0, 0)
         _LIBC.prctl(_SET_SUBREAPER, 1, 0, 0, 0)
+    if task["kind"] == "namespaces":
+        _make_read_only("/", {"/tmp", "/dev/shm"})
+    kept = {_SETGID, _SETUID} if task["user"] is not None else set()
+    _drop_capabilities(kept | {_MAY_KILL} if kept and task["kind"] == "limits" else kept)
     program = os.fork()
     if program:
         _wait_for(program, status_fd, task)
@@ -42,34 +53,105 @@ def _wait_for(program: int, status_fd: int, task: dict[str, Any]) -> None:
     """Wait for the program, but not for daemons that it started; they are killed."""
     for fd in (0, 1, 2):
         os.close(fd)
-    if not task["has_namespaces"]:
+    if task["kind"] == "limits":
         import signal
 
         signal.signal(_TERM, lambda *_: os.kill(program, _KILL))
     ended, status = os.wait()
     while ended != program:
         ended, status = os.wait()
-    if not task["has_namespaces"]:
+    if task["kind"] == "limits":
         _kill_orphans(task["user"])
     os.write(status_fd, b"%d\n" % status)
     os._exit(0)
 
 
 def _kill_orphans(user: int | None) -> None:
-    """Kill what the program left running, where no pid namespace does: this process inherits orphans."""
+    """Kill what the program left running, until nothing is left: this process inherits orphans."""
     while True:
-        if user is not None and os.fork() == 0:
-            os.setresuid(user, user, user)
-            os.kill(-1, _KILL)
-            os._exit(0)
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            for child in file.read().split() if user is None else ():
-                os.kill(int(child), _KILL)
+        if user is not None:
+            _kill_all_of(user)
+        else:
+            _kill_descendants()
         try:
-            while True:
-                os.wait()
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+            time.sleep(0.001)
         except ChildProcessError:
             return
+
+
+def _kill_descendants() -> None:
+    """Kill all processes below this one, once none of them can start another: else some start as fast as others die."""
+    stopped: list[int] = []
+    while new := [pid for pid in _list_descendants() if pid not in stopped]:
+        for pid in new:
+            _try(resource.prlimit, pid, resource.RLIMIT_NPROC, (0, 0))
+        stopped += new
+    for pid in stopped:
+        _try(os.kill, pid, _KILL)
+
+
+def _try(action: Any, *args: Any) -> None:
+    """Do something to a process that may have ended."""
+    try:
+        action(*args)
+    except ProcessLookupError:
+        return
+
+
+def _list_descendants() -> list[int]:
+    pids = [os.getpid()]
+    for parent in pids:  # grows meanwhile
+        try:
+            for thread in os.listdir(f"/proc/{parent}/task"):
+                with open(f"/proc/{parent}/task/{thread}/children") as file:
+                    pids += map(int, file.read().split())
+        except OSError:
+            pass
+    return pids[1:]
+
+
+def _kill_all_of(user: int) -> None:
+    """Kill all processes of a user at once, from a process of that user, which they may stop: so do not wait long."""
+    killer = os.fork()
+    if killer == 0:
+        try:
+            os.setresuid(user, user, user)
+            os.kill(-1, _KILL)
+        finally:
+            os._exit(0)
+    for _ in range(200):
+        if os.waitpid(killer, os.WNOHANG)[0]:
+            return
+        time.sleep(0.001)
+
+
+def _make_read_only(path: str, writable: set[str]) -> None:
+    """Make everything that is mounted at or below `path` read-only, also what was mounted there before."""
+
+    def change(at: str, flags: int, to_set: int, to_clear: int) -> None:
+        attributes = (ctypes.c_uint64 * 4)(to_set, to_clear, 0, 0)
+        size = ctypes.sizeof(attributes)
+        if _LIBC.syscall(_MOUNT_SETATTR, _HERE, at.encode(), flags, ctypes.byref(attributes), size):
+            raise OSError(
+                ctypes.get_errno(), f"mount_setattr (Linux 5.12) failed: {os.strerror(ctypes.get_errno())}", at
+            )
+
+    change(path, _RECURSIVE, _READ_ONLY | _NO_SUID, 0)
+    for each in sorted(writable):
+        change(each, 0, 0, _READ_ONLY)
+
+
+def _drop_capabilities(kept: set[int]) -> None:
+    """Give up all capabilities except `kept`, for this process and all that it starts."""
+    for capability in set(range(64)) - kept:
+        _LIBC.prctl(_DROP_BOUND, capability, 0, 0, 0)
+    bits = sum(1 << capability for capability in kept)
+    header, sets = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)(bits, bits, 0, 0, 0, 0)
+    number = _CAPSET.get(os.uname().machine)
+    if number is not None and _LIBC.syscall(number, ctypes.byref(header), ctypes.byref(sets)) and os.geteuid() == 0:
+        raise OSError(ctypes.get_errno(), "the kernel keeps capabilities")
 
 
 def _drop_privileges(task: dict[str, Any]) -> None:
@@ -79,9 +161,10 @@ def _drop_privileges(task: dict[str, Any]) -> None:
         os.setgroups([])
         os.setresgid(task["user"], task["user"], task["user"])
         os.setresuid(task["user"], task["user"], task["user"])
-        # A change of user makes /proc/self unreadable.
-        _LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+    _LIBC.prctl(_SET_DUMPABLE, 1, 0, 0, 0)  # else a program cannot read its own /proc/self
     _LIBC.prctl(_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    if task["landlock_version"]:
+        _restrict_files(task["landlock_version"], task["landlock_rules"])
     rules: bytes = task["seccomp_filter"]
     if rules:
         buffer = ctypes.create_string_buffer(rules, len(rules))
@@ -92,6 +175,28 @@ def _drop_privileges(task: dict[str, Any]) -> None:
         program = Filter(len(rules) // 8, ctypes.cast(buffer, ctypes.c_void_p))
         if _LIBC.prctl(_SET_SECCOMP, 2, ctypes.byref(program), 0, 0):
             raise OSError(ctypes.get_errno(), "the kernel rejected the system call filter")
+
+
+def _restrict_files(version: int, rules: list[tuple[str, bool]]) -> None:
+    """Let the program use only the paths of `rules`, and reach no process outside, with Landlock."""
+    every = (1 << (13 + (version >= 2) + (version >= 3) + (version >= 5))) - 1
+    read, of_a_file = 0b1101, 0b1100000000000111  # execute, read, list; execute, write, read, truncate, ioctl
+    network, scope = 0b11, 0b11  # no ports; no abstract sockets and signals
+    fields = (every, *([network] if version >= 4 else []), *([scope] if version >= 6 else []))
+    attributes = (ctypes.c_uint64 * len(fields))(*fields)
+    ruleset = _LIBC.syscall(_CREATE_RULESET, ctypes.byref(attributes), ctypes.sizeof(attributes), 0)
+    for path, is_writable in rules:
+        try:
+            fd = os.open(path, os.O_PATH)
+        except OSError:
+            continue  # without a rule it stays out of reach
+        allowed = (every if is_writable else read & every) & (every if os.path.isdir(path) else of_a_file)
+        rule = allowed.to_bytes(8, "little") + fd.to_bytes(4, "little")
+        _LIBC.syscall(_ADD_RULE, ruleset, 1, rule, 0)
+        os.close(fd)
+    if ruleset < 0 or _LIBC.syscall(_RESTRICT_SELF, ruleset, 0):
+        raise OSError(ctypes.get_errno(), "Landlock failed")
+    os.close(ruleset)
 
 
 def _execute(source: str, files: dict[str, str | bytes], argv: list[str], package_paths: list[str]) -> None:

@@ -1,18 +1,19 @@
-"""The kinds of isolation: the command that sets up each, and the system calls that all of them forbid.
+"""The kinds of isolation, and the command that sets up each.
 
 From best to worst: `bubblewrap`; `namespaces`, the same with `unshare` of util-linux; `limits`, where neither works, as
-in most containers.
+in most containers. All of them forbid system calls (`seccomp`); `limits` uses Landlock where the kernel has it.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import os
 import platform
 import random
 import shlex
 import shutil
-import struct
 import sys
 import sysconfig
 from collections.abc import Sequence
@@ -20,14 +21,12 @@ from pathlib import Path
 
 KINDS = ("bubblewrap", "namespaces", "limits")
 
-WARNINGS = {
-    "namespaces": "bubblewrap is missing or does not work here, so `unshare` is used: programs have their own files "
-    "and processes, and no network; install the package `bubblewrap`, which is tested more",
-    "limits": "neither bubblewrap nor namespaces work here: programs are restricted only by limits and a system call "
-    "filter, and can read every file that their user can read; install the package `bubblewrap` and allow namespaces "
-    "(docker: --cap-add SYS_ADMIN --security-opt seccomp=unconfined), or use a remote sandbox by URL",
-}
-"""Kind -> what it lacks, and how to get a better one."""
+WAYS = (
+    "install the package `bubblewrap`; allow user namespaces (sysctl user.max_user_namespaces=10000; on Ubuntu also "
+    "kernel.apparmor_restrict_unprivileged_userns=0; docker: --cap-add SYS_ADMIN --security-opt seccomp=unconfined "
+    "--security-opt apparmor=unconfined); or set reward.sandbox.url to a remote sandbox"
+)
+"""How to get a better isolation than `limits`."""
 
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin:/usr/sbin:/sbin",
@@ -42,6 +41,7 @@ ENVIRONMENT = {
 
 _SYSTEM_FOLDERS = ("/bin", "/lib", "/lib32", "/lib64", "/sbin")
 _DEVICES = ("null", "zero", "full", "random", "urandom")
+_LANDLOCK_CREATE_RULESET = 444
 
 
 def python_command() -> list[str]:
@@ -65,12 +65,58 @@ def choose_user() -> int | None:
     return random.SystemRandom().randrange(end // 2, end - 8) if length >= 1 << 16 else None
 
 
-def can_limit_processes(kind: str) -> bool:
-    """Return whether the kernel can limit a program's processes: it counts per user, since 5.14 per user namespace."""
-    if os.geteuid() == 0:
-        return choose_user() is not None
+def limit_processes(kind: str, count: int) -> int:
+    """Return the limit that allows `count` processes: the kernel counts per user, since 5.14 per user namespace."""
     release = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2] if part.isdigit())
-    return kind != "limits" and release >= (5, 14)
+    counts_alone = choose_user() is not None or (kind != "limits" and os.geteuid() != 0 and release >= (5, 14))
+    return count if counts_alone else count + _count_tasks(os.geteuid())
+
+
+def _count_tasks(user: int) -> int:
+    """Return how many processes and threads a user has."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            count += len(os.listdir(path / "task")) if path.stat().st_uid == user else 0
+    return count
+
+
+def describe(kind: str) -> str:
+    """Return what `kind` lacks on this machine."""
+    if kind == "bubblewrap":
+        return "nothing is known to be missing"
+    if kind == "namespaces":
+        return (
+            "bubblewrap is missing or does not work here, so `unshare` is used: programs have their own files and "
+            "processes, and no network; install the package `bubblewrap`, which is tested more"
+        )
+    return "neither bubblewrap nor namespaces work here. Programs " + "; ".join(list_gaps())
+
+
+def list_gaps() -> list[str]:
+    """Return what `limits` does not protect from on this machine."""
+    gaps = ["see that files exist, with their size and time", "write to the disk of their temporary folder"]
+    if os.geteuid() == 0 and choose_user() is not None:
+        return gaps if landlock_version() else ["read and write what every user may", *gaps[1:]]
+    gaps.append("share the limit on processes with everything else of this user")
+    if not landlock_version():
+        gaps[0] = (
+            "read the memory of this run with the expected results, and read, write and delete every file of this user"
+        )
+    return gaps
+
+
+@functools.cache
+def landlock_version() -> int:
+    """Return the version of Landlock of this kernel; 0 without it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return max(0, libc.syscall(_LANDLOCK_CREATE_RULESET, None, 0, 1)) if sys.platform == "linux" else 0
+
+
+def landlock_rules(folder: str) -> list[tuple[str, bool]]:
+    """Return the paths that a program may use with `limits`, and whether it may also write there."""
+    devices = [(f"/dev/{name}", name == "null") for name in _DEVICES]
+    return [*((path, False) for path in _visible_paths()), *devices, (folder, True)]
 
 
 def build_command(kind: str, guest: Sequence[str], disk_bytes: int) -> list[str] | None:
@@ -114,7 +160,7 @@ def _bubblewrap_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
 
 
 def _unshare_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
-    """The new root is built on /sys, which contains none of the visible paths."""
+    """The new root is built on /sys, which contains none of the visible paths. The guest makes it read-only."""
     script = ["set -e", "mount -t tmpfs -o mode=755,size=1m sandbox /sys", "cd /sys"]
     script += ["mkdir -p dev/shm proc tmp old", "ln -s /proc/self/fd dev/fd"]
     script += [f"ln -s /proc/self/fd/{fd} dev/{name}" for fd, name in enumerate(("stdin", "stdout", "stderr"))]
@@ -124,65 +170,8 @@ def _unshare_arguments(guest: Sequence[str], disk_bytes: int) -> list[str]:
     for path in _visible_paths():
         old, new = shlex.quote(path), shlex.quote(f".{path}")
         script.append(f"mkdir -p {new}" if os.path.isdir(path) else f'mkdir -p "$(dirname {new})"; touch {new}')
-        script.append(f"mount --rbind {old} {new}; mount -o remount,bind,ro,nosuid {new}")
-    script += [
-        "mount -t proc proc proc",
-        "mount -o remount,bind,ro /sys",
-        "pivot_root . old",
-        "cd /tmp",
-        "umount -l /old",
-    ]
-    rights = "-all,+setuid,+setgid" if os.geteuid() == 0 else "-all"
-    script.append(f"exec setpriv --bounding-set={rights} --inh-caps=-all --no-new-privs -- {shlex.join(guest)}")
+        script.append(f"mount --rbind {old} {new}")
+    script += ["mount -t proc proc proc", "pivot_root . old", "cd /tmp", "umount -l /old", f"exec {shlex.join(guest)}"]
     users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
     namespaces = ["--mount", "--pid", "--net", "--ipc", "--uts", "--fork", "--kill-child=KILL"]
     return [*users, *namespaces, "sh", "-c", "\n".join(script)]
-
-
-# Per architecture: its id in seccomp, `clone`, and the system calls that no program here needs:
-# socket, shmget, memfd_create (memory that no limit counts), ptrace, process_vm_readv, process_vm_writev, mount,
-# umount2, pivot_root, chroot, unshare, setns, add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd,
-# name_to_handle_at, open_by_handle_at, syslog.
-_ARCHITECTURES: dict[str, tuple[int, int, tuple[int, ...]]] = {
-    "x86_64": (
-        0xC000003E,
-        56,
-        (41, 29, 319, 101, 310, 311, 165, 166, 155, 161, 272, 308, 248, 249, 250, 321, 298, 323, 303, 304, 103),
-    ),
-    "aarch64": (
-        0xC00000B7,
-        220,
-        (198, 194, 279, 117, 270, 271, 40, 39, 41, 51, 97, 268, 217, 218, 219, 280, 241, 282, 264, 265, 116),
-    ),
-}
-# Everywhere: io_uring_setup, open_tree, move_mount, fsopen, fsmount, pidfd_getfd, mount_setattr, memfd_secret.
-_NEW_CALLS = (425, 428, 429, 430, 432, 438, 442, 447)
-# kill, tkill, tgkill, rt_sigqueueinfo, rt_tgsigqueueinfo, pidfd_send_signal.
-_SIGNALS = {"x86_64": (62, 200, 234, 129, 297, 424), "aarch64": (129, 130, 131, 138, 240, 424)}
-_CLONE3, _NEW_NAMESPACE = 435, 0x7E020000
-_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
-_ALLOW, _KILL, _ERRNO, _EPERM, _ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000, 1, 38
-
-
-def build_seccomp_filter(*, allow_signals: bool) -> bytes:
-    """Return a seccomp program that forbids sockets, tracing, new namespaces and more; empty on other processors.
-
-    Signals are forbidden where processes of others run as the same user.
-    """
-    architecture = _ARCHITECTURES.get(platform.machine())
-    if architecture is None or sys.platform != "linux":
-        return b""
-    mark, clone, forbidden = architecture
-    forbidden += _NEW_CALLS if allow_signals else _NEW_CALLS + _SIGNALS[platform.machine()]
-
-    def forbid_when(jump: int, operand: int, errno: int = _EPERM) -> list[tuple[int, int, int, int]]:
-        return [(jump, 0, 1, operand), (_RETURN, 0, 0, _ERRNO | errno)]
-
-    rules = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, mark), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
-    rules += forbid_when(_AT_LEAST, 1 << 30)  # the x32 calls of x86
-    rules += forbid_when(_EQUAL, _CLONE3, _ENOSYS)  # seccomp cannot read its flags; libc falls back to `clone`
-    for call in forbidden:
-        rules += forbid_when(_EQUAL, call)
-    rules += [(_EQUAL, 0, 3, clone), (_LOAD, 0, 0, 16), *forbid_when(_ANY_BIT, _NEW_NAMESPACE)]
-    rules.append((_RETURN, 0, 0, _ALLOW))
-    return b"".join(struct.pack("HBBI", *rule) for rule in rules)

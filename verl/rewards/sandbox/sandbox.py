@@ -10,6 +10,7 @@ time is over. A RewardError means that this machine could not run the program. S
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import functools
 import logging
 import marshal
@@ -17,6 +18,7 @@ import math
 import os
 import resource
 import selectors
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -27,13 +29,22 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.process_usage import exceeds_disk, kill_processes, list_descendants, resident_bytes, total_memory
+from verl.rewards.process_usage import (
+    exceeds_disk,
+    kill_processes,
+    list_descendants,
+    resident_bytes,
+    socket_bytes,
+    total_memory,
+)
 from verl.rewards.sandbox import isolation
+from verl.rewards.sandbox.seccomp import build_seccomp_filter
 
 _log = logging.getLogger(__name__)
 _START_SECONDS = 60.0
 _CHECK_SECONDS = 0.05
 _EXIT_SECONDS = 10.0
+_EVERY_SEAL = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +96,21 @@ def run(
     with contextlib.ExitStack() as stack:
         folder = "/"
         if kind == "limits":
-            temporary = tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True)
-            folder = stack.enter_context(temporary)
+            folder = tempfile.mkdtemp(prefix="sandbox-")
+            stack.callback(_remove, folder)
             if user is not None:
                 os.chown(folder, user, user)
         task = {
+            "kind": kind,
             "source": source,
             "files": dict(files or {}),
             "argv": list(argv),
             "package_paths": isolation.package_paths(),
-            "has_namespaces": kind != "limits",
             "user": user,
             "rlimits": _rlimits(limits, kind),
-            "seccomp_filter": isolation.build_seccomp_filter(allow_signals=kind != "limits" or user is not None),
+            "landlock_version": isolation.landlock_version() if kind == "limits" else 0,
+            "landlock_rules": isolation.landlock_rules(folder),
+            "seccomp_filter": build_seccomp_filter(shares_user=kind == "limits" and user is None),
         }
         process, status_fd = _start(stack, kind, task, folder, limits.disk_bytes, stdin, stdout)
         with process:
@@ -161,13 +174,13 @@ def best_isolation() -> str:
             reasons.append(str(error))
             continue
         if probe.stdout == "inside\n":
-            if kind in isolation.WARNINGS:
-                _log.warning("sandbox: %s (%s)", isolation.WARNINGS[kind], "; ".join(reasons))
+            if reasons:
+                _log.warning("sandbox: %s (%s)", isolation.describe(kind), "; ".join(reasons))
             return kind
         reasons.append(f"{kind}: {probe.stderr.strip()[-300:]}")
     raise RewardError(
-        "sandbox: no program can be run safely on this machine; install the package `bubblewrap`, or, as root, a "
-        "Python that other users can read, or use a remote sandbox by URL\n  " + "\n  ".join(reasons)
+        f"sandbox: no program can be run safely on this machine; {isolation.WAYS}; or, as root, use a Python that "
+        "other users can read\n  " + "\n  ".join(reasons)
     )
 
 
@@ -176,7 +189,7 @@ def require_isolation(kind: str) -> None:
     best = best_isolation()
     if isolation.KINDS.index(best) > isolation.KINDS.index(kind):
         raise RewardError(
-            f"reward.sandbox.require={kind}: {isolation.WARNINGS[best]}; "
+            f"reward.sandbox.require={kind}: {isolation.describe(best)}. To fix it, {isolation.WAYS}; "
             f"or, if {best} is enough for these programs, set reward.sandbox.require={best}"
         )
 
@@ -239,21 +252,25 @@ class _Monitor:
             return None
         if len(pids) > self._limits.processes + 4:
             return "processes"
-        if sum(map(resident_bytes, pids)) > memory_bytes and total_memory(pids) > memory_bytes:
+        in_kernel = sum(map(socket_bytes, pids))
+        if sum(map(resident_bytes, pids)) + in_kernel > memory_bytes and total_memory(pids) + in_kernel > memory_bytes:
             return "memory"
-        folder = self._folder if self._kind == "limits" else None
-        return "disk" if exceeds_disk(pids[0], folder, self._limits.disk_bytes) else None
+        is_bare = self._kind == "limits"
+        programs, folder = (pids, self._folder) if is_bare else (pids[1:], None)  # the first one is the guard
+        return "disk" if exceeds_disk(programs, folder, self._limits.disk_bytes) else None
 
     def result(self) -> ProgramResult:
         ended = time.monotonic()
-        started, _, status = self._output.pop(self._status_fd).decode().partition("\n")
+        started, _, status = self._output.pop(self._status_fd).decode(errors="replace").partition("\n")
         texts = [text[: self._limits.output_bytes].decode(errors="replace") for text in self._output.values()]
         stdout, stderr = texts if len(texts) == 2 else ("", *texts)
         if not started:
             late = f" within {_START_SECONDS:g} s" if self._exceeded == "timeout" else ""
             why = stderr.strip()[-300:] or f"exit code {self._process.returncode}"
             raise RewardError(f"sandbox: {self._kind} did not start{late}: {why}")
-        code = os.waitstatus_to_exitcode(int(status)) if status.strip() and self._exceeded is None else None
+        # Without a status the guard was killed: only the program can have done that.
+        is_known = status.strip().isdecimal() and self._exceeded is None
+        code = os.waitstatus_to_exitcode(int(status)) if is_known else None
         return ProgramResult(self._exceeded or _name_status(code), code, stdout, stderr, ended - self._started_at)
 
 
@@ -270,9 +287,9 @@ def _rlimits(limits: Limits, kind: str) -> list[tuple[int, int]]:
         resource.RLIMIT_NOFILE: limits.open_files,
         resource.RLIMIT_FSIZE: limits.file_bytes,
         resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_SIGPENDING: 1024,  # also of timers
+        resource.RLIMIT_NPROC: isolation.limit_processes(kind, limits.processes),
     }
-    if isolation.can_limit_processes(kind):
-        wanted[resource.RLIMIT_NPROC] = limits.processes
     hard = {name: resource.getrlimit(name)[1] for name in wanted}
     return [(name, limit if hard[name] < 0 else min(limit, hard[name])) for name, limit in wanted.items()]
 
@@ -284,12 +301,28 @@ def _guest_source() -> str:
 
 @contextlib.contextmanager
 def _anonymous_file(content: bytes) -> Iterator[int]:
-    """Yield the descriptor of an unnamed file with `content`: unlike a pipe, it needs no writer."""
-    with tempfile.TemporaryFile() as file:
+    """Yield a read-only descriptor of a file in memory with `content`, which nobody can change any more.
+
+    Unlike a pipe, it needs no writer.
+    """
+    with open(os.memfd_create("sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING), "wb") as file:
         file.write(content)
-        file.seek(0)
-        os.fchmod(file.fileno(), 0o444)  # so that another user's program can open /dev/stdin
-        yield file.fileno()
+        file.flush()
+        os.fchmod(file.fileno(), 0o444)
+        fcntl.fcntl(file, fcntl.F_ADD_SEALS, _EVERY_SEAL)
+        fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _remove(folder: str) -> None:
+    """Remove a program's folder, however deep it is and whatever it may not read."""
+    try:
+        shutil.rmtree(folder)
+    except (OSError, RecursionError):
+        subprocess.run(["sh", "-c", 'chmod -R u+rwx "$0"; rm -rf "$0"', folder], stderr=subprocess.DEVNULL, check=False)
 
 
 def _kill_all(process: subprocess.Popen[bytes], kind: str) -> None:
@@ -305,5 +338,7 @@ def _kill_all(process: subprocess.Popen[bytes], kind: str) -> None:
         try:
             process.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            kill_processes([*list_descendants(process.pid), process.pid])
+            while below := list_descendants(process.pid):
+                kill_processes(below)
+            kill_processes([process.pid])
             process.wait()
