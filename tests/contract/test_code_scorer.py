@@ -71,6 +71,9 @@ def test_after_a_timeout_the_rest_is_not_tried() -> None:
         ("", "", True),
         ("x", "", False),
         ("1\n\n2", "1\n2", False),
+        ("0", "0.00000041", False),
+        ("0.0000001", "0.0", True),
+        ("2.6525285981219103e+32", "265252859812191058636308480000000", False),
     ],
 )
 def test_blanks_at_the_end_do_not_count_and_floats_have_a_tolerance(actual: str, expected: str, same: bool) -> None:
@@ -84,6 +87,10 @@ def test_a_function_is_judged_by_its_values() -> None:
     assert passed("def square(n):\n    if n > 2: raise ValueError\n    return 4", truth) == 0.5
     assert passed("def square(n):\n    if n > 2: import os; os._exit(0)\n    return 4", truth) == 0.5
     assert passed("def cube(n): return 4", truth) == 0.0
+
+
+def test_a_number_too_large_for_a_float_is_wrong() -> None:
+    assert passed("def f(n): return 10**400", {"inputs": [[1]], "outputs": [2.5], "fn_name": "f"}) == 0.0
 
 
 def test_arguments_may_be_lines_of_json_and_arrays_of_parquet() -> None:
@@ -102,6 +109,12 @@ def test_arguments_may_be_lines_of_json_and_arrays_of_parquet() -> None:
         ([], {}, False),
         (0.1 + 0.2, 0.3, True),
         (3.0, 3, True),
+        (3.0000001, 3, False),
+        (1e17, 10**17 + 1, False),
+        (10**17 + 1, 1e17, True),
+        (0, 4.1e-7, False),
+        (1e-9, 0.0, True),
+        ({1, 2}, [1, 2], False),
         ("3", 3, False),
         (3, "3", False),
         ("ab", ["a", "b"], False),

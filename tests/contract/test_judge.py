@@ -180,6 +180,14 @@ async def test_trouble_that_stays_is_a_failure_that_names_it(service: Service, t
     assert "after 2 requests" in str(raised.value)
 
 
+async def test_a_reply_that_was_cut_off_is_a_failure_and_not_asked_for_again(service: Service) -> None:
+    choice = {"message": {"content": "score: 10/10"}, "finish_reason": "length"}
+    service.replies = [(200, {}, json.dumps({"choices": [choice]}).encode())]
+    with pytest.raises(RewardError, match=r"was cut off after 12 characters; .*max_tokens"):
+        await compute_score("", "46", "46", QUESTION, url=service.url, model="m")
+    assert len(service.asked) == 1
+
+
 async def test_nobody_at_the_address_is_a_failure_that_names_it(service: Service) -> None:
     service.close()
     with pytest.raises(RewardError, match="cannot be reached: ConnectionRefusedError"):
@@ -249,14 +257,14 @@ async def test_the_service_says_when_to_ask_again_and_all_wait_for_it(service: S
 async def test_a_verdict_that_cannot_be_read_is_a_failure_and_is_not_kept(service: Service, tmp_path: Path) -> None:
     cache = str(tmp_path / "deep" / "judge.sqlite")
     service.replies = [make_reply("I like it."), make_reply("score: 10/10")]
-    with pytest.raises(RewardError, match="without a score such as"):
+    with pytest.raises(RewardError, match="without a last line such as"):
         await ask(service, cache=cache)
     assert len(service.asked) == 1
     assert (await ask(service, cache=cache))["score"] == 1.0
 
 
 async def test_a_reply_with_half_a_character_is_read_and_kept(service: Service, tmp_path: Path) -> None:
-    service.replies = [make_reply("\ud83d score: 4/10")]
+    service.replies = [make_reply("\ud83d\nscore: 4/10")]
     cache = str(tmp_path / "judge.sqlite")
     assert [(await ask(service, cache=cache))["score"] for _ in range(2)] == [0.4, 0.4]
     assert len(service.asked) == 1

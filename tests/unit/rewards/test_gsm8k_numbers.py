@@ -38,7 +38,10 @@ def test_the_number_after_the_last_mark_counts(text: str, number: str) -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["18", "", "####", "#### x", "#### 18/2", "#### 17-19", "#### 1,2,3", "#### 9 * 2", "#### 2e3", "#### 1.2.3"],
+    [
+        *("18", "", "####", "#### x", "#### 18/2", "#### 17-19", "#### 1,2,3", "#### 9 * 2", "#### 2e3", "#### 1.2.3"),
+        *("#### 18 million", "#### 18²", "#### 18 19", "#### 18 or 19", "#### 17 to $19", "#### 18|19", "#### 18½"),
+    ],
 )
 def test_what_is_not_one_number_after_a_mark_is_none(text: str) -> None:
     assert final_number(text) is None

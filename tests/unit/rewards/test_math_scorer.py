@@ -163,6 +163,34 @@ def test_what_would_take_for_ever_is_not_begun(answer: str) -> None:
     assert time.process_time() - start < 5
 
 
+@pytest.mark.parametrize("answer", ["4 = 5", "1=2=5", "x=4=5", "4 \\equiv 5", "2+2=5", "x+1=x+2=5"])
+def test_a_contradiction_equals_nothing(answer: str) -> None:
+    assert score(answer, "5") == 0.0
+    assert score("x = 5", "5") == score("2+3=5", "5") == score("x=y=5", "5") == 1.0
+
+
+def test_numbers_of_other_bases_differ() -> None:
+    assert [score("10_{2}", "10"), score("10_3", "10_2"), score("10_{2}", "10_2"), score("10", "10_2")] == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("truth", ["x=5", "(1,2)"])
+def test_a_slow_answer_is_wrong_and_no_timeout(truth: str) -> None:
+    slow = "\\sin(\\cos(\\tan(\\sin(\\cos(\\tan 1)))))"
+    assert score(f"({slow},2)" if "," in truth else slow, truth) == 0.0
+
+
+def test_what_takes_too_long_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> bool:
+        while True:
+            pass
+
+    assert compute_score("math", "\\boxed{\\sqrt{4}}", "2")["score"] == 1.0
+    monkeypatch.setattr(scorer, "MAX_CPU_S", 0.1)
+    monkeypatch.setattr(scorer, "_are_equal", compare)
+    result = compute_score("math", "\\boxed{\\sqrt{4}}", "2")
+    assert (result["score"], result["undecided"]) == (0.0, 1.0)
+
+
 @pytest.mark.parametrize("truth", ["", "\\frac{", "0/0", "10^{10^{10}}", "see the figure: $?!$", "5" * 3_000])
 def test_a_ground_truth_that_cannot_be_judged_by_is_an_error(truth: str) -> None:
     with pytest.raises(

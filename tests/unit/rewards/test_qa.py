@@ -20,6 +20,18 @@ def test_case_blanks_articles_and_punctuation_do_not_matter(text: str) -> None:
     assert compute_score("nq", f"<answer>{text}</answer>", "The Beatles")["score"] == 1.0
 
 
+@pytest.mark.parametrize(
+    ("answer", "truth"), [("-5", "5"), ("1.5", "15"), ("3/4", "34"), (".5", "5"), ("-.5", ".5"), ("12:30", "1230")]
+)
+def test_signs_and_points_of_numbers_matter(answer: str, truth: str) -> None:
+    assert compute_score("nq", f"<answer>{answer}</answer>", truth)["score"] == 0.0
+    assert (
+        compute_score("nq", f"<answer>({answer}).</answer>".replace("(-", "-").replace("(.", "."), answer)["score"]
+        == 1.0
+    )
+    assert normalize("10,000") == "10000"
+
+
 @given(TEXT)
 def test_the_truth_itself_is_right_and_nothing_is_wrong(truth: str) -> None:
     assert exact_match(truth, truth) == 1.0

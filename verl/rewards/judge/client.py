@@ -106,13 +106,19 @@ class JudgeClient:
             fix = _FIXES.get(status, "check reward_kwargs.url")
             raise RewardError(f"The judge at {self.url} returned HTTP {status}: {excerpt}; {fix}")
         try:
-            content = json.loads(body)["choices"][0]["message"]["content"]
+            choice = json.loads(body)["choices"][0]
+            content, is_truncated = choice["message"]["content"], choice.get("finish_reason") == "length"
         except ValueError:
             raise _UnavailableError(f"sent a reply that is not JSON: {excerpt!r}") from None
-        except (KeyError, IndexError, TypeError):
-            content = None
+        except (KeyError, IndexError, TypeError, AttributeError):
+            content, is_truncated = None, False
         if not isinstance(content, str):
             raise _UnavailableError(f"sent JSON without choices[0].message.content: {excerpt}")
+        if is_truncated:  # its verdict would be whatever it said so far
+            raise RewardError(
+                f"The reply of the judge at {self.url} was cut off after {len(content)} characters; allow longer "
+                "replies with reward_kwargs.options={max_tokens: 2048}"
+            )
         return content.encode(errors="replace").decode()  # JSON allows lone surrogates, SQLite does not
 
 

@@ -34,7 +34,6 @@ from verl.rewards.scorers.code_guest import decode, format_request
 
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _PYTHON = ("", "python", "python3", "py")
-_isclose = functools.partial(math.isclose, rel_tol=1e-6, abs_tol=1e-6)
 
 Run = Callable[..., ProgramResult]
 
@@ -58,7 +57,7 @@ def compute_score(
     *,
     limits: Limits | None = None,
     sandbox_url: str | None = None,
-    require: str = "limits",
+    require: str = "namespaces",
     partial: bool = False,
 ) -> dict[str, float]:
     """Return `score` 1.0 if every test passes, else 0.0 (with `partial`: the fraction that passes, which is `passed`).
@@ -90,7 +89,7 @@ def compute_score(
     return {"score": fraction if partial else float(fraction == 1.0), "passed": fraction}
 
 
-def check_requirements(*, sandbox_url: str | None = None, require: str = "limits", **_: Any) -> None:
+def check_requirements(*, sandbox_url: str | None = None, require: str = "namespaces", **_: Any) -> None:
     """Raise a RewardError if programs would run on this machine with less isolation than `require`."""
     if sandbox_url is None and require != "limits":
         sandbox.require_isolation(require)
@@ -172,9 +171,14 @@ def _is_same_text(actual: str, expected: str) -> bool:
 
 def _is_same_word(actual: str, expected: str) -> bool:
     try:
-        return actual == expected or ("." in expected and _isclose(float(actual), float(expected)))
+        return actual == expected or ("." in expected and _is_close(float(actual), float(expected)))
     except ValueError:
         return False
+
+
+def _is_close(actual: float, expected: float) -> bool:
+    """Up to a relative error of 1e-6. A zero may be a little off, but is not close to a small number."""
+    return math.isclose(actual, expected, rel_tol=1e-6, abs_tol=1e-12 if expected else 1e-6)
 
 
 def _count_passed_calls(code: str, tests: Tests, limits: Limits, run: Run) -> int:
@@ -201,24 +205,25 @@ def _is_expected_reply(reply: str, given: Any, expected: Any) -> bool:
         expected = expected.tolist() if hasattr(expected, "tolist") else expected
         is_wrapped = isinstance(expected, list) and len(expected) == 1 and _is_same(result, expected[0])
         return is_wrapped or _is_same(result, expected)
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return False
 
 
 def _is_same(result: Any, expected: Any) -> bool:
-    """Compare values as JSON does: sequences are lists, keys are text; floats may differ by 1e-6."""
+    """Compare values as JSON does: sequences are lists, keys are text. Only an expected float may differ by 1e-6."""
     if isinstance(expected, dict):
         if not isinstance(result, dict):
             return False
         mine, yours = ({str(key): item for key, item in side.items()} for side in (result, expected))
         return mine.keys() == yours.keys() and all(_is_same(mine[key], yours[key]) for key in yours)
     if isinstance(expected, list | tuple):
-        if isinstance(result, str | dict) or not hasattr(result, "__iter__"):
+        # The order of a set of small numbers looks sorted, but is not the program's work.
+        if isinstance(result, str | dict | set | frozenset) or not hasattr(result, "__iter__"):
             return False
         items = list(result)
         return len(items) == len(expected) and all(map(_is_same, items, expected))
-    if isinstance(expected, float) or (isinstance(result, float) and isinstance(expected, int)):
-        return isinstance(result, int | float) and _isclose(result, expected)
+    if isinstance(expected, float):
+        return isinstance(result, int | float) and _is_close(result, expected)
     return bool(result == expected)
 
 

@@ -11,7 +11,9 @@ from verl.errors import RewardError
 _NUMBER = re.compile(
     r"[\s*]*(?P<sign>-?)\$?(?P<minus>-?)(?P<digits>(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)"
     # Not part of a longer number, a list without spaces, a fraction, a formula or a range.
-    r"(?![\d,.]*\d|[eE][-+]?\d|\s*[-+*/^=×÷:]\s*[\d(])"
+    r"(?![\d,.]*\d|[eE][-+]?\d|\s*[-+*/^=×÷:|]\s*[\d(]|[²³¹⁰⁴-⁹½¼¾]|[ \t]+\d"
+    r"|\s*(?:(?:or|to)\s+\$?\d|(?:hundred|thousand|million|billion|trillion|dozen)\b))",
+    re.I,
 )
 
 

@@ -3,9 +3,8 @@ r"""MATH and similar: the content of the last `\boxed{...}`, compared with the g
 A response without a box, or with one that cannot be parsed, is wrong. So is one that leaves the work to the grader: a
 sum, an integral or a limit where the ground truth has none. A ground truth that cannot be parsed is an error.
 
-The timeouts of math-verify are disabled: they are alarm signals, which fail outside the main thread, and inside it end
-as "not equal", a wrong 0. Expressions that would take too long are not evaluated (`math_limits`); the caller's deadline
-bounds the rest.
+The timeouts of math-verify are disabled: they are alarm signals, which fail outside the main thread. Expressions that
+would take too long are not evaluated, and what still takes too long is undecided (`math_limits`).
 """
 
 from __future__ import annotations
@@ -18,9 +17,16 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
-from verl.rewards.scorers.math_limits import differ_at_a_point, is_too_large
+from verl.rewards.scorers.math_limits import (
+    TooLongError,
+    differ_at_a_point,
+    is_contradiction,
+    is_too_large,
+    limit_cpu_time,
+)
 
 MAX_LENGTH = 1_000  # characters
+MAX_CPU_S = 5.0  # for one answer; the deadline of a response would make a slow one a failure
 MAX_DEPTH = 12  # arguments in braces; other brackets, where the parser backtracks, count twice
 
 _UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
@@ -28,6 +34,7 @@ _BRACKET = re.compile(
     r"(?P<argument>(?<=[A-Za-z^_}\]])\{)|(?P<open>[(\[{]|\\l(?:floor|ceil)\b)|[)\]}]|\\r(?:floor|ceil)\b"
 )
 # Evaluated while parsing, so its size must be checked before.
+_BASE = re.compile(r"\d\s*_\s*\{?\s*(\d+)")
 _TOO_LARGE = re.compile(r"binom\s*\{[^{}]*(?:\d{6}|binom)|sqrt\s*\[[^]]*(?:\d{4}|[!^\\])|(?:gcd|lcm).*[!^]")
 
 
@@ -41,17 +48,27 @@ def compute_score(
     """
     truth = _parse_truth(str(ground_truth))
     boxed = last_boxed(solution_str)
-    answer = _parse(boxed) if boxed is not None else _NOTHING
+    try:
+        with limit_cpu_time(MAX_CPU_S):
+            return _compare(data_source, str(ground_truth), truth, _parse(boxed) if boxed is not None else _NOTHING)
+    except TooLongError:
+        return _result(is_undecided=True)
+
+
+def _compare(data_source: str, ground_truth: str, truth: _Answer, answer: _Answer) -> dict[str, float]:
     if answer.text and answer.text == truth.text:
         return _result(is_right=True)
     if truth.value is None:
         raise RewardError(
-            f"data_source {data_source!r}: math-verify cannot parse the ground truth {str(ground_truth)[:200]!r}; "
+            f"data_source {data_source!r}: math-verify cannot parse the ground truth {ground_truth[:200]!r}; "
             "set reward_model.ground_truth to one answer in LaTeX, such as \\frac{1}{2}, or to a solution with a "
             "\\boxed one, or remove the row"
         )
     if answer.value is None or (_is_unevaluated(answer.value) and not _is_unevaluated(truth.value)):
         return _result(is_parsed=answer.value is not None)
+    bases = _BASE.findall(answer.text)  # which math-verify drops
+    if is_contradiction(answer.value) or (bases and bases != _BASE.findall(truth.text)):
+        return _result()
     if not truth.is_percent and not answer.is_percent and differ_at_a_point(truth.value, answer.value):
         return _result()
     try:

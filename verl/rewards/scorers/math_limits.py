@@ -1,18 +1,52 @@
 """Cheap bounds on sympy expressions: how large one would become, and whether two differ at a point.
 
 Checked before anything is evaluated, simplified or solved: 10^10^10 never ends, and neither does the search for a
-simplification that does not exist.
+simplification that does not exist. `limit_cpu_time` ends what these bounds do not catch.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import math
+import threading
+import time
+from collections.abc import Iterator
 from typing import Any
 
 MAX_BITS = 50_000  # 15,000 digits
 MAX_TERMS = 2_000
 MAX_NODES = 1_000
+# What evaluating an expression raises that has no value, or one that is too large.
+_NOT_A_NUMBER = (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError)
 _LARGE = 1e18  # above every limit, and its products are still floats
+
+
+class TooLongError(BaseException):
+    """The time of `limit_cpu_time` is over. Not an Exception, so that no library catches it."""
+
+
+@contextlib.contextmanager
+def limit_cpu_time(seconds: float) -> Iterator[None]:
+    """Raise TooLongError inside the block once this thread has computed for `seconds`; works in every thread."""
+    thread, done = threading.get_ident(), threading.Event()
+    clock = time.pthread_getcpuclockid(thread)
+    end = time.clock_gettime(clock) + seconds
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+
+    def watch() -> None:
+        while not done.wait(0.25):
+            if time.clock_gettime(clock) > end:
+                raise_in(ctypes.c_ulong(thread), ctypes.py_object(TooLongError))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        done.set()
+        watcher.join()
+        raise_in(ctypes.c_ulong(thread), None)  # one that is raised but has not arrived
 
 
 def is_too_large(expression: Any) -> bool:
@@ -72,21 +106,48 @@ def count_terms(expression: Any) -> float:
 def differ_at_a_point(one: Any, other: Any) -> bool:
     """Return whether the values of two expressions at one point differ by more than rounding errors.
 
-    False for a single symbol, which may be a word, and for sets and matrices. Relations differ if their symbols do, or
-    if only one is an equation.
+    Of an equation like x = 5 and a value, the value counts. Pairs and intervals differ if an element does. Relations
+    differ if their symbols do, or if only one is an equation. False for a single symbol, which may be a word, and for
+    sets and matrices.
     """
     if getattr(one, "is_Relational", False) and getattr(other, "is_Relational", False):
         return _symbol_names(one) != _symbol_names(other) or (one.rel_op == "==") != (other.rel_op == "==")
+    one, other = _right_side(one), _right_side(other)
+    if type(one) is type(other) and type(one).__name__ in ("Tuple", "Interval") and len(one.args) == len(other.args):
+        return any(map(differ_at_a_point, one.args, other.args))
     if not all(getattr(each, "is_scalar", False) and not each.is_Symbol for each in (one, other)):
         return False
-    symbols = one.free_symbols | other.free_symbols
-    names = sorted(_symbol_names(one) | _symbol_names(other))
-    point = {symbol: 0.7390851 + 0.1234567 * names.index(symbol.name) for symbol in symbols}
     try:
-        first, second = (complex(each.evalf(15, subs=point)) for each in (one, other))
+        first, second = (_evaluate(each, sorted(_symbol_names(one) | _symbol_names(other))) for each in (one, other))
         return abs(first - second) > 1e-3 * max(abs(first), abs(second))
-    except (ArithmeticError, TypeError, ValueError, AttributeError, RecursionError):  # not a number, or too large
+    except _NOT_A_NUMBER:
         return False
+
+
+def is_contradiction(expression: Any) -> bool:
+    """Return whether it contains an equation that no value solves, such as 4 = 5 or x + 1 = x + 2."""
+    if not getattr(expression, "is_Equality", False):
+        return type(expression).__name__ == "And" and any(map(is_contradiction, _children(expression)))
+    try:
+        names = sorted(_symbol_names(expression))
+        one, other = (_evaluate(expression.lhs, names, at) - _evaluate(expression.rhs, names, at) for at in (0.0, 1.7))
+        return abs(one) > 1e-6 and abs(one - other) < 1e-9
+    except _NOT_A_NUMBER:
+        return False
+
+
+def _right_side(expression: Any) -> Any:
+    is_assignment = getattr(expression, "is_Equality", False) and expression.lhs.is_Symbol
+    return expression.rhs if is_assignment else expression
+
+
+def _evaluate(expression: Any, names: list[str], offset: float = 0.0) -> complex:
+    """Return its value where each symbol has another value; `offset` moves the symbols by different distances."""
+    index = {name: position for position, name in enumerate(names)}
+    point = {
+        symbol: 0.7390851 + offset + (0.1234567 + offset) * index[symbol.name] for symbol in expression.free_symbols
+    }
+    return complex(expression.evalf(15, subs=point))
 
 
 def _symbol_names(expression: Any) -> set[str]:

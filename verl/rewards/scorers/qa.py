@@ -1,4 +1,6 @@
-"""Questions with short answers: exact match and word F1 with the normalization of SQuAD.
+"""Questions with short answers: exact match and word F1 with the normalization of SQuAD, except in numbers.
+
+SQuAD drops all punctuation, so that 1.5 would equal 15, and -5 would equal 5.
 
 Graded is the last `<answer>...</answer>`, or the whole response without one.
 """
@@ -13,13 +15,16 @@ from typing import Any, Literal
 from verl.errors import RewardError
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_PUNCTUATION = str.maketrans("", "", string.punctuation)
+# Not a sign or point before a number, and not between two digits, where only commas go.
+_PUNCTUATION = re.compile(
+    rf"(?!(?<!\S)[-.]{{1,2}}\d|(?<=\d)[^,]\d|(?<=\s-)\.\d|(?<=^-)\.\d)[{re.escape(string.punctuation)}]"
+)
 
 
 def normalize(text: str) -> str:
-    """Return the text in lowercase, without punctuation and articles unless there is nothing else."""
+    """Return the text in lowercase, without articles and punctuation outside of numbers unless nothing else is left."""
     lower = " ".join(text.lower().split())
-    return " ".join(_ARTICLES.sub(" ", lower.translate(_PUNCTUATION)).split()) or lower
+    return " ".join(_ARTICLES.sub(" ", _PUNCTUATION.sub("", lower)).split()) or lower
 
 
 def exact_match(answer: str, truth: str) -> float:
