@@ -1,0 +1,174 @@
+"""Recognizing secrets, and removing them from text that leaves a run: errors, console output, saved settings.
+
+A secret is recognized by its name (`api_key`, `HF_TOKEN`, `PGPASSWORD`), by its position (`https://user:SECRET@host`,
+`?sig=SECRET`, `--password SECRET`), by its shape (see `shapes`), or by its value: the value of an environment
+variable or setting with such a name is hidden wherever it appears, also in messages of third-party exceptions.
+"""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
+from typing import Any, NamedTuple
+from urllib.parse import quote, quote_plus, unquote
+
+from verl.redaction.names import is_secret_name, is_weak_name
+from verl.redaction.shapes import HIDDEN, hide_shapes
+
+_MIN_LENGTH, _MAX_WORD_LENGTH = 6, 11
+"""A shorter value, or one that may be a word ("disabled"), is hidden only next to its name: replacing it everywhere
+would make text unreadable, and reveal it."""
+
+_MIN_LINE_LENGTH = 16
+"""A line of this length of a secret with several lines is hidden by itself, too."""
+
+_NOT_SECRET = {"value", "...", "none", "null", "true", "false"}
+"""What help texts write for a value (`key=value`), and what says that there is none."""
+
+# A name starts at a word boundary and its rest is limited, or a long word would take quadratic time. Its value is
+# matched separately: the value of a name that is not secret may contain another name (`path=https://host?token=SECRET`).
+_NAME = re.compile(
+    r"(?<![\w.-])(?P<name>[\w.-]*(?:auth|bearer|connection|cookie|credential|dsn|jwt|key|mnemonic|pass|pat(?![a-z])|pwd|sas"
+    r"|secret|signature|token|webhook)[\w-]{0,60})(?P<is>(?:\\*['\"])?\s*(?:=(?!=)|:(?!:|//))\s*)",
+    re.I,
+)
+_VALUE = re.compile(
+    r"(?P<quote>\\*['\"])(?P<quoted>(?:(?!(?P=quote))(?:\\.|[^\n]))+)"
+    r"|(?P<value>(?:(?:Bearer|Basic|Token|Digest|ApiKey)[ ]+)?(?:[^\s'\",;&}\])]|['\"](?=[^\s'\",;&}\])]))+)",
+    re.I,
+)
+_LOGIN = re.compile(r"(?<![\w+.-])(?P<scheme>[\w+.-]+://)(?P<user>[^\s/?#@:]*)(?P<password>:[^\s/?#@]*)?@")
+
+_known: set[str] = set()
+
+
+class _Assignment(NamedTuple):
+    """A secret value next to its name, and its position in the text."""
+
+    value: str
+    start: int
+    end: int
+
+
+def redact_settings(tree: Any, name: str = "") -> Any:
+    """Return the settings with all values under secret names hidden, and other texts redacted."""
+    if isinstance(tree, Mapping):
+        return {key: redact_settings(value, _effective_name(name, key)) for key, value in tree.items()}
+    if isinstance(tree, (list, tuple)):
+        names = [name, *(_name_next(value, name) for value in tree)]
+        return [redact_settings(value, each) for value, each in zip(tree, names, strict=False)]
+    if is_secret_name(name) and _is_redactable(tree):
+        return HIDDEN
+    return redact(tree) if isinstance(tree, str) else tree
+
+
+def redact(text: str) -> str:
+    """Return the text with its secrets hidden."""
+    for value in sorted(_known | _list_environment_secrets(), key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    text = _LOGIN.sub(_mask_login, text)
+    text = hide_shapes(text)
+    parts, position = [], 0
+    for each in _iter_assigned(text):
+        parts += [text[position : each.start], HIDDEN]
+        position = each.end
+    return "".join([*parts, text[position:]])
+
+
+def remember(tree: Any, name: str = "") -> None:
+    """Register the secrets of these settings, to hide them in all texts of this process from now on."""
+    if isinstance(tree, Mapping):
+        for key, value in tree.items():
+            remember(value, _effective_name(name, key))
+    elif isinstance(tree, (list, tuple)):
+        for value, each in zip(tree, [name, *(_name_next(value, name) for value in tree)], strict=False):
+            remember(value, each)
+    elif is_secret_name(name) and _is_redactable(tree):
+        _known.update(_list_forms(str(tree)))
+    if isinstance(tree, str):
+        for value in (*_iter_logins(tree), *(each.value for each in _iter_assigned(tree))):
+            _known.update(_list_forms(value))
+
+
+def remember_arguments(arguments: Iterable[str]) -> None:
+    """Register the secrets of a command line: `key=value`, `--key value`."""
+    arguments = list(arguments)
+    remember(arguments)
+    for argument in arguments:
+        key, _, value = argument.partition("=")
+        remember(value.strip("'\""), key)
+
+
+def _effective_name(name: str, key: Any) -> str:
+    """Return the name that decides about `key`: everything below a secret name is secret."""
+    return name if is_secret_name(name) else str(key)
+
+
+def _name_next(value: Any, name: str) -> str:
+    """Return the name of the element after `value` in a list: `--password` names the next one."""
+    is_flag = isinstance(value, str) and re.fullmatch(r"--?[A-Za-z][\w-]*", value) is not None
+    return value if is_flag and is_secret_name(value) else name
+
+
+def _is_redactable(value: Any) -> bool:
+    return isinstance(value, (str, int, float)) and not isinstance(value, bool) and value not in ("", HIDDEN)
+
+
+@lru_cache(1024)
+def _list_forms(value: str) -> frozenset[str]:
+    """Return a secret as it may appear in a text: also quoted, escaped, encoded, and line by line."""
+    lines = [line.strip() for line in value.splitlines()]
+    plain = {value, value.strip(), unquote(value)}
+    plain |= {line for line in lines if len(line) >= _MIN_LINE_LENGTH} if len(lines) > 1 else set()
+    forms = set(plain)
+    for each in plain:
+        forms |= {quote(each, safe=""), quote(each), quote_plus(each), html.escape(each), shlex.quote(each)}
+        forms |= {escaped[1:-1] for escaped in (json.dumps(each), json.dumps(each, ensure_ascii=False), repr(each))}
+        forms |= {each.replace(mark, f"\\{mark}") for mark in "'\""}
+        forms.add(base64.b64encode(each.encode(errors="replace")).decode())
+    return frozenset(form for form in forms if _is_distinctive(form))
+
+
+def _is_distinctive(value: str) -> bool:
+    return len(value) >= _MIN_LENGTH and not (value.isalpha() and len(value) <= _MAX_WORD_LENGTH)
+
+
+def _list_environment_secrets() -> set[str]:
+    forms: set[str] = set()
+    for name, value in os.environ.items():
+        for secret in [value] if is_secret_name(name) else _iter_logins(value):
+            if _is_distinctive(secret):
+                forms |= _list_forms(secret)
+    return forms
+
+
+def _iter_logins(text: str) -> Iterator[str]:
+    """Yield the passwords in URLs; a user without a password is usually a token."""
+    if "://" in text:
+        for login in _LOGIN.finditer(text):
+            yield (login["password"] or ":").removeprefix(":") or login["user"]
+
+
+def _mask_login(match: re.Match[str]) -> str:
+    user = match["user"] + ":" if match["password"] else ""
+    return f"{match['scheme']}{user}{HIDDEN}@"
+
+
+def _iter_assigned(text: str) -> Iterator[_Assignment]:
+    """Yield the values that stand next to the name of a secret: `key=value`, `"key": "value"`."""
+    position = 0
+    while name := _NAME.search(text, position):
+        position = name.end()
+        is_sentence = is_weak_name(name["name"]) and ":" in name["is"]  # "unknown key: x"
+        if is_sentence or not is_secret_name(name["name"]) or (value := _VALUE.match(text, position)) is None:
+            continue
+        start, end = value.span("value" if value["quote"] is None else "quoted")
+        position = end
+        if text[start:end].lower() not in _NOT_SECRET:
+            yield _Assignment(text[start:end], start, end)
