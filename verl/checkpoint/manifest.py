@@ -5,7 +5,7 @@ root/
     actor/ ...                          shards, written by all ranks
     trainer.json                        step, data position and other state of the trainer
     ckpt_contents.json                  the manifest: every file with size and SHA-256; written after them
-    INCOMPLETE                          while the checkpoint is being written or deleted
+    INCOMPLETE                          while the checkpoint is being written or deleted; the id of the save
   latest_checkpointed_iteration.txt     the step to resume from, written last; users may set an older one
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,12 +30,14 @@ from verl.checkpoint.files import (
     sync_directory,
     write,
 )
+from verl.checkpoint.lock import check_run
 from verl.errors import CheckpointError
 
 PREFIX = "global_step_"
 TRAINER = "trainer.json"
 MANIFEST = "ckpt_contents.json"
 MARK = "INCOMPLETE"
+MARK_TEXT = "This checkpoint is being written, or the save did not finish."
 LATEST = "latest_checkpointed_iteration.txt"
 
 
@@ -46,8 +49,10 @@ class CheckpointDir:
     >>> checkpoints.commit(20, {f"actor/{name}": each for name, each in sums.items()}, {"data": {"position": 640}})
     """
 
-    def __init__(self, root: str | Path) -> None:
-        self.root = Path(root)
+    def __init__(self, root: str | Path, run_id: str = "") -> None:
+        """`run_id` is that of `run_lock`: without one, nothing checks whether another run has taken the folder over."""
+        self.root, self._run_id = Path(root), run_id
+        self.save_id = ""  # of the last `begin`; pass it to `commit` as part of `trainer`
 
     def step_dir(self, step: int) -> Path:
         """Return the directory of `step`, whether or not it exists."""
@@ -56,20 +61,26 @@ class CheckpointDir:
     def begin(self, step: int) -> Path:
         """Create an empty directory for `step`, and delete what interrupted saves have left."""
         directory = self.step_dir(step)
+        with map_os_errors(directory):
+            self._check_run(self._run_id)
+        self.save_id = f"{self._run_id}-{secrets.token_hex(4)}"
         for leftover in {step, *(other for other in self._all() if self._is_leftover(other))}:
             self._remove(leftover)
         with map_os_errors(directory):
             make_directory(directory)
-            write(directory / MARK, b"This checkpoint is being written, or the save did not finish.\n")
+            write(directory / MARK, f"{MARK_TEXT}\n{self.save_id}\n".encode())
             sync_directory(self.root)
         return directory
 
     def commit(self, step: int, files: Mapping[str, FileChecksum], trainer: Mapping[str, Any] | None = None) -> None:
         """Declare `step` complete, with `files` by their paths inside it; it becomes the one to resume from.
 
-        `trainer` is the state of the trainer itself.
+        `trainer` is the state of the trainer itself. If it has a "save_id", `CheckpointError` unless the directory is
+        still the one that `begin` made for this save: another run, or this one after a restart, may have replaced it.
         """
-        directory = self.step_dir(step)
+        directory, save_id = self.step_dir(step), str((trainer or {}).get("save_id", ""))
+        with map_os_errors(directory):
+            self._check_save(directory, save_id)
         if missing := [name for name, expected in files.items() if _size(directory / name) != expected.size]:
             raise CheckpointError(
                 f"checkpoint {directory / missing[0]}: was written by a rank but is not complete here. All machines "
@@ -83,6 +94,7 @@ class CheckpointDir:
                 "step": step,
                 "files": {name: asdict(each) for name, each in {**files, TRAINER: checksum}.items()},
             }
+            self._check_save(directory, save_id)
             write(directory / MANIFEST, json.dumps({**contents, "seal": _seal(contents)}, indent=2).encode())
             with add_path_to_errors(directory / MARK):
                 (directory / MARK).unlink(missing_ok=True)
@@ -138,11 +150,31 @@ class CheckpointDir:
             return []
         if keep < 1:
             raise CheckpointError(f"prune: keep {keep} must be at least 1, or None to keep all")
+        self._check_run(self._run_id)
         newer = self.newer_steps()
         surplus = [step for step in self.steps() if step not in newer][:-keep]
         for step in surplus:
             self._remove(step)
         return surplus
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id:
+            check_run(self.root, run_id)
+
+    def _check_save(self, directory: Path, save_id: str) -> None:
+        if not save_id:
+            return
+        self._check_run(save_id.rpartition("-")[0])
+        try:
+            current = (directory / MARK).read_text(errors="replace").split("\n")
+        except FileNotFoundError:
+            current = []
+        if save_id not in current:
+            raise CheckpointError(
+                f"checkpoint {directory}: was not committed, because this save is stale: another one has replaced or "
+                f"removed the directory since (its {MARK} does not name save {save_id}). Check that only one run uses "
+                f"{self.root}."
+            )
 
     def _all(self) -> list[int]:
         steps = (path.name.removeprefix(PREFIX) for path in self.root.glob(f"{PREFIX}*") if path.is_dir())

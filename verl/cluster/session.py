@@ -7,9 +7,7 @@ import os
 import secrets
 import signal
 import socket
-import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,6 +18,7 @@ import ray
 
 from verl.cluster.ray_private import allow_loopback, get_address_file, load_auth_token
 from verl.errors import EngineError
+from verl.private_files import get_user_folder, make_folder
 
 START_ATTEMPTS = 2
 TERMINATED = 128 + signal.SIGTERM
@@ -84,7 +83,7 @@ def _start(options: Mapping[str, Any]) -> None:
     _create_token()
     arguments = {"include_dashboard": False, "_node_ip_address": LOOPBACK} | dict(options) | {"address": "local"}
     if "RAY_TMPDIR" not in os.environ:
-        arguments.setdefault("_temp_dir", _make_private_folder())
+        arguments.setdefault("_temp_dir", str(get_user_folder() / "ray"))  # Ray opens its own folders to everybody
     if arguments["_node_ip_address"] == LOOPBACK:
         _set_defaults(LOOPBACK_ENVIRONMENT)
         allow_loopback()
@@ -134,22 +133,6 @@ def _create_token() -> None:
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 
 
-def _make_private_folder() -> str:
-    """Return a folder for Ray's logs, sockets and spilled objects within one that only this user can enter.
-
-    Ray makes its own folders accessible to everybody.
-    """
-    folder = Path(tempfile.gettempdir(), f"verl-{os.getuid()}")
-    folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise EngineError(
-            f"{folder}: must be a folder that only you can enter, since it holds Ray's logs and sockets. Remove it, "
-            f"chmod 700 it, or set RAY_TMPDIR to another folder."
-        )
-    return str(folder / "ray")
-
-
 def _init(arguments: Mapping[str, Any], fix: str, attempts: int) -> None:
     """Call `ray.init`, which fails on a busy machine if a node takes more than 30 s to start."""
     quiet = {"ignore_reinit_error": True, "log_to_driver": False, "logging_level": logging.ERROR}
@@ -194,7 +177,7 @@ def disconnect() -> None:
 
 def write_timeline(path: Path) -> None:
     """Write Ray's timeline of tasks and actors for Perfetto or chrome://tracing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
     ray.timeline(str(path))
 
 

@@ -13,6 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from verl.errors import DataError
+from verl.private_files import make_folder
 from verl.redaction import redact
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ class PartFiles:
                 f"{self.folder}: contains parts of a run with other settings or files (see {record.name} there); "
                 "remove the folder, or choose another --output"
             )
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         record.write_text(text, encoding="utf-8")
 
     def has(self, start: int) -> bool:

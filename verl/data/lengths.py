@@ -30,6 +30,7 @@ import numpy.typing as npt
 from verl.data.chat import PromptError, encode_prompts
 from verl.data.files import ColumnChunk, Columns, Rows, to_python
 from verl.errors import DataError
+from verl.private_files import make_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -106,7 +107,7 @@ class LengthCache:
             return
         part = entry.with_suffix(f".{os.getpid()}.part")
         try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(entry.parent)
             with part.open("wb") as file:
                 np.save(file, lengths)
             part.replace(entry)

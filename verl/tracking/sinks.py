@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from verl.private_files import make_folder
 from verl.redaction import redact_settings
 from verl.tracking.console import Console
 
@@ -65,7 +66,7 @@ class JsonlSink:
     """
 
     def __init__(self, folder: Path, resumed_step: int | None = None) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         path = folder / "metrics.jsonl"
         if path.exists() and resumed_step is None:
             path.rename(next(p for n in range(1, 10**6) if not (p := folder / f"metrics-{n}.jsonl").exists()))

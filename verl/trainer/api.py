@@ -21,6 +21,7 @@ from verl.config.load import LoadedConfig, load_dict
 from verl.config.paths import set_path
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
+from verl.private_files import make_folder
 from verl.tracking.console import Console
 from verl.trainer.launcher import train
 from verl.workers.inputs import check_model, find_tokenizer
@@ -146,7 +147,7 @@ class _Trainer:
         prompts = self.prompts if prompts is None else prompts
         if prompts is None:
             raise ConfigError(["prompts: must be given, to the trainer or to train(prompts)"])
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         loaded, console = self._load(prompts), Console()
         console.hints(loaded.hints)
         reward = self.reward if callable(self.reward) else None

@@ -51,7 +51,7 @@ class Checkpointer:
         started = self._clock()
         directory = await self._on_disk("begin a checkpoint", lambda: self._checkpoints.begin(version))
         self._begun = version
-        await self._policy.save(str(directory), {**self._run, **trainer})
+        await self._policy.save(str(directory), {**self._run, "save_id": self._checkpoints.save_id, **trainer})
         ended = self._clock()
         self._writing = version, ended - started
         return ended - called

@@ -37,15 +37,14 @@ async def train(config: Config, console: Console, reward: Callable[..., Any] | N
 
 async def run(config: C, console: Console, build: Build[C]) -> int:
     """Build the trainer, train, close it; return the exit code. The run's folder stays locked over all restarts."""
-    async with run_lock(config.trainer.checkpoint_dir, console.note):
-        return await _run(config, console, build)
+    async with run_lock(config.trainer.checkpoint_dir, console.note) as run_id:
+        return await _run(config, console, build, RestartTracker(console, config.trainer.faults, run_id))
 
 
-async def _run(config: C, console: Console, build: Build[C]) -> int:
+async def _run(config: C, console: Console, build: Build[C], restarts: RestartTracker) -> int:
     stop = StopController.by_time(config.trainer.max_hours, config.trainer.stop_margin)
     if deadline := stop.describe_deadline():
         console.note(deadline)
-    restarts = RestartTracker(console, config.trainer.faults)
     with stop.on_sigterm():
         while True:
             loop = None

@@ -14,14 +14,14 @@ C = TypeVar("C", Config, SftConfig)
 
 
 class RestartTracker:
-    """Counts the restarts of one run.
+    """Counts the restarts of one run, whose id stays the same over all of them.
 
     Engines and reward workers are restarted while the run continues. A train worker, an episode worker or a machine
     takes part of the run's state with it: then all processes end, and the run restarts from its last checkpoint.
     """
 
-    def __init__(self, console: Console, settings: FaultsConfig | None = None) -> None:
-        self._console, self._settings = console, settings or FaultsConfig()
+    def __init__(self, console: Console, settings: FaultsConfig | None = None, run_id: str = "") -> None:
+        self._console, self._settings, self.run_id = console, settings or FaultsConfig(), run_id
         self._failed_restarts = 0  # consecutive ones that were not followed by a step
         self._furthest = 0  # the highest version so far
         self._restarts = self._repeated_steps = self._engine_restarts = 0

@@ -164,7 +164,7 @@ class RunBuilder(Generic[C]):
         return version
 
     def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
-        checkpointer = build_checkpointer(self.config, workers, self.console)
+        checkpointer = build_checkpointer(self.config, workers, self.console, self.restarts.run_id)
         return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version)
 
     def note(self, lines: Iterable[str]) -> None:
@@ -172,10 +172,12 @@ class RunBuilder(Generic[C]):
             self.console.note(line)
 
 
-def build_checkpointer(config: Config | SftConfig, workers: RankGroup, console: Console) -> Checkpointer:
+def build_checkpointer(
+    config: Config | SftConfig, workers: RankGroup, console: Console, run_id: str = ""
+) -> Checkpointer:
     return Checkpointer(
         workers,
-        CheckpointDir(config.trainer.checkpoint_dir),
+        CheckpointDir(config.trainer.checkpoint_dir, run_id),
         console,
         run=_signature(config),
         keep=config.trainer.max_ckpts_to_keep,

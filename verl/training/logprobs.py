@@ -7,11 +7,14 @@ one number per position (the log of the normalizer), and the backward pass recom
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from verl.private_files import get_user_folder
 
 CHUNK_ELEMENTS = 1 << 24
 """Default number of logits per chunk: 64 MiB in float32."""
@@ -112,6 +115,8 @@ class Compiled:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        # Torch would load compiled code from a folder in /tmp that another user may have made.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(get_user_folder() / "torchinductor"))
         self._plain, self._compiled = function, torch.compile(function, dynamic=True)
         self.error: str | None = None
 

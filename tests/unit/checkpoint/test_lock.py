@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from verl.checkpoint import lock
-from verl.checkpoint.lock import run_lock
+from verl.checkpoint.lock import check_run, run_lock
 from verl.errors import CheckpointError
 
 pytestmark = pytest.mark.unit
@@ -106,16 +106,41 @@ async def test_another_machine_may_have_died_and_is_waited_for_longer(
         assert sleep.seconds == lock.REMOTE_TIMEOUT_S
 
 
-@pytest.mark.parametrize("place", ["open", "flock"])
-async def test_where_there_are_no_locks_the_run_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+@pytest.mark.parametrize(
+    ("place", "code", "words"),
+    [
+        ("open", errno.EROFS, "is not locked against a second run"),
+        ("flock", errno.ENOLCK, "does not support locks"),
+        ("flock", errno.ENOTSUP, "does not support locks"),
+        ("flock", errno.ENOSYS, "does not support locks"),
+    ],
+)
+async def test_where_there_are_no_locks_the_run_says_so_and_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, code: int, words: str
 ) -> None:
     def fails(*args: Any) -> Any:
-        raise OSError(errno.ENOSYS, "not here")
+        raise OSError(code, "not here")
 
     monkeypatch.setattr(*{"open": (os, "open"), "flock": (fcntl, "flock")}[place], fails)
-    async with run_lock(tmp_path, pytest.fail), run_lock(tmp_path, pytest.fail):
-        pass
+    messages: list[str] = []
+    async with run_lock(tmp_path, messages.append) as first, run_lock(tmp_path, messages.append) as second:
+        assert first != second
+    assert [words in message for message in messages] == [True, True]
+
+
+async def test_without_locks_the_run_that_came_first_saves_nothing_any_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise OSError(errno.ENOLCK, "not here")
+
+    monkeypatch.setattr(fcntl, "flock", fails)
+    async with run_lock(tmp_path, print) as first, run_lock(tmp_path, print) as second:
+        check_run(tmp_path, second)
+        with pytest.raises(
+            CheckpointError, match=rf"another run has taken .* process {os.getpid()}, since 20.*default_local_dir"
+        ):
+            check_run(tmp_path, first)
 
 
 async def test_a_run_that_ends_by_an_error_leaves_the_folder_to_others(tmp_path: Path) -> None:
@@ -124,3 +149,82 @@ async def test_a_run_that_ends_by_an_error_leaves_the_folder_to_others(tmp_path:
             raise ValueError("of the run")
     async with run_lock(tmp_path, pytest.fail):
         pass
+
+
+async def test_nobody_else_can_enter_the_folder_or_open_the_lock(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        async with run_lock(tmp_path / "project" / "run", pytest.fail):
+            assert (tmp_path / "project" / "run").stat().st_mode & 0o777 == 0o700
+            assert (tmp_path / "project" / "run" / lock.LOCK).stat().st_mode & 0o777 == 0o600
+    finally:
+        os.umask(before)
+
+
+async def test_a_lock_of_an_older_version_is_closed_to_others(tmp_path: Path) -> None:
+    (tmp_path / lock.LOCK).touch(mode=0o644)
+    async with run_lock(tmp_path, pytest.fail):
+        assert (tmp_path / lock.LOCK).stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize("kind", ["foreign", "link", "second name", "pipe"])
+async def test_a_lock_that_somebody_planted_is_refused_and_left_as_it_is(tmp_path: Path, kind: str) -> None:
+    precious, planted = tmp_path / "precious", tmp_path / "run" / lock.LOCK
+    planted.parent.mkdir()
+    precious.write_text("do not truncate")
+    if kind == "foreign":
+        if os.geteuid():
+            pytest.skip("only root can make a file of another user")
+        planted.touch(mode=0o666)
+        os.chown(planted, 54321, 54321)
+    elif kind == "link":
+        planted.symlink_to(precious)
+    elif kind == "second name":
+        planted.hardlink_to(precious)
+    else:
+        os.mkfifo(planted)
+    with pytest.raises(
+        CheckpointError, match=r"run/\.run\.lock: (belongs to another user|is a link or no regular file)"
+    ):
+        async with run_lock(planted.parent, pytest.fail):
+            pytest.fail("it ran")
+    assert precious.read_text() == "do not truncate"
+
+
+async def test_who_is_another_user_is_decided_by_the_file_system(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with run_lock(tmp_path, pytest.fail):
+        (tmp_path / "metrics.jsonl").touch()
+    monkeypatch.setattr(os, "geteuid", lambda: 54321)  # NFS stores files of this user under another id
+    async with run_lock(tmp_path, pytest.fail):
+        pass
+
+
+async def test_deleting_the_lock_does_not_admit_a_second_run(tmp_path: Path) -> None:
+    async with run_lock(tmp_path, pytest.fail) as first:
+        (tmp_path / lock.LOCK).unlink()
+        with pytest.raises(CheckpointError, match="another run uses this folder"):
+            async with run_lock(tmp_path, print, Sleeping()):
+                pytest.fail("two at a time")
+        check_run(tmp_path, first)
+
+
+async def test_in_a_folder_that_others_can_open_they_cannot_block_the_run_but_a_deleted_lock_stops_it(
+    tmp_path: Path,
+) -> None:
+    tmp_path.chmod(0o755)
+    other = os.open(tmp_path, os.O_RDONLY)
+    try:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        async with run_lock(tmp_path, pytest.fail) as first:
+            (tmp_path / lock.LOCK).unlink()
+            async with run_lock(tmp_path, pytest.fail) as second:
+                check_run(tmp_path, second)
+                (tmp_path / "metrics.jsonl").touch()
+                with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+                    check_run(tmp_path, first)
+            with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+                check_run(tmp_path, first)
+    finally:
+        os.close(other)

@@ -4,6 +4,7 @@ import os
 import pytest
 
 from verl.checkpoint.files import make_directory, write
+from verl.checkpoint.lock import run_lock
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.errors import CheckpointError
 
@@ -133,6 +134,45 @@ def test_what_killed_saves_and_deletions_left_goes_with_the_next_save_and_nothin
         "global_step_5",
         "global_step_77",
     ]
+
+
+def saved(checkpoints, step):
+    """Begin a save, and return how to commit it."""
+    directory = checkpoints.begin(step)
+    files, trainer = {"shard": write(directory / "shard", b"x")}, {"save_id": checkpoints.save_id}
+    return lambda: CheckpointDir(checkpoints.root).commit(step, files, trainer)
+
+
+async def test_a_run_that_lost_its_folder_begins_commits_and_deletes_nothing(tmp_path):
+    tmp_path.chmod(0o755)
+    async with run_lock(tmp_path, pytest.fail) as run_id:
+        stale = CheckpointDir(tmp_path, run_id)
+        for step in (1, 2):
+            saved(stale, step)()
+        commit = saved(stale, 7)
+        (tmp_path / ".run.lock").unlink()  # as somebody does who thinks that the run has died
+        async with run_lock(tmp_path, pytest.fail) as other_id:
+            for work in (commit, lambda: stale.begin(8), lambda: stale.prune(1)):
+                with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+                    work()
+            assert CheckpointDir(tmp_path).steps() == [1, 2]
+            saved(CheckpointDir(tmp_path, other_id), 3)()
+        with pytest.raises(CheckpointError, match="another run has taken this folder over"):
+            stale.begin(8)
+    assert CheckpointDir(tmp_path).steps() == [1, 2, 3]
+    assert CheckpointDir(tmp_path).latest() == 3
+
+
+@pytest.mark.parametrize("step", [7, 8])
+async def test_a_late_commit_from_before_a_restart_of_the_same_run_is_refused(tmp_path, step):
+    async with run_lock(tmp_path, pytest.fail) as run_id:
+        late = saved(CheckpointDir(tmp_path, run_id), 7)
+        commit = saved(CheckpointDir(tmp_path, run_id), step)
+        with pytest.raises(CheckpointError, match=r"global_step_7: was not committed, because this save is stale"):
+            late()
+        commit()
+        assert CheckpointDir(tmp_path).read_trainer_state(step)["save_id"].startswith(run_id)
+        assert find_corruption(CheckpointDir(tmp_path).step_dir(step)) == []
 
 
 def test_a_file_that_is_not_whole_when_it_is_committed_is_refused_by_name(tmp_path):

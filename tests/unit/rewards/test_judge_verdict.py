@@ -1,5 +1,7 @@
 """Verdicts of the judge are read correctly or are a failure; keys, rate limit and cache."""
 
+import os
+import tempfile
 import time
 from email.utils import formatdate
 from pathlib import Path
@@ -13,7 +15,7 @@ from verl.errors import RewardError
 from verl.rewards.judge import judge
 from verl.rewards.judge.cache import JudgeCache
 from verl.rewards.judge.client import _parse_retry_after
-from verl.rewards.judge.judge import compute_score, read_verdict
+from verl.rewards.judge.judge import _cache_path, compute_score, read_verdict
 from verl.rewards.reward_function import load_reward
 
 pytestmark = pytest.mark.unit
@@ -151,4 +153,20 @@ def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
 def test_an_unusable_file_is_named_with_the_fix(tmp_path: Path) -> None:
     (tmp_path / "judge.sqlite").write_text("this is a diary and no database, and it is long enough to be looked at")
     with pytest.raises(RewardError, match=r"judge\.sqlite cannot be used: .*cache="):
+        JudgeCache(tmp_path / "judge.sqlite", "a").get_reply("x")
+
+
+def test_the_default_cache_is_in_a_folder_of_this_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    path = _cache_path("http://judge", None)
+    JudgeCache(path, "a").put_reply("x", "Score: 7")
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
+def test_a_cache_of_another_user_who_would_decide_the_rewards_is_refused(tmp_path: Path) -> None:
+    JudgeCache(tmp_path / "judge.sqlite", "a").put_reply("x", "Score: 10")
+    os.chown(tmp_path / "judge.sqlite", 54321, -1)
+    with pytest.raises(RewardError, match=r"belongs to another user \(uid 54321\).*cache="):
         JudgeCache(tmp_path / "judge.sqlite", "a").get_reply("x")

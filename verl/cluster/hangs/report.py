@@ -12,6 +12,7 @@ from pathlib import Path
 from verl.cluster.hangs.detector import StalledCall
 from verl.cluster.hangs.pending_calls import CallTarget, format_targets
 from verl.cluster.hangs.process_info import ProcessInfo
+from verl.private_files import make_folder
 from verl.redaction import redact
 
 
@@ -71,7 +72,7 @@ class Reporter:
             location = locations.get(target) or _describe_missing(target)
             parts.append("\n".join([f"{target}: {location}", *(info.format() for info in processes.get(target, ()))]))
         parts.append(f"This process, which runs the watchdog\n{_dump_own_stacks()}")
-        self.folder.mkdir(parents=True, exist_ok=True)
+        make_folder(self.folder)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         path = self.folder / f"{stamp}.txt"
         path.write_text(redact("\n\n".join(parts)) + "\n")

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from verl.errors import RewardError
+from verl.private_files import create_private_file, make_folder
 
 _BUSY_S = 30.0
 
@@ -48,7 +49,8 @@ class JudgeCache:
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         """Open the file exclusively."""
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self._path.parent)
+            create_private_file(self._path)
             with contextlib.closing(sqlite3.connect(self._path, timeout=_BUSY_S, isolation_level=None)) as db:
                 db.execute("BEGIN IMMEDIATE")
                 db.execute("CREATE TABLE IF NOT EXISTS replies (name TEXT PRIMARY KEY, reply TEXT NOT NULL)")
@@ -57,6 +59,6 @@ class JudgeCache:
                 db.execute("COMMIT")
         except (sqlite3.Error, OSError) as error:
             raise RewardError(
-                f"reward_kwargs.cache: {self._path} cannot be used: {error}. Set cache=... to a writable file on a "
-                "local disk"
+                f"reward_kwargs.cache: {self._path} cannot be used: {error}. Set cache=... to a writable file of yours "
+                "on a local disk"
             ) from error

@@ -11,12 +11,12 @@ import hashlib
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl.errors import RewardError
+from verl.private_files import get_user_folder
 from verl.rewards.judge.cache import JudgeCache
 from verl.rewards.judge.client import JudgeClient
 
@@ -173,4 +173,4 @@ def _cache_path(url: str, cache: str | None) -> Path:
     if cache is not None:
         return Path(cache).expanduser()
     suffix = hashlib.sha256(url.encode()).hexdigest()[:12]
-    return Path(tempfile.gettempdir()) / f"verl-judge-{os.getuid()}-{suffix}.sqlite"
+    return get_user_folder() / f"judge-{suffix}.sqlite"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
+from verl.private_files import get_user_folder
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import WeightBucket, unpack
 
@@ -316,6 +317,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 def environment(settings: VllmSettings) -> dict[str, str]:
     """Return variables that vLLM reads at import, except those that the user has set."""
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
+    wanted["VLLM_RPC_BASE_PATH"] = str(get_user_folder())  # its sockets accept pickles from whoever can open them
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # AsyncLLM has an engine process either way; this keeps the model in it instead of in a third process.
