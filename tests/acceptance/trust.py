@@ -3,8 +3,12 @@
 1. Malicious models, data, settings and checkpoints, each opened as a user would: no canary file may be created.
 2. A real run with vLLM, and /proc/net/tcp* read while it lasts: its processes listen on loopback alone, Ray's services
    refuse a call without the run's token, no page is served without it, and the token is in no file and no command line.
-3. Twelve secrets in the environment, settings, command line, URLs and tracebacks of that run, and of others that fail:
-   they are in nothing that was printed, written or logged, nor in the command line of any other process.
+3. More than a hundred secrets in the environment, settings, command line, URLs and tracebacks of that run, and of
+   others that fail: they are in nothing that was printed, written or logged, nor in the command line of any other
+   process. Ordinary settings next to them stay readable.
+4. A second user of the machine (only as root, which can act as one), while the run lasts: takes the names that the run
+   would use in the temporary folder, and tries to read, lock, replace and delete its files, sockets, shared memory and
+   processes. Nothing works, and the run is not disturbed.
 
 `--short`: the run of transformers instead of vLLM, and two of the four that fail.
 """
@@ -15,6 +19,7 @@ import argparse
 import contextlib
 import http.client
 import io
+import json
 import os
 import re
 import subprocess
@@ -31,10 +36,13 @@ from typing import Any
 
 from _common import ROOT, finish, sized_for_addition
 from _malicious import ARTEFACTS, CommandFailedError, control, remove
+from _second_user import Attempts, attack, is_possible, plant
+from secret_samples import ORDINARY_NAMES, POSITION_SECRET, SECRET_KEYS, SECRET_NAMES, SECRET_POSITIONS
 
 from verl.demo.assets import make_assets
 
 LISTEN, SILENT = "0A", 0
+ATTACK_EVERY_S = 5.0
 BARE = ("TrainWorker", "VLLM::")
 """Processes whose sockets of gloo lie among those of Ray, know no token, and are not to be disturbed."""
 PAGES = (
@@ -56,15 +64,20 @@ CALLS = (
     "/ray.rpc.ReporterService/GetTraceback",
 )
 REWARD = """
-import os
+import os, zlib
+NAMES = sorted(name for name, value in os.environ.items() if "canary-" in value)
 def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
-    if hash(solution_str) % 3 == 0:
-        raise ValueError(f"cannot reach {kwargs['url']} with {kwargs['api_key']} or {os.environ['CANARY_DB_PASSWORD']}")
+    number = zlib.crc32(solution_str.encode())
+    if number % 3 == 0:
+        secret = os.environ[NAMES[number % len(NAMES)]]
+        raise ValueError(f"cannot reach {kwargs['url']} with {kwargs['api_key']}, {secret} or {secret!r}")
     return float(solution_str.strip() == str(ground_truth))
 """
 SAMPLER = """
-import os
-raise RuntimeError(f"login {os.environ['HF_TOKEN']} at https://bob:canary-sampler-0012@host/ failed")
+import os, pathlib
+text = pathlib.Path(__file__).with_name("leaky.txt").read_text()
+secrets = [value for value in os.environ.values() if "canary-" in value]
+raise RuntimeError(f"login {os.environ['HF_TOKEN']} failed for {secrets}\\n{text}")
 """
 SECRETS = {
     # in the environment
@@ -84,6 +97,16 @@ SECRETS = {
     "path of data with a password": "canary-path-0011",
     "traceback of a user's module": "canary-sampler-0012",
 }
+NAMED = {name: f"canary-named-{number:04d}" for number, name in enumerate(SECRET_NAMES) if name not in SECRETS}
+NAMED["PGPASSWORD"] = "canary-\"quoted'-0100"
+NAMED["SSH_PRIVATE_KEY_BASE64"] = "canary-line-one-0101\ncanary-line-two-0102\n"
+SHAPED = {f"key of {name}": value for name, value in SECRET_KEYS.items()}
+PLACED = {
+    f"position: {name}": text.replace(POSITION_SECRET, f"canary-{number:04d}-placed")
+    for number, (name, text) in enumerate(SECRET_POSITIONS.items())
+}
+ALL_SECRETS = SECRETS | NAMED | SHAPED | {name: f"canary-{n:04d}-placed" for n, name in enumerate(PLACED)}
+ORDINARY = {name: f"ordinary-{number:04d}" for number, name in enumerate(ORDINARY_NAMES)}
 
 
 def main() -> None:
@@ -91,8 +114,9 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="transformers instead of vLLM, and fewer runs that fail")
     parser.add_argument("--artefacts", action="store_true", help="the first part only")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="verl-trust-") as directory:
+    with tempfile.TemporaryDirectory(prefix="trust-") as directory:
         folder = Path(directory)
+        folder.chmod(0o755)  # as a home or scratch folder that others can look into
         ran, outcomes = artefacts(folder)
         refused = sum(outcome != "harmless" for outcome in outcomes.values())
         figures: dict[str, Any] = {"artefacts": len(outcomes), "refused": refused, "ran": ran}
@@ -103,6 +127,8 @@ def main() -> None:
     found, wrong = leaks(seen, failures), seen.wrong + failures.wrong
     for place in found:
         print(f"LEAK: {place}")
+    for line in sorted(seen.attempts.worked):
+        print(f"A SECOND USER COULD {line}")
     for line in sorted(seen.outside):
         print(f"OUTSIDE: {line}")
     finish(
@@ -116,7 +142,9 @@ def main() -> None:
         pages_refused=seen.pages_refused,
         pages_served=len(seen.pages_served),
         answered_with_token=seen.answered_with_token,
-        secrets=len(SECRETS),
+        second_user_attempts=seen.attempts.count,
+        second_user_successes=len(seen.attempts.worked),
+        secrets=len(ALL_SECRETS),
         places_searched=len(seen.texts) + len(failures.texts),
         leaks=len(found),
         wrong=wrong,
@@ -165,6 +193,7 @@ class Seen:
     token: str = ""
     texts: dict[str, bytes] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
+    attempts: Attempts = field(default_factory=Attempts)
 
 
 def whole_run(folder: Path, engine: str) -> Seen:
@@ -172,10 +201,14 @@ def whole_run(folder: Path, engine: str) -> Seen:
     make_assets(assets)
     (folder / "reward.py").write_text(REWARD)
     values = list(SECRETS.values())
+    more = "".join(
+        f"      {json.dumps(name)}: {json.dumps(value)}\n" for name, value in (NAMED | ORDINARY | PLACED).items()
+    )
     (folder / "secret.yaml").write_text(
         "reward:\n  max_failure_rate: 0.99\n  custom_reward_function:\n"
         f"    path: {folder / 'reward.py'}\n    reward_kwargs:\n      api_key: {values[5]}\n"
         f"      login: {{user: ann, password: {values[6]}}}\n      url: https://ann:{values[7]}@judge.invalid/v1\n"
+        f"{more}"
     )
     command = [sys.executable, "-m", "verl", "train", "--config-path", str(folder), "--config-name", "secret"]
     command += sized_for_addition(assets)
@@ -192,12 +225,17 @@ def whole_run(folder: Path, engine: str) -> Seen:
         f"+reward.custom_reward_function.reward_kwargs.mirror='https://mirror.invalid/x?api_key={values[9]}'",
     ]
     environment = {key: value for key, value in os.environ.items() if not key.startswith("RAY_AUTH")}
-    environment |= {name: value for name, value in SECRETS.items() if name.isupper()}
+    environment |= {name: value for name, value in (SECRETS | NAMED).items() if name.isupper() or name in NAMED}
+    environment["TMPDIR"] = str(folder / "t")  # short: the path of a socket has at most 107 characters
+    (folder / "t").mkdir()
+    (folder / "t").chmod(0o1777)
+    if is_possible():
+        plant(folder / "t")
     seen = Seen()
     with (folder / "out.txt").open("wb") as out, (folder / "err.txt").open("wb") as err:
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=err)
         try:
-            sessions = watch(process, seen)
+            sessions = watch(process, seen, assets / "run", folder / "t")
         finally:
             if process.poll() is None:
                 process.kill()
@@ -215,6 +253,8 @@ def whole_run(folder: Path, engine: str) -> Seen:
             "a page was served": bool(seen.pages_served),
             "no call was refused": not seen.calls_refused,
             "nobody answers with the token": not seen.answered_with_token,
+            "a second user was not kept out": bool(seen.attempts.worked),
+            "no second user tried": is_possible() and seen.attempts.count < 100,
         }.items()
         if wrong
     ]
@@ -226,10 +266,10 @@ def is_closed(path: Path) -> bool:
     return any(parent.stat().st_mode & 0o077 == 0 for parent in path.parents)
 
 
-def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
+def watch(process: subprocess.Popen[bytes], seen: Seen, run: Path, temporary: Path) -> list[Path]:
     """Look at the run until it ends; the folders of its Ray sessions."""
     sessions: set[Path] = set()
-    deadline = time.monotonic() + 1200
+    deadline, next_attack = time.monotonic() + 1200, 0.0
     while process.poll() is None and time.monotonic() < deadline:
         pids = descendants(process.pid)
         listening = {each for pid in pids for each in listeners(pid)}
@@ -243,7 +283,12 @@ def watch(process: subprocess.Popen[bytes], seen: Seen) -> list[Path]:
             seen.token = seen.token or variable(pid, "RAY_AUTH_TOKEN")
         workers = sum(b"TrainWorker" in cmdline(pid) for pid in pids)
         if workers and len(listening) > 8 and not (seen.calls_refused and seen.answered_with_token):
+            if is_possible():
+                seen.attempts.add(attack(run, temporary, pids))
             knock(sorted({port for _, port, name in listening if not any(each in name for each in BARE)}), seen)
+        if is_possible() and any(run.glob("global_step_*")) and time.monotonic() > next_attack:
+            seen.attempts.add(attack(run, temporary, pids))
+            next_attack = time.monotonic() + ATTACK_EVERY_S
         time.sleep(0.3)
     return sorted(sessions)
 
@@ -360,8 +405,16 @@ def ask(channel: Any, call: str, *metadata: tuple[str, str]) -> str:
 def failing_runs(folder: Path, only: Sequence[str] = ()) -> Seen:
     """Settings printed, a path with a password that is not there, a module of the user's that raises at import."""
     (folder / "leaky_sampler.py").write_text(SAMPLER)
+    lines = [
+        SECRETS["traceback of a user's module"].join(["https://bob:", "@host/"]),
+        *PLACED.values(),
+        *SHAPED.values(),
+    ]
+    (folder / "leaky.txt").write_text("\n".join(lines))
     values = list(SECRETS.values())
-    environment = os.environ | {name: value for name, value in SECRETS.items() if name.isupper()}
+    environment = os.environ | {
+        name: value for name, value in (SECRETS | NAMED).items() if name.isupper() or name in NAMED
+    }
     environment["PYTHONPATH"] = f"{folder}{os.pathsep}{environment.get('PYTHONPATH', '')}"
     secret = f"+reward.custom_reward_function.reward_kwargs.service_token={values[8]}"
     assets = folder / "assets"
@@ -379,8 +432,9 @@ def failing_runs(folder: Path, only: Sequence[str] = ()) -> Seen:
         )
         seen.texts[f"{name}: stdout"], seen.texts[f"{name}: stderr"] = done.stdout, done.stderr
         text = (done.stdout + done.stderr).decode()
-        if done.returncode != code or "***" not in text:
-            seen.wrong.append(f"{name}: ended with {done.returncode}, expected {code}")
+        hidden = [value for value in ORDINARY.values() if value not in text] if name == "config" else []
+        if done.returncode != code or "***" not in text or hidden:
+            seen.wrong.append(f"{name}: ended with {done.returncode}, expected {code}; hides {hidden}")
             print(f"{seen.wrong[-1]}:\n{text[-1500:]}")
     return seen
 
@@ -397,13 +451,14 @@ def texts_of(places: Iterable[Path]) -> dict[str, bytes]:
 
 def leaks(*all_seen: Seen) -> list[str]:
     """Where a secret stands: the canaries, and the token of the run."""
-    secrets = SECRETS | {f"Ray's token {n}": seen.token for n, seen in enumerate(all_seen) if seen.token}
+    secrets = ALL_SECRETS | {f"Ray's token {n}": seen.token for n, seen in enumerate(all_seen) if seen.token}
+    lines = {(name, line) for name, value in secrets.items() for line in value.splitlines() if "PRIVATE" not in line}
     return [
         f"{name} in {place}"
         for seen in all_seen
         for place, text in seen.texts.items()
-        for name, value in secrets.items()
-        if value.encode() in text
+        for name, line in lines
+        if line.encode() in text
     ]
 
 
