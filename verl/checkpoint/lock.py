@@ -56,6 +56,11 @@ def check_run(root: Path, run_id: str) -> None:
         host, description, current = _parse((root / LOCK).read_bytes())
     except FileNotFoundError:  # deleted by hand, and nobody has come since
         return
+    except OSError as error:
+        raise CheckpointError(
+            f"{root / LOCK}: cannot be read ({error.strerror}), so another run may use this folder, and nothing was "
+            "written. If it is not a file of yours, remove it, and rerun the command to resume."
+        ) from error
     if current and current != run_id:
         raise CheckpointError(
             f"{root}: another run has taken this folder over, on {host}, {description} ({LOCK} names it), so nothing "

@@ -61,8 +61,7 @@ class CheckpointDir:
     def begin(self, step: int) -> Path:
         """Create an empty directory for `step`, and delete what interrupted saves have left."""
         directory = self.step_dir(step)
-        with map_os_errors(directory):
-            self._check_run(self._run_id)
+        self._check_run(self._run_id)
         self.save_id = f"{self._run_id}-{secrets.token_hex(4)}"
         for leftover in {step, *(other for other in self._all() if self._is_leftover(other))}:
             self._remove(leftover)
@@ -173,7 +172,7 @@ class CheckpointDir:
             raise CheckpointError(
                 f"checkpoint {directory}: was not committed, because this save is stale: another one has replaced or "
                 f"removed the directory since (its {MARK} does not name save {save_id}). Check that only one run uses "
-                f"{self.root}."
+                f"{self.root}, and that all machines see the same directory."
             )
 
     def _all(self) -> list[int]:
