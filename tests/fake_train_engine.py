@@ -96,6 +96,9 @@ class FakeTrainEngine:
     def copy_weights_from(self, other: Any, ratio: float = 1.0) -> None:
         self.table.data.lerp_(other.table.data, ratio)
 
+    def find_divergence(self) -> str:
+        return "" if bool(self.table.isfinite().all()) else "weights are not finite: table"
+
     def state(self) -> dict[str, Any]:
         moments = self.optimizer.state.get(self.table) or {
             "step": torch.zeros(()),

@@ -6,6 +6,7 @@ VerlError
 ├── RewardError                the reward function cannot be loaded, or failed
 ├── WeightSyncError            an engine does not have the weights that the trainer sent
 ├── CheckpointError            a checkpoint is incomplete, corrupt, or does not fit the model
+├── DivergenceError            training has diverged: weights or gradients are not finite
 └── EngineError                an engine died, rejected a request, or timed out
     └── ProcessLostError       the process behind a call is gone: its work can be repeated elsewhere
         ├── WorkerTimeoutError the process has not replied before its deadline; it may still run
@@ -48,6 +49,10 @@ class WeightSyncError(VerlError):
 
 class CheckpointError(VerlError):
     """A checkpoint is incomplete, corrupt, or does not fit the model."""
+
+
+class DivergenceError(VerlError):
+    """Training has diverged: weights, log-probs or gradients are not finite."""
 
 
 class EngineError(VerlError):

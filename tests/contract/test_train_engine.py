@@ -268,6 +268,24 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_counted(engine):
     assert not any(torch.equal(tensor, before[name]) for name, tensor in engine.weights())
 
 
+def test_a_weight_that_is_not_finite_is_named_as_divergence(make):
+    checked, other = make(), make()
+    assert checked.find_divergence() == ""
+    assert checked.update([mini_batch()], objective(checked)) == other.update([mini_batch()], objective(other))
+    state = checked.state()
+    state["model"] = {name: torch.full_like(value, math.nan) for name, value in state["model"].items()}
+    checked.load_state(state)
+    assert checked.find_divergence().startswith("weights are not finite: ")
+
+
+def test_a_model_whose_gradient_overflows_has_diverged(group, tmp_path):
+    engine = fsdp(tied=False)(tmp_path / "model")
+    state = engine.state()
+    state["model"] = {name: value.clone().fill_(1e30) for name, value in state["model"].items()}
+    engine.load_state(state)
+    assert "the norm of a gradient is" in engine.find_divergence()
+
+
 def test_a_mini_batch_without_generated_tokens_is_skipped(engine):
     batch = mini_batch()
     before = {name: tensor.clone() for name, tensor in engine.weights()}

@@ -39,6 +39,10 @@ class SFTModel:
         total, tokens = self.engine.gather(mine).sum(0).tolist()
         return total, tokens
 
+    def engines(self) -> dict[str, TrainEngine[Any]]:
+        """Return the engine by its folder in a checkpoint."""
+        return {"actor": self.engine}
+
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint holds, in the same folder as a policy, so that the same tools read both."""
         return select_contents({"actor": self.engine.state()}, contents)

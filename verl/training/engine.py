@@ -81,6 +81,10 @@ class TrainEngine(Protocol[Output]):
         """Move the weights toward those of another engine with the same model and sharding; by default all the way."""
         ...
 
+    def find_divergence(self) -> str:
+        """Return what is not finite: weights, or the gradient of a probe; empty if training can continue from them."""
+        ...
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold: sharded model and optimizer state, schedule, random states."""
         ...

@@ -24,7 +24,8 @@ from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
-from verl.errors import EngineError
+from verl.errors import DivergenceError, EngineError
+from verl.training.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
@@ -296,10 +297,8 @@ class FsdpEngine:
     def _step(self, lr: float, *, has_tokens: bool) -> tuple[float, bool]:
         """Clip and step, unless there are no tokens or the gradient is not finite: (gradient norm, has stepped)."""
         assert self.optimizer is not None
-        grads = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
-        total = torch.nn.utils.get_total_norm(grads)
-        scale = self._scaler.scale
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total) / scale
+        grads, scale = self._grads(), self._scaler.scale
+        norm = compute_norm(grads) / scale
         self._record(is_finite=math.isfinite(norm))
         should_step = has_tokens and math.isfinite(norm)
         if should_step:
@@ -314,15 +313,30 @@ class FsdpEngine:
         self.optimizer.zero_grad(set_to_none=True)
         return norm, should_step
 
+    def find_divergence(self) -> str:
+        """Return what is not finite: weights, or the gradient of a probe; empty if training can continue."""
+        with self._weights.on_device():
+            problem = describe_nonfinite(self.model.named_parameters())
+            if problem or self.optimizer is None:
+                return problem
+            self.model.eval()
+            self._run(make_probe(self.model.hf.config.get_text_config().vocab_size))[0].sum().backward()
+            norm = compute_norm(self._grads())
+            self.optimizer.zero_grad(set_to_none=True)
+        return "" if math.isfinite(norm) else f"the weights are finite, but the norm of a gradient is {norm}"
+
+    def _grads(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
+
     def _record(self, *, is_finite: bool) -> None:
         """Count skipped steps, and adjust the scale of the loss; raise if too many steps in a row are skipped."""
         self._scaler.record(is_finite=is_finite)
         self._skipped_steps = 0 if is_finite else self._skipped_steps + 1
         if self._skipped_steps > self.settings.max_skipped_steps:
-            raise EngineError(
-                f"{self.settings.role}: the gradient was not finite in {self._skipped_steps} updates in a row: the "
-                "model is probably broken. Resume from an earlier checkpoint with a lower learning rate (optim.lr), or "
-                "increase trainer.faults.max_skipped_steps if this is expected"
+            raise DivergenceError(
+                f"train worker: {self.settings.role}: training has diverged: the gradient was not finite in "
+                f"{self._skipped_steps} updates in a row. Rerun with a lower learning rate (optim.lr) to resume from "
+                "the last checkpoint, or increase trainer.faults.max_skipped_steps if this is expected."
             )
 
     def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:

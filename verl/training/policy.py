@@ -134,7 +134,7 @@ class PolicyTrainer:
         `contents` names what to save per folder (model, optimizer, extra); everything for folders that it lacks.
         """
         frozen = {"reference"} if self.algorithm.ref_update_freq <= 0 else set()
-        states = {folder: engine.state() for folder, engine in self._engines().items() if folder not in frozen}
+        states = {folder: engine.state() for folder, engine in self.engines().items() if folder not in frozen}
         beta = 0.0 if self._reward_kl is None else self._reward_kl.beta
         states["actor"] = {**states["actor"], "policy": {"steps": self._steps, "kl_beta": beta}}
         return select_contents(states, contents)
@@ -145,10 +145,10 @@ class PolicyTrainer:
             self._steps = int(policy["steps"])
             if self._reward_kl is not None and self._reward_kl.adaptive and policy["kl_beta"]:
                 self._reward_kl = replace(self._reward_kl, beta=float(policy["kl_beta"]))
-        for folder, engine in self._engines().items():
+        for folder, engine in self.engines().items():
             engine.load_state(states.get(folder, {}))
 
-    def _engines(self) -> dict[str, TrainEngine[Any]]:
+    def engines(self) -> dict[str, TrainEngine[Any]]:
         """Return the engines by their folder in a checkpoint."""
         prime = None if self.prime is None else self.prime.model
         engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": self.reference}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, TypeVar, cast
 
-from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
+from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
 
 T = TypeVar("T")
 
@@ -208,6 +209,7 @@ class WeightSync:
             self._source.compute_logprobs(self._probe.sequences),
             asyncio.gather(*(self._run_probe(index) for index in indices), return_exceptions=True),
         )
+        _check_finite(expected, version)
         previous, self._expected = self._expected, expected
         replies = self._drop_lost(indices, outcomes)
         gap = self._compare(replies, version, previous)
@@ -242,6 +244,16 @@ class WeightSync:
             if isinstance(outcome, BaseException):
                 raise outcome
         return cast(dict[int, T], kept)
+
+
+def _check_finite(trainer: Sequence[Sequence[float]], version: int) -> None:
+    """Raise if the trained model itself is broken: no engine could hold weights that verify."""
+    if not all(math.isfinite(value) for sequence in trainer for value in sequence):
+        raise DivergenceError(
+            f"train worker: actor: training has diverged: log-probs of version {version} are not finite, computed by "
+            "the trainer itself. The weight sync is not the cause. Earlier checkpoints are intact. Rerun with a lower "
+            "learning rate (actor_rollout_ref.actor.optim.lr) to resume from the last one."
+        )
 
 
 def compare_logprobs(

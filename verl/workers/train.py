@@ -14,7 +14,7 @@ from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_obj
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadlines
 from verl.data.plan import Plan, RankPlan
-from verl.errors import CheckpointError, EngineError
+from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.tracking.metrics import resident_gib
 from verl.training.settings import FsdpSettings
 
@@ -45,7 +45,11 @@ class RankSettings:
 
 
 class Checkpointable(Protocol):
-    """What a rank trains. Both methods are collective."""
+    """What a rank trains. `states` and `load_states` are collective."""
+
+    def engines(self) -> Mapping[str, Any]:
+        """Return the `TrainEngine`s by their folder in a checkpoint."""
+        ...
 
     def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
         """Return the state to be saved, by checkpoint folder."""
@@ -96,8 +100,16 @@ class BaseTrainWorker:
         close_process_group()
 
     def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
-        """Copy the state and write it in the background; see `poll_save`."""
+        """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved."""
         states = self._trained.states(self._settings.save_contents)
+        engines = self._trained.engines()
+        for folder in states:
+            if problem := engines[folder].find_divergence():
+                raise DivergenceError(
+                    f"train worker: {folder}: training has diverged: {problem}. Nothing was saved in {directory}; "
+                    "earlier checkpoints are intact. Rerun with a lower learning rate (optim.lr) to resume from the "
+                    "last one."
+                )
         finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
         self._writer.start(states, Path(directory), trainer, finishing)
 

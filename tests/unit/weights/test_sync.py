@@ -1,10 +1,11 @@
 """A weight sync ends only when the probe has verified every engine."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
 
-from verl.errors import ProcessLostError, TrainerLostError, WeightSyncError
+from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
 from verl.weights.sync import DeviceTransport, HostTransport, Probe, Transport, WeightSync, compare_logprobs
 
 pytestmark = pytest.mark.unit
@@ -65,6 +66,13 @@ class StaticMembership:
 
 def make_sync(model: Model, engines: Sequence[Engine], transport: Transport) -> WeightSync:
     return WeightSync(model, engines, transport, PROBE, StaticMembership(len(engines)))
+
+
+async def test_a_trainer_that_has_diverged_is_named_instead_of_the_engines() -> None:
+    model = Model()
+    model.weight = math.nan
+    with pytest.raises(DivergenceError, match="train worker: actor: training has diverged: log-probs of version 3"):
+        await make_sync(model, [Engine()], HostTransport()).sync(3)
 
 
 async def test_every_engine_gets_the_weights_and_the_version() -> None:
