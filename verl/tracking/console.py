@@ -6,6 +6,7 @@ the columns that fit their width; all metrics are in metrics.jsonl.
 
 from __future__ import annotations
 
+import errno
 from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -147,7 +148,11 @@ class Console:
         return [column for column in columns if column in shown]
 
     def _write(self, line: Text) -> None:
-        self._out.print(line, soft_wrap=True)  # never folded
+        try:
+            self._out.print(line, soft_wrap=True)  # never folded
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk below a redirection: the line is lost
+                raise
 
 
 def _cell(column: _Column, metrics: Mapping[str, float]) -> Text:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from verl.private_files import make_folder
 from verl.redaction import redact_settings
+from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 
 
@@ -72,12 +73,20 @@ class JsonlSink:
             path.rename(next(p for n in range(1, 10**6) if not (p := folder / f"metrics-{n}.jsonl").exists()))
         elif path.exists():
             _truncate_after(path, resumed_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path, self._file = path, path.open("ab", buffering=0)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         record = {"step": step, "time": round(time.time(), 3)} | {name: _jsonable(v) for name, v in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        rest, end = (
+            memoryview(f"{json.dumps(record, allow_nan=False)}\n".encode()),
+            os.fstat(self._file.fileno()).st_size,
+        )
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(end)  # no part of a line stays
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
 
     def close(self) -> None:
         self._file.close()
@@ -89,14 +98,19 @@ class WandbSink:
     def __init__(self, run: RunInfo) -> None:
         import wandb
 
-        self._run = wandb.init(
-            project=run.project,
-            name=run.name,
-            dir=run.folder,
-            config=dict(run.settings),
-            resume="auto" if run.resumed_step is not None else None,
-            settings=wandb.Settings(https_proxy=run.wandb_proxy) if run.wandb_proxy else None,
-        )
+        try:
+            self._run = wandb.init(
+                project=run.project,
+                name=run.name,
+                dir=run.folder,
+                config=dict(run.settings),
+                resume="auto" if run.resumed_step is not None else None,
+                settings=wandb.Settings(https_proxy=run.wandb_proxy) if run.wandb_proxy else None,
+            )
+        except Exception as error:
+            if type(error).__name__ == "CommError":  # of `wandb.errors`: the service cannot be reached
+                raise ConnectionError(str(error)) from error
+            raise
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -137,19 +151,27 @@ class Sinks:
             sink.close()
 
 
-_OPENERS: dict[str, Callable[[RunInfo, Console], Sink]] = {
-    "console": lambda run, console: ConsoleSink(console),
-    "jsonl": lambda run, console: JsonlSink(run.folder, run.resumed_step),
-    "tensorboard": lambda run, console: TensorboardSink(run),
-    "wandb": lambda run, console: WandbSink(run),
+_OPENERS: dict[str, Callable[[RunInfo], Sink]] = {
+    "jsonl": lambda run: JsonlSink(run.folder, run.resumed_step),
+    "tensorboard": TensorboardSink,
+    "wandb": WandbSink,
 }
+_FIXES = {"wandb": "Check the network and https://status.wandb.com, or set WANDB_MODE=offline and upload later."}
+
+
+def _open_sink(name: str, run: RunInfo, console: Console) -> Sink:
+    if name == "console":
+        return ConsoleSink(console)
+    path = run.folder / {"jsonl": "metrics.jsonl"}.get(name, name)
+    fix = _FIXES.get(name, f"Check that {path.parent} is writable, and free space on its disk (df -h {path.parent}).")
+    return BufferedSink(lambda: _OPENERS[name](run), name if name in _FIXES else str(path), fix, console)
 
 
 def open_sinks(names: Sequence[str], run: RunInfo, console: Console | None = None) -> Sinks:
     """Open the metric loggers of `trainer.logger`, with secrets redacted from the settings; `none` is not opened."""
     console = console or Console(run.total_steps)
     run = replace(run, settings=redact_settings(run.settings))
-    return Sinks([_OPENERS[name](run, console) for name in dict.fromkeys(names) if name != "none"])
+    return Sinks([_open_sink(name, run, console) for name in dict.fromkeys(names) if name != "none"])
 
 
 def _truncate_after(path: Path, step: int | None) -> None:

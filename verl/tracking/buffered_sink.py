@@ -1,0 +1,89 @@
+"""A metric logger that fails without ending the run: its records are kept, and written when it works again."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from verl.redaction import redact
+from verl.tracking.console import Console
+
+if TYPE_CHECKING:
+    from verl.tracking.sinks import Sink
+
+MAX_RECORDS = 10_000
+FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0
+
+
+class BufferedSink:
+    """Passes records on to a metric logger. Those that it does not take are kept, up to `MAX_RECORDS` of them.
+
+    They are tried again with later records, after a pause that doubles: a tracker that does not respond may take long
+    to fail. An outage is reported once, with what to do, and so is its end. `open_sink` may fail with an `OSError`, and
+    is then called again, too.
+    """
+
+    def __init__(
+        self,
+        open_sink: Callable[[], Sink],
+        name: str,
+        fix: str,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._open, self._name, self._fix, self._console, self._clock = open_sink, name, fix, console, clock
+        self._sink: Sink | None = None
+        self._records: deque[tuple[dict[str, float], int]] = deque()
+        self._failures = self._dropped = 0
+        self._retry_at = 0.0
+        try:
+            self._sink = open_sink()
+        except OSError as error:
+            self._report(error)
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        self._records.append((dict(metrics), step))
+        if len(self._records) > MAX_RECORDS:
+            self._records.popleft()
+            self._dropped += 1
+        if not self._failures or self._clock() >= self._retry_at:
+            self._flush()
+
+    def close(self) -> None:
+        """Write what is left, if possible; report what is lost."""
+        self._flush()
+        if lost := len(self._records) + self._dropped:
+            self._console.advice(f"{self._name}: {lost:,} records were lost, because it did not work until the end")
+        try:
+            if self._sink is not None:
+                self._sink.close()
+        except Exception as error:  # noqa: BLE001 - must not change how the run ends
+            self._console.advice(redact(f"{self._name}: was not closed properly: {error!r}"))
+
+    def _flush(self) -> None:
+        try:
+            if self._sink is None:
+                self._sink = self._open()
+            while self._records:
+                self._sink.log(*self._records[0])
+                self._records.popleft()
+        except Exception as error:  # noqa: BLE001 - third-party code; metrics are not worth the run
+            return self._report(error)
+        if self._failures:
+            dropped = f"; {self._dropped:,} records were dropped" if self._dropped else ""
+            self._console.note(f"{self._name}: works again, and has the records of the time without it{dropped}")
+            self._failures = self._dropped = 0
+
+    def _report(self, error: Exception) -> None:
+        self._retry_at = self._clock() + min(FIRST_PAUSE_S * 2**self._failures, MAX_PAUSE_S)
+        self._failures += 1
+        if self._failures == 1:
+            self._console.advice(
+                redact(
+                    f"{self._name}: cannot be written: {str(error) or repr(error)}. Training continues, and up to "
+                    f"{MAX_RECORDS:,} records are kept until it works again. {self._fix}"
+                )
+            )
