@@ -129,6 +129,14 @@ def test_turns_are_given_one_after_the_other_to_all_who_share_the_file(tmp_path:
     assert JudgeCache(tmp_path / "judge.sqlite", "b").reserve_turn(1000.0) == 0, "another endpoint has its own turns"
 
 
+def test_a_clock_that_was_a_day_ahead_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, now = JudgeCache(tmp_path / "judge.sqlite", "a"), time.time()
+    with monkeypatch.context() as ahead:
+        ahead.setattr(time, "time", lambda: now + 86_400)
+        cache.reserve_turn(10.0)
+    assert cache.reserve_turn(10.0) <= 10.0
+
+
 def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: Path) -> None:
     one, other = (JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(2))
     one.delay_turns(5000.0)
@@ -148,6 +156,8 @@ def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
     seconds = _parse_retry_after({"Retry-After": formatdate(time.time() + 5000, usegmt=True)})
     assert seconds is not None
     assert 4000 < seconds <= 5001
+    later = {"Retry-After": "Fri, 01 Jan 1999 00:00:09 GMT", "Date": "Fri, 01 Jan 1999 00:00:02 GMT"}
+    assert _parse_retry_after(later) == 7.0, "by the clock of the service"
 
 
 def test_an_unusable_file_is_named_with_the_fix(tmp_path: Path) -> None:

@@ -139,13 +139,15 @@ def _find_proxy(url: str, *, has_key: bool) -> str | None:
 
 
 def _parse_retry_after(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds in the Retry-After header, which holds seconds or a date."""
+    """Return the seconds in the Retry-After header: seconds, or a date by the clock of the service."""
     value = headers.get("Retry-After", "")
     try:
         return max(0.0, float(value))
     except ValueError:
         pass
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+        now = headers.get("Date") or email.utils.formatdate(time.time(), usegmt=True)
+        seconds = email.utils.parsedate_to_datetime(value) - email.utils.parsedate_to_datetime(now)
+        return max(0.0, seconds.total_seconds())
     except (TypeError, ValueError):
         return None
