@@ -6,6 +6,7 @@ VerlError
 ├── RewardError                the reward function cannot be loaded, or failed
 ├── WeightSyncError            an engine does not have the weights that the trainer sent
 ├── CheckpointError            a checkpoint is incomplete, corrupt, or does not fit the model
+├── StorageError               the object store, and the disk that it spills to, are full
 ├── DivergenceError            training has diverged: weights or gradients are not finite
 └── EngineError                an engine died, rejected a request, or timed out
     └── ProcessLostError       the process behind a call is gone: its work can be repeated elsewhere
@@ -49,6 +50,10 @@ class WeightSyncError(VerlError):
 
 class CheckpointError(VerlError):
     """A checkpoint is incomplete, corrupt, or does not fit the model."""
+
+
+class StorageError(VerlError):
+    """The object store is full, and so is the disk to which it spills."""
 
 
 class DivergenceError(VerlError):

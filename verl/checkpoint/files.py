@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Iterator
@@ -104,3 +105,11 @@ def add_path_to_errors(path: Path) -> Iterator[None]:
         if error.filename is None:
             error.filename = str(path)
         raise
+
+
+def suggest_disk_fix(directory: Path, error: OSError) -> str:
+    """Return what to do about a checkpoint directory that cannot be written, for the end of a message."""
+    fix = f"Check that {directory.parent} is writable and has space"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        fix = f"Free space on the disk of {directory.parent}: delete old checkpoints, and set trainer.max_ckpts_to_keep"
+    return f"Earlier checkpoints are intact. {fix}, and rerun the command to resume."

@@ -27,6 +27,7 @@ from verl.checkpoint.files import (
     compute_checksum,
     make_directory,
     replace,
+    suggest_disk_fix,
     sync_directory,
     write,
 )
@@ -269,6 +270,5 @@ def map_os_errors(directory: Path, verb: str = "written") -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"checkpoint {directory}: cannot be {verb}: {error}. Earlier checkpoints are intact. Check that "
-            f"{directory.parent} is writable and has space, and rerun."
+            f"checkpoint {directory}: cannot be {verb}: {error}. {suggest_disk_fix(directory, error)}"
         ) from error

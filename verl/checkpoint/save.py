@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from verl.checkpoint.files import FileChecksum, make_directory
+from verl.checkpoint.files import FileChecksum, make_directory, suggest_disk_fix
 from verl.checkpoint.shards import (
     METADATA,
     Part,
@@ -143,8 +143,10 @@ def _run_on_all_ranks(
         outcome = work(), ""
     except Exception as error:  # noqa: BLE001 - raised again below, on every rank
         rank = dist.get_rank() if dist.is_initialized() else 0
-        known = isinstance(error, VerlError)
-        outcome = None, str(error) if known else f"checkpoint {directory}: cannot be {verb} by rank {rank}: {error}"
+        message = f"checkpoint {directory}: cannot be {verb} by rank {rank}: {error}"
+        if isinstance(error, OSError) and verb == "written":
+            message += f". {suggest_disk_fix(Path(directory).parent, error)}"
+        outcome = None, str(error) if isinstance(error, VerlError) else message
         cause = error
     outcomes: list[Any] = [outcome]
     if dist.is_initialized():

@@ -25,25 +25,15 @@ from verl.cluster.hangs.pending_calls import (
     track_call,
 )
 from verl.cluster.hangs.registry import register_actor
-from verl.cluster.local import LocalActor, LocalRef
-from verl.errors import ProcessLostError, VerlError, WorkerTimeoutError
+from verl.cluster.local import LocalActor
+from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
+from verl.errors import ProcessLostError, StorageError, VerlError, WorkerTimeoutError
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
 _PORTS = range(20_000, 32_000)  # below the ephemeral ports, which the system could hand out before a server listens
 
 A = TypeVar("A", bound="RemoteActor")
-
-
-def put(value: Any) -> Any:
-    """Put a value into the object store and return its reference."""
-    return ray.put(value) if ray.is_initialized() else LocalRef(value)
-
-
-def get_all(references: Sequence[Any], timeout: float) -> list[Any]:
-    """Return the referenced values. Blocks; raises `GetTimeoutError` after `timeout` seconds."""
-    local = [reference.get() for reference in references if isinstance(reference, LocalRef)]
-    return local if len(local) == len(references) else ray.get(list(references), timeout=timeout)
 
 
 def kill_actor(actor: Any, *, restarts: bool = False) -> None:
@@ -113,11 +103,15 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
     except RayTaskError as error:
         if isinstance(error.cause, VerlError):
             raise error.cause from None
+        if isinstance(error.cause, FULL_ERRORS):
+            raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
         if isinstance(error.cause, (ObjectLostError, RayActorError)):  # an object that it reads is lost with its owner
             raise ProcessLostError(
                 f"{target}: {action}: another process that it needs has died: {_summarize_death(error.cause)}"
             ) from error
         raise
+    except FULL_ERRORS as error:
+        raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
     except RayActorError as error:
         raise ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}") from error
 

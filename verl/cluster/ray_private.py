@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ray._private import ray_constants
+from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
 
@@ -15,6 +16,12 @@ def get_address_file() -> Path:
     `ray.init(address="auto")` reads it, too, but trusts it whatever its owner.
     """
     return Path(get_ray_address_file(None))
+
+
+def get_session_folder() -> str | None:
+    """Return the folder of logs, sockets and spilled objects of the cluster on this machine; None if unknown."""
+    node = ray_worker.global_worker.node
+    return None if node is None else str(node.get_session_dir_path())
 
 
 def load_auth_token() -> None:

@@ -33,6 +33,7 @@ class RLTrainer:
         self.buffer, self.planner, self.policy, self.weights = buffer, planner, policy, weights
         self.episodes, self.evaluator, self.console = episodes, evaluator, console
         self._diagnosis = Diagnosis()
+        self._weights_version: int | None = None  # of the train workers; None while they change
 
     async def step(self, version: int) -> Metrics:
         """One RL step: samples of `version` in, weights of `version + 1` in every engine out."""
@@ -49,7 +50,9 @@ class RLTrainer:
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
+                    self._weights_version = None
                     update = await self.policy.update(plan)
+                    self._weights_version = version + 1
             sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
         whole = {
             "data/position": self.buffer.position,
@@ -61,6 +64,7 @@ class RLTrainer:
         return Metrics.merge(self.buffer.metrics(), failures, plan.metrics, stats, update, sync, times, whole)
 
     async def begin(self, version: int) -> None:
+        self._weights_version = version
         await self.weights.sync(version)
 
     async def diagnose(self, metrics: Metrics, version: int) -> list[str]:
@@ -75,6 +79,9 @@ class RLTrainer:
 
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.buffer.state()}
+
+    def holds(self, version: int) -> bool:
+        return self._weights_version == version
 
     def _advise(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
-from verl.errors import TrainerLostError, WorkerTimeoutError
+from verl.errors import StorageError, TrainerLostError, WorkerTimeoutError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics
 from verl.tracking.sinks import Sink
@@ -64,6 +64,9 @@ class TrainTask(Protocol):
     def state(self, version: int) -> dict[str, Any]:
         """Return what a checkpoint holds in addition to the model: the position in the data."""
 
+    def holds(self, version: int) -> bool:
+        """Return whether the trained weights are certainly those of `version`, after a step that failed."""
+
 
 T_co = TypeVar("T_co", bound=TrainTask, covariant=True)
 
@@ -83,12 +86,14 @@ class TrainLoop(Generic[T_co]):
     ) -> None:
         self.task, self.schedule, self.checkpointer = task, schedule, checkpointer
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
+        self._first = version  # what the run has started from
+        self._state: dict[str, Any] | None = None  # of the task, before the step in progress
 
     async def fit(self, stop: StopController | None = None) -> None:
         """Run from the current version to the end of the schedule, or until `stop` says so.
 
         If a step fails, a checkpoint that is being written is finished first. Except after a timeout: a train worker
-        that did not reply would not reply to this call either.
+        that did not reply would not reply to this call either. If the object store is full, the run saves first.
         """
         if self.version >= self.schedule.total_steps:
             self.console.note(f"nothing left to do: {self.version} of {self.schedule.total_steps} steps are done")
@@ -100,6 +105,8 @@ class TrainLoop(Generic[T_co]):
                 raise
             with suppress(Exception):  # must not hide the error that ended the run
                 await self.checkpointer.finish()
+                if isinstance(error, StorageError):
+                    await self._save_before_exit()
             raise
 
     async def save(self) -> None:
@@ -129,7 +136,15 @@ class TrainLoop(Generic[T_co]):
                 done = f"saved and stopped after step {self.version}"
             self.console.note(f"{reason}: {done}; rerun the command to resume")
 
+    async def _save_before_exit(self) -> None:
+        """Save the weights before the step that failed, unless they are saved, or were being changed."""
+        is_new = self._state is not None and self.version not in (self.checkpointer.last, self._first)
+        if self.schedule.save_every != -1 and is_new and self.task.holds(self.version):
+            await self.checkpointer.save(self.version, self._state or {})
+            await self.checkpointer.finish()
+
     async def _step(self) -> None:
+        self._state = self.task.state(self.version)
         metrics = await self.task.step(self.version)
         self.version += 1
         self.tracker.log(metrics | self.restarts.metrics(), self.version)

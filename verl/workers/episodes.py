@@ -24,7 +24,7 @@ from verl.agents.episode import (
     skip_scoring,
     weighted_sum,
 )
-from verl.cluster.actors import RemoteActor, kill_actor, put
+from verl.cluster.actors import RemoteActor, kill_actor
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
@@ -35,6 +35,7 @@ from verl.cluster.hangs.pending_calls import (
     HeartbeatMonitor,
 )
 from verl.cluster.hangs.registry import report_failed_call
+from verl.cluster.object_store import put
 from verl.config.schema.root import Config
 from verl.data.chat import load_tokenizer
 from verl.data.dataset import PromptDataset, PromptOptions

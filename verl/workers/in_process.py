@@ -29,9 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verl.agents.episode import EpisodeRunner, EpisodeScorer, score_by_function
 from verl.algorithms.advantages import ESTIMATORS
 from verl.algorithms.settings import AlgorithmSettings, LossOptions
-from verl.cluster.actors import get_all
 from verl.cluster.hangs.pending_calls import UNLIMITED_S
 from verl.cluster.local import detect_local_device
+from verl.cluster.object_store import get_all
 from verl.custom_functions import load_function
 from verl.data.chat import encode_prompts
 from verl.data.dataset import extract_reward_fields

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
 
 from verl.algorithms.settings import AlgorithmSettings
-from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_objects, put
+from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_objects
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadlines
+from verl.cluster.object_store import put
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.tracking.metrics import resident_gib

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from verl.cluster.actors import ActorGroup, get_all, get_objects, kill_actor, put
+from verl.cluster.actors import ActorGroup, get_objects, kill_actor
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, UNLIMITED_S, CallTarget, Deadlines
 from verl.cluster.local import LocalPool
+from verl.cluster.object_store import get_all, put
 
 pytestmark = pytest.mark.unit
 
