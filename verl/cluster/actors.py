@@ -40,7 +40,7 @@ def kill_actor(actor: Any, *, restarts: bool = False) -> None:
     """Kill an actor's process; with `restarts` Ray starts a new one under the same handle."""
     if isinstance(actor, LocalActor):
         actor._exit()
-    else:
+    elif ray.is_initialized():  # else it has ended with the cluster, and Ray would start another one
         ray.kill(actor, no_restart=not restarts)
 
 

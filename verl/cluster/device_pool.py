@@ -15,7 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, track_call
 from verl.cluster.local import LocalPool
-from verl.cluster.session import require_resource
+from verl.cluster.session import is_connected, require_resource
 from verl.errors import EngineError
 
 _UNLIMITED_CONCURRENCY = 100_000
@@ -62,8 +62,9 @@ class DevicePool:
         return ray.remote(actor).options(**options).remote(*args)
 
     def close(self) -> None:
-        """Release the devices."""
-        remove_placement_group(self._group)
+        """Release the devices, unless that is left to the end of the connection: without a GCS it would not return."""
+        if ray.is_initialized() and not is_connected():
+            remove_placement_group(self._group)
 
 
 PlacementPool = DevicePool | LocalPool

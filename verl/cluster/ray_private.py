@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ray._private import ray_constants
+from ray._private import auto_init_hook, ray_constants
 from ray._private import worker as ray_worker
 from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 from ray._private.utils import get_ray_address_file
@@ -27,6 +27,11 @@ def get_session_folder() -> str | None:
 def load_auth_token() -> None:
     """Load this user's cluster token, if there is one, as `ray start` does and `ray.init` does not."""
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
+
+
+def disable_auto_init() -> None:
+    """Make calls without a connection fail, instead of starting another cluster."""
+    auto_init_hook.enable_auto_connect = False
 
 
 def allow_loopback() -> None:

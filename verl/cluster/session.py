@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -22,9 +23,10 @@ from verl.private_files import get_user_folder, make_folder
 
 START_ATTEMPTS = 2
 TERMINATED = 128 + signal.SIGTERM
-_PROBE_S = 5.0
+_PROBE_S, _RECONNECT_S = 5.0, 5.0
 _START_OPTIONS = ("num_cpus", "num_gpus", "resources", "object_store_memory")
 _is_ours = False  # this process was connected by `connect`
+_owns_cluster = False  # which it has started
 
 LOOPBACK = "127.0.0.1"
 _LOOPBACK_INTERFACE = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
@@ -59,7 +61,7 @@ def connect(options: Mapping[str, Any]) -> str:
     Returns:
         A note for the user on which cluster is used; empty if it was started here.
     """
-    global _is_ours
+    global _is_ours, _owns_cluster
     if ray.is_initialized():
         return "" if _is_ours else "using the Ray cluster that this program had started (ray_kwargs has no effect)"
     named = options.get("address") or os.environ.get("RAY_ADDRESS")
@@ -74,8 +76,31 @@ def connect(options: Mapping[str, Any]) -> str:
         if unused := [f"ray_kwargs.ray_init.{name}" for name in _START_OPTIONS if name in options]:
             note += f"; {', '.join(unused)}: no effect on an existing cluster"
         _join(address, {name: value for name, value in options.items() if name not in _START_OPTIONS})
-    _is_ours = True
+    _is_ours, _owns_cluster = True, not note
     return note
+
+
+async def reconnect(options: Mapping[str, Any], timeout_s: float) -> str:
+    """`connect` after the cluster was lost: wait up to `timeout_s` for one at the named address."""
+    clock = asyncio.get_running_loop().time
+    until = clock() + timeout_s
+    while True:
+        try:
+            return connect(options)
+        except EngineError:
+            if clock() >= until:
+                raise
+            await asyncio.sleep(_RECONNECT_S)
+
+
+def is_connected() -> bool:
+    """Whether `connect` has connected this process to a cluster, and it still is."""
+    return _is_ours and ray.is_initialized()
+
+
+def owns_cluster() -> bool:
+    """Whether the cluster was started by this process, so that nobody else restarts parts of it."""
+    return is_connected() and _owns_cluster
 
 
 def _start(options: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Runs training from settings to the last step, and restarts it from its last checkpoint when a process is lost."""
+"""Runs training from settings to the last step; restarts it from its last checkpoint when a process or Ray is lost."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Any, TypeAlias, TypeVar
 
 from verl.checkpoint.lock import run_lock
+from verl.cluster.monitor import watch_cluster
 from verl.config.batch_sizes import render_sizes
 from verl.config.load import LoadedConfig
 from verl.config.schema import Config, SftConfig
@@ -50,7 +51,7 @@ async def _run(config: C, console: Console, build: Build[C], restarts: RestartTr
             loop = None
             try:
                 stop.is_starting = True
-                async with build(config, restarts) as loop:
+                async with watch_cluster(), build(config, restarts) as loop:
                     stop.is_starting = False
                     await loop.fit(stop)
                 return stop.exit_code

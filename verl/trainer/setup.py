@@ -15,7 +15,7 @@ from verl.cluster.device_pool import DevicePool, count_live_devices
 from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
-from verl.cluster.session import connect, detect_device, disconnect, write_timeline
+from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
 from verl.config.batch_sizes import count_train_ranks
 from verl.config.paths import set_path
 from verl.config.schema import Config, Section, SftConfig
@@ -134,7 +134,8 @@ class RunBuilder(Generic[C]):
         limits = deadlines(self.config)
         self._closing.callback(disconnect)
         with timer(self.times, "start_ray"):
-            if note := connect(self.config.ray_kwargs.ray_init.arguments()):
+            options, wait_s = self.config.ray_kwargs.ray_init.arguments(), self.config.trainer.faults.node_wait
+            if note := await reconnect(options, wait_s if self.restarts.has_restarted else 0.0):
                 self.console.note(note)
         if timeline := self.config.ray_kwargs.timeline_json_file:
             self._closing.callback(_write_timeline, Path(timeline), self.console)

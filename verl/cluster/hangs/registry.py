@@ -135,7 +135,7 @@ def watch_for_hangs(
     def on_tick() -> None:
         nonlocal request
         loop.call_soon_threadsafe(lambda: setattr(progress, "finished_at", PENDING_CALLS.clock()))
-        while ray.wait([request], timeout=0)[0]:
+        while ray.is_initialized() and ray.wait([request], timeout=0)[0]:
             ready, request = request, _registry.next_stalled.remote()
             call_id, stalled = ray.get(ready)
             _registry.reply.remote(call_id, reporter.report(stalled))
