@@ -53,7 +53,7 @@ class Completion:
 
     `finish_reason` is "stop" (the model ended its response; the end token is included) or "length". `routed_experts`,
     if requested, are the experts [tokens, layers, k] of the prompt and the new tokens, except the last: it has not been
-    an input yet.
+    an input yet. `engine` is the index of the rollout engine that generated it, -1 if unknown.
     """
 
     token_ids: list[int]
@@ -61,6 +61,7 @@ class Completion:
     versions: list[int]
     finish_reason: str
     routed_experts: npt.NDArray[np.integer] | None = None
+    engine: int = -1
 
 
 FailureKind = Literal["error", "timeout", "died", "invalid"]
@@ -125,6 +126,7 @@ class Sample:
     failure: Failed | None = None
     routed_experts: npt.NDArray[np.integer] | None = None
     teacher_prompt: npt.NDArray[np.int32] | None = None
+    engines: frozenset[int] = frozenset()  # the rollout engines that generated it
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +152,4 @@ class SampleHandle:
     index: int = 0
     final_answer: str = ""
     teacher_tokens: int = 0
+    engines: frozenset[int] = frozenset()

@@ -31,6 +31,7 @@ class Transcript:
     versions: list[int] = field(default_factory=list)
     finish_reason: str = "stop"
     routed_experts: npt.NDArray[np.integer] | None = None  # of the first tokens, if the engine returns them
+    engines: set[int] = field(default_factory=set)  # that generated parts of it
 
     def __post_init__(self) -> None:
         self._pad(len(self.tokens))
@@ -51,6 +52,7 @@ class Transcript:
             known = routed[:0] if self.routed_experts is None else self.routed_experts
             # Tokens of earlier turns keep the experts that they were generated with.
             self.routed_experts = np.concatenate([known, routed[len(known) :]])
+        self.engines.add(completion.engine)
 
     def get_response(self) -> list[int]:
         """Return all generated tokens."""
@@ -67,6 +69,7 @@ class Transcript:
             finish_reason=self.finish_reason,
             metrics=metrics,
             routed_experts=self.routed_experts,
+            engines=frozenset(self.engines),
         )
 
     def _pad(self, count: int) -> None:

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import randrange
 from typing import Generic, Protocol, TypeVar
 
@@ -89,7 +89,7 @@ class ReplicaPool(ABC, Generic[M]):
 
     async def _request_with_retry(
         self,
-        send: Callable[[M], Awaitable[T]],
+        send: Callable[[Replica[M]], Awaitable[T]],
         tokens: int,
         losses: list[str],
         max_losses: int,
@@ -107,7 +107,7 @@ class ReplicaPool(ABC, Generic[M]):
             with self._occupy(replica, tokens, is_batch=preferred is not None):
                 if losses and not await self._check_ready(replica):
                     continue
-                request = asyncio.ensure_future(send(replica.handle))
+                request = asyncio.ensure_future(send(replica))
                 try:
                     return await self._await_reply(replica, request)
                 except ProcessLostError as error:
@@ -229,7 +229,11 @@ class EnginePool(ReplicaPool[PooledEngine]):
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
         tokens = len(token_ids) + sampling.max_tokens
-        return await self._request(lambda engine: engine.generate(token_ids, sampling), tokens, [token_ids])
+
+        async def send(replica: Replica[PooledEngine]) -> Completion:
+            return replace(await replica.handle.generate(token_ids, sampling), engine=replica.index)
+
+        return await self._request(send, tokens, [token_ids])
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Run request i on engine i modulo their count, each engine's in one call: nothing depends on timing.
@@ -254,11 +258,15 @@ class EnginePool(ReplicaPool[PooledEngine]):
     async def _generate_batch(self, batch: Sequence[Request], preferred: int) -> list[Completion]:
         tokens = sum(len(token_ids) + sampling.max_tokens for token_ids, sampling in batch)
         prompts = [token_ids for token_ids, _ in batch]
-        return await self._request(lambda engine: engine.generate_all(batch), tokens, prompts, preferred)
+
+        async def send(replica: Replica[PooledEngine]) -> list[Completion]:
+            return [replace(each, engine=replica.index) for each in await replica.handle.generate_all(batch)]
+
+        return await self._request(send, tokens, prompts, preferred)
 
     async def _request(
         self,
-        send: Callable[[PooledEngine], Awaitable[T]],
+        send: Callable[[Replica[PooledEngine]], Awaitable[T]],
         tokens: int,
         prompts: Sequence[Sequence[int]],
         preferred: int | None = None,

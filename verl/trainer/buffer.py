@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.data.samplers import PromptStream
-from verl.errors import ConfigError, DataError, RewardError, WeightSyncError
+from verl.errors import ConfigError, DataError, ProcessLostError, RewardError, WeightSyncError
 from verl.types import SampleHandle
 
 RunGroup = Callable[[int, int], Awaitable[list[SampleHandle] | None]]
@@ -113,6 +113,8 @@ class EpisodeBuffer:
         self._reach = 0  # groups may start before this position of the stream
         self._dropped = 0  # prompts, among the groups that no take has seen yet
         self._has_dropped = False
+        self._distrusted: dict[asyncio.Task[_Group], frozenset[int]] = {}  # engines, by group
+        self._left_out = 0  # samples of them, in the current take
         self._metrics: dict[str, float] = {}
         self.warnings: list[str] = []  # of the last take
 
@@ -153,9 +155,11 @@ class EpisodeBuffer:
         # Not when a group finishes: an adaptive sampler sees the same scores in the same order after a resume.
         self._stream.record([_raw_score(sample) for sample in group.samples] for group in seen)
         self._started += count - len(kept)  # a smaller batch counts as a whole one
+        samples = [sample for group in kept for sample in group.samples]
+        if self._left_out and not samples:
+            raise ProcessLostError("all samples of this step are of rollout engines that were not verified")
         self._report(count, kept, uniform)
         self._report_dropped(len(dropped), len(kept) + len(uniform))
-        samples = [sample for group in kept for sample in group.samples]
         if not samples:
             raise RewardError(
                 f"none of the responses to {len(kept)} prompts could be scored: there is nothing to train on. Fix the "
@@ -168,6 +172,11 @@ class EpisodeBuffer:
                 f"trainer.max_staleness={self._max_staleness}"
             )
         return samples
+
+    def distrust(self, engines: Iterable[int]) -> None:
+        """Leave out what these engines generated for groups that have started and were not taken yet."""
+        for group in self._groups:
+            self._distrusted[group] = self._distrusted.get(group, frozenset()).union(engines)
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of dynamic sampling and of dropped prompts in the last take; empty without both."""
@@ -214,7 +223,10 @@ class EpisodeBuffer:
     async def _oldest(self, count: int) -> list[_Group]:
         tasks = [self._groups.popleft() for _ in range(count)]
         try:
-            groups = await asyncio.gather(*tasks)
+            groups = [
+                self._leave_out(group, self._distrusted.pop(task, None))
+                for task, group in zip(tasks, await asyncio.gather(*tasks), strict=True)
+            ]
         except BaseException:
             for task in tasks:
                 task.cancel()
@@ -222,13 +234,22 @@ class EpisodeBuffer:
         self._dropped -= sum(group.dropped for group in groups)
         return groups
 
+    def _leave_out(self, group: _Group, engines: frozenset[int] | None) -> _Group:
+        kept = [sample for sample in group.samples if not engines or not engines & sample.engines]
+        self._left_out += len(group.samples) - len(kept)
+        return replace(group, samples=kept)
+
     def _report(self, count: int, kept: Sequence[_Group], uniform: Sequence[_Group]) -> None:
         """Set metrics and warnings of a take; raise if there is nothing to train on."""
         self._metrics, self.warnings = {}, []
+        if self._left_out:
+            self._metrics["faults/samples_left_out"] = float(self._left_out)
+            self.warnings = [f"{self._left_out:,} samples of rollout engines that were not verified are not trained"]
+            self._left_out = 0
         if self._has_signal is None:
             return
         generated = len(kept) + len(uniform)
-        self._metrics = {
+        self._metrics |= {
             "sampling/groups_generated": float(generated),
             "sampling/groups_dropped": float(len(uniform)),
             "sampling/gen_batches": generated / count,
@@ -242,7 +263,7 @@ class EpisodeBuffer:
         if not kept:
             last = self.position
             raise RewardError(f"{search}. Their prompts are {last - generated} to {last - 1} of the stream. {_FIX}")
-        self.warnings = [f"{search}. The step trains on the smaller batch. {_FIX}"]
+        self.warnings.append(f"{search}. The step trains on the smaller batch. {_FIX}")
 
     def _describe_search(self, count: int, kept: Sequence[_Group], uniform: Sequence[_Group]) -> str:
         bound = f"at most {self._max_batches} batches are searched" if self._max_batches else "searched without a bound"

@@ -54,6 +54,7 @@ class RLTrainer:
                     update = await self.policy.update(plan)
                     self._weights_version = version + 1
             sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
+            self.buffer.distrust(self.weights.outliers)
         whole = {
             "data/position": self.buffer.position,
             "training/staleness": version - min(sample.version for sample in samples),

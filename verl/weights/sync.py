@@ -143,6 +143,7 @@ class WeightSync:
         self._is_current = asyncio.Event()  # the trained weights are those of the last sync
         self._version = -1
         self._expected: list[list[float]] | None = None  # the trainer's log-probs of the probe at the last sync
+        self.outliers: list[int] = []  # engines that the last sync did not verify, unlike others: they are restarted
 
     @asynccontextmanager
     async def updating(self) -> AsyncIterator[None]:
@@ -152,12 +153,14 @@ class WeightSync:
             yield
 
     async def sync(self, version: int) -> dict[str, float]:
-        """Bring every engine to `version` and return metrics; `WeightSyncError` unless the probe verifies each of them.
+        """Bring every engine to `version` and return metrics; `WeightSyncError` unless the probe verifies one of them.
 
-        When it returns, no engine serves requests with older weights. Lost engines are left to the membership.
+        When it returns, no engine serves requests with older or unverified weights. Lost engines, and `outliers` that
+        the probe does not verify, are left to the membership.
         """
         async with self._lock:
             self._is_current.clear()
+            self.outliers = []
             start = time.perf_counter()
             indices = await self._send(self._membership.active(), version)
             sent = time.perf_counter()
@@ -193,7 +196,9 @@ class WeightSync:
         if loss is not None:
             raise loss
         self._membership.mark_synced(index)
-        self._compare({index: await self._run_probe(index)}, self._version)
+        _, mismatches = self._compare({index: await self._run_probe(index)}, self._version)
+        if mismatches:
+            raise WeightSyncError(mismatches[index])
         await self._membership.mark_ready(index, self._version)
 
     async def _send(self, indices: Sequence[int], version: int) -> list[int]:
@@ -204,7 +209,11 @@ class WeightSync:
         return list(self._drop_lost(indices, await self._transport.send(self._source, receivers, version)))
 
     async def _verify(self, indices: Sequence[int], version: int) -> float | None:
-        """Probe and enable the receivers; returns the largest gap to the trainer, None without receivers."""
+        """Probe and enable the receivers; returns the largest gap to the trainer, None without receivers.
+
+        If none is verified, the transfer is broken, and the run ends. If some are, the others are: they may have
+        returned wrong results before, too.
+        """
         expected, outcomes = await asyncio.gather(
             self._source.compute_logprobs(self._probe.sequences),
             asyncio.gather(*(self._run_probe(index) for index in indices), return_exceptions=True),
@@ -212,9 +221,15 @@ class WeightSync:
         _check_finite(expected, version)
         previous, self._expected = self._expected, expected
         replies = self._drop_lost(indices, outcomes)
-        gap = self._compare(replies, version, previous)
-        enabling = (self._membership.mark_ready(index, version) for index in replies)
-        self._drop_lost(list(replies), await asyncio.gather(*enabling, return_exceptions=True))
+        gap, mismatches = self._compare(replies, version, previous)
+        if mismatches and len(mismatches) == len(replies):
+            raise WeightSyncError(next(iter(mismatches.values())))
+        for index, problem in mismatches.items():
+            self.outliers.append(index)
+            self._membership.mark_lost(index, ProcessLostError(f"{problem} Others do: it is restarted."))
+        verified = [index for index in replies if index not in mismatches]
+        enabling = (self._membership.mark_ready(index, version) for index in verified)
+        self._drop_lost(verified, await asyncio.gather(*enabling, return_exceptions=True))
         return gap if replies else None
 
     async def _run_probe(self, index: int) -> tuple[int, list[list[float]]]:
@@ -226,12 +241,17 @@ class WeightSync:
         replies: Mapping[int, tuple[int, list[list[float]]]],
         version: int,
         previous: list[list[float]] | None = None,
-    ) -> float:
-        if late := {index: reported for index, (reported, _) in replies.items() if reported != version}:
-            raise WeightSyncError(f"rollout engines that did not reach version {version} (engine: its version): {late}")
+    ) -> tuple[float, dict[int, str]]:
+        """Return the largest gap of the engines that are verified, and what is wrong with each of the others."""
         assert self._expected is not None
-        logprobs = {index: values for index, (_, values) in replies.items()}
-        return compare_logprobs(self._probe, self._expected, logprobs, version=version, previous=previous)
+        mismatches = {
+            index: f"rollout engine {index} did not reach version {version} of the weights: it reports {reported}."
+            for index, (reported, _) in replies.items()
+            if reported != version
+        }
+        logprobs = {index: values for index, (_, values) in replies.items() if index not in mismatches}
+        gap, others = compare_logprobs(self._probe, self._expected, logprobs, version=version, previous=previous)
+        return gap, mismatches | others
 
     def _drop_lost(self, indices: Sequence[int], outcomes: Sequence[T | BaseException | None]) -> dict[int, T]:
         """Return the outcomes of active receivers: one that was replaced in the meantime does not count."""
@@ -263,17 +283,17 @@ def compare_logprobs(
     *,
     version: int,
     previous: Sequence[Sequence[float]] | None = None,
-) -> float:
-    """Return the largest mean |difference| over the engines; `WeightSyncError` if it exceeds the tolerance.
+) -> tuple[float, dict[int, str]]:
+    """Return the largest mean |difference| within the tolerance, and a message for each engine that exceeds it.
 
     `trainer[s][t]` and `engines[index][s][t]` are log-probs. `previous`, the trainer's at the version before,
     distinguishes an engine that kept its old weights from one that received wrong ones.
     """
-    worst = 0.0
+    worst, mismatches = 0.0, {}
     for index, engine in engines.items():
         difference = _distance(trainer, engine)
-        worst = max(worst, difference)
         if difference <= probe.tolerance:
+            worst = max(worst, difference)
             continue
         is_stale = previous is not None and _distance(previous, engine) < difference / 2
         cause = (
@@ -281,12 +301,12 @@ def compare_logprobs(
             if is_stale
             else "its weights are not the trainer's: a tensor was lost, renamed, cast or not repacked"
         )
-        raise WeightSyncError(
+        mismatches[index] = (
             f"rollout engine {index} does not hold version {version} of the weights: its log-probs of the probe differ "
             f"from the trainer's by {difference:.3g} on average; at most {probe.tolerance:.3g} is allowed; {cause}. "
             "If only rounding differs, increase actor_rollout_ref.rollout.probe_tolerance."
         )
-    return worst
+    return worst, mismatches
 
 
 def _distance(left: Sequence[Sequence[float]], right: Sequence[Sequence[float]]) -> float:

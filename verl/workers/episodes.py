@@ -268,6 +268,7 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
         index=index,
         failure=sample.failure,
         teacher_tokens=0 if sample.teacher_prompt is None else len(sample.teacher_prompt) + len(generated),
+        engines=sample.engines,
     )
 
 

@@ -158,7 +158,9 @@ class RewardModelPool(ReplicaPool[RemoteRewardModel]):
     async def score(self, token_ids: Sequence[int]) -> float | ScoringFailure:
         """Return the score of one conversation, or why it has none."""
         losses: list[str] = []
-        request = partial(self._request_with_retry, lambda model: model.score(token_ids), len(token_ids), losses)
+        request = partial(
+            self._request_with_retry, lambda replica: replica.handle.score(token_ids), len(token_ids), losses
+        )
         try:
             try:
                 return await request(MAX_SHARED_LOSSES)

@@ -1,13 +1,14 @@
 """The buffer starts what the staleness allows, and no more; it hands out in order, and fails loudly."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.data.samplers import PromptStream, SequentialSampler
-from verl.errors import DataError, RewardError, WeightSyncError
+from verl.errors import DataError, ProcessLostError, RewardError, WeightSyncError
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.types import SampleHandle
 
@@ -51,6 +52,38 @@ async def test_a_step_of_which_nothing_could_be_scored_is_told() -> None:
     buffer = EpisodeBuffer(unscored, stream(), 2)
     buffer.advance(0)
     with pytest.raises(RewardError, match="none of the responses to 2 prompts could be scored"):
+        await buffer.take(2)
+
+
+async def test_samples_of_an_engine_that_was_not_verified_are_left_out_if_their_group_had_started() -> None:
+    async def by_both(position: int, row: int) -> list[SampleHandle]:
+        return [replace(handle(position), index=engine, engines=frozenset([engine])) for engine in (0, 1)]
+
+    buffer = EpisodeBuffer(by_both, stream(), 2, max_staleness=2)
+    buffer.advance(0)
+    assert len(await buffer.take(2)) == 4
+    buffer.distrust([1])
+    buffer.advance(1)
+    assert [sample.index for sample in await buffer.take(2)] == [0, 0]
+    assert buffer.metrics() == {"faults/samples_left_out": 2.0}
+    assert "2 samples of rollout engines" in buffer.warnings[0]
+    buffer.advance(2)
+    assert len(await buffer.take(2)) == 2
+    buffer._max_staleness = 3
+    buffer.advance(3)
+    assert len(await buffer.take(2)) == 4, "groups that start later run on a new process"
+    assert not buffer.metrics()
+    await buffer.close()
+
+
+async def test_a_step_of_which_everything_is_left_out_restarts_the_run() -> None:
+    async def by_one(position: int, row: int) -> list[SampleHandle]:
+        return [replace(handle(position), engines=frozenset([1]))]
+
+    buffer = EpisodeBuffer(by_one, stream(), 2)
+    buffer.advance(0)
+    buffer.distrust([1])
+    with pytest.raises(ProcessLostError, match="were not verified"):
         await buffer.take(2)
 
 

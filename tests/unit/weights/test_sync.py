@@ -86,28 +86,62 @@ async def test_every_engine_gets_the_weights_and_the_version() -> None:
         assert metrics["weights/probe_gap"] == 0
 
 
-async def test_an_engine_that_keeps_its_old_weights_is_named_and_so_is_the_cause() -> None:
-    model = Model()
-    weight_sync = make_sync(model, [Engine(), Engine(loses_weights=True)], HostTransport())
+class Recording(StaticMembership):
+    """Takes lost receivers out, and records why they were."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.lost: dict[int, str] = {}
+        self.ready: list[int] = []
+
+    def active(self) -> Sequence[int]:
+        return [index for index in range(self._count) if index not in self.lost]
+
+    def mark_lost(self, index: int, error: ProcessLostError) -> None:
+        self.lost[index] = str(error)
+
+    async def mark_ready(self, index: int, version: int) -> None:
+        self.ready.append(index)
+
+
+async def test_an_outlier_is_restarted_and_the_others_go_on() -> None:
+    model, engines = Model(), [Engine(), Engine(loses_weights=True), Engine()]
+    membership = Recording(3)
+    weight_sync = WeightSync(model, engines, HostTransport(), PROBE, membership)
+    await weight_sync.sync(0)
+    assert (weight_sync.outliers, membership.ready) == ([], [0, 1, 2])
+    model.weight = 0.5
+    metrics = await weight_sync.sync(1)
+    assert (weight_sync.outliers, membership.ready) == ([1], [0, 1, 2, 0, 2]), "an engine that is wrong is not enabled"
+    assert "rollout engine 1 does not hold version 1 of the weights" in membership.lost[1]
+    assert "it still has version 0" in membership.lost[1]
+    assert metrics["weights/probe_gap"] == 0
+
+
+async def test_engines_that_are_all_wrong_stop_the_run() -> None:
+    model, engines = Model(), [Engine(loses_weights=True), Engine(loses_weights=True)]
+    weight_sync = make_sync(model, engines, HostTransport())
     await weight_sync.sync(0)
     model.weight = 0.5
-    with pytest.raises(WeightSyncError, match=r"engine 1 .* version 1 .* still has version 0"):
+    with pytest.raises(WeightSyncError, match=r"engine 0 .* version 1 .* still has version 0"):
         await weight_sync.sync(1)
 
 
 async def test_an_engine_that_does_not_reach_the_version_stops_the_run() -> None:
     weight_sync = make_sync(Model(), [Engine(keeps_version=True)], HostTransport())
-    with pytest.raises(WeightSyncError, match=r"did not reach version 0 .*\{0: -1\}"):
+    with pytest.raises(WeightSyncError, match=r"engine 0 did not reach version 0 .* reports -1"):
         await weight_sync.sync(0)
 
 
 def test_wrong_weights_are_told_from_old_ones() -> None:
-    with pytest.raises(WeightSyncError, match="lost, renamed, cast or not repacked"):
-        compare_logprobs(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
+    _, mismatches = compare_logprobs(PROBE, [[0.0]], {0: [[9.0]]}, version=2, previous=[[0.1]])
+    assert "lost, renamed, cast or not repacked" in mismatches[0]
 
 
 def test_rounding_within_the_tolerance_passes_and_is_reported() -> None:
-    assert compare_logprobs(PROBE, [[0.0, 1.0]], {0: [[0.0, 1.0005]]}, version=1) == pytest.approx(0.00025)
+    gap, mismatches = compare_logprobs(PROBE, [[0.0, 1.0]], {0: [[0.0, 1.0005]]}, version=1)
+    assert gap == pytest.approx(0.00025)
+    assert not mismatches
 
 
 def test_probe_tokens_are_fixed_by_the_seed_and_within_the_vocabulary() -> None:
