@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 from collections.abc import Callable, Coroutine, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError
@@ -48,7 +50,9 @@ class Process:
     def __init__(self, fate: Fate, number: int) -> None:
         self._fate, self.number = fate, number
         self.is_alive, self.is_started, self.is_enabled, self.hangs = True, False, False, False
-        self.is_deaf = self.mislabels = self.is_cut_off = False
+        self.is_deaf = self.mislabels = self.is_cut_off = self.dies_when_it_loads = False
+        self.error = 0.0  # of all its log-probs, another one for each process that has gone wrong
+        self.was_probed_wrong = False
         self.slowness = 1.0
         self.weights, self.version, self.verified_weights = GARBAGE, -1, GARBAGE
         self.loading = asyncio.Lock()
@@ -89,6 +93,17 @@ class SimulatedEngine:
         self.process = Process(fate, number)
         self.process.is_started = True
         self.failures = 0
+        self.is_reachable = asyncio.Event()  # by the controller
+        self.is_reachable.set()
+
+    def as_seen_by_workers(self) -> WorkersView:
+        """The same engine without what may lie between it and the controller."""
+        return WorkersView(self)
+
+    def part(self, seconds: float) -> None:
+        """Cut it off from the controller; it lives on, and workers reach it."""
+        self.is_reachable.clear()
+        asyncio.get_running_loop().call_later(seconds, self.is_reachable.set)
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         async def answer(process: Process) -> Completion:
@@ -98,7 +113,7 @@ class SimulatedEngine:
             for _ in tokens:
                 await process.work(self._fate.draw.expovariate(1 / self._fate.token_s))
                 await self._until_it_does_not_hang(process)
-                logprobs.append(process.weights)
+                logprobs.append(process.weights + process.error)
                 versions.append(process.version)
             return Completion(tokens, logprobs, versions, "length")
 
@@ -112,7 +127,9 @@ class SimulatedEngine:
             text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
             draw = random.Random(f"{text} {process.weights}")  # all of a batch goes into every answer
             return [
-                Completion([draw.randrange(100)] * n, [process.weights] * n, [process.version] * n, "length")
+                Completion(
+                    [draw.randrange(100)] * n, [process.weights + process.error] * n, [process.version] * n, "length"
+                )
                 for n in (sampling.max_tokens for _, sampling in requests)
             ]
 
@@ -124,7 +141,8 @@ class SimulatedEngine:
             await process.work(0.1)
             await self._fate.maybe_die(process, "probed")
             process.verified_weights = process.weights
-            return [process.weights - token for token in token_ids[1:]]
+            process.was_probed_wrong |= process.error != 0
+            return [process.weights + process.error - token for token in token_ids[1:]]
 
         return await self._call(answer, SYNC_S)
 
@@ -134,6 +152,9 @@ class SimulatedEngine:
             async with process.loading:
                 await process.work(self._fate.draw.expovariate(0.5))
                 await self._fate.maybe_die(process, "loading")
+                if process.dies_when_it_loads:
+                    self.die()
+                    await asyncio.sleep(0)
                 await self._until_it_does_not_hang(process)
                 if process.is_deaf or process.mislabels:
                     self.failures += 1
@@ -160,9 +181,8 @@ class SimulatedEngine:
         async def opening(process: Process) -> None:
             _demand(process.is_started and process.version == version, f"does not hold version {version}")
             await self._fate.maybe_die(process, "enabled")
-            self._fate.check(
-                process.verified_weights == process.weights, "an engine is enabled whose weights were not verified"
-            )
+            is_verified = process.verified_weights == process.weights and not process.was_probed_wrong
+            self._fate.check(is_verified, "an engine is enabled whose weights were not verified")
             process.is_enabled = True
 
         await self._call(opening, SYNC_S)
@@ -175,6 +195,7 @@ class SimulatedEngine:
 
     async def end(self) -> None:
         await asyncio.sleep(self._fate.delay() * 10)
+        await self.is_reachable.wait()
         self.die()
         await asyncio.sleep(self._fate.delay())
 
@@ -216,6 +237,8 @@ class SimulatedEngine:
 
     async def _call(self, ask: Callable[[Process], Coroutine[Any, Any, T]], deadline_s: float | None) -> T:
         await asyncio.sleep(self._fate.delay())
+        if not _is_worker.get():
+            await self.is_reachable.wait()
         process = self.process
         if not process.is_alive:
             raise ProcessLostError("there is no process")
@@ -236,6 +259,28 @@ class SimulatedEngine:
     async def _until_it_does_not_hang(self, process: Process) -> None:
         if process.hangs:
             await asyncio.get_running_loop().create_future()
+
+
+_is_worker: ContextVar[bool] = ContextVar("_is_worker", default=False)
+
+
+class WorkersView:
+    """An engine as episode workers reach it, whatever the controller can reach."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self._engine = engine
+
+    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+        method = getattr(self._engine, name)
+
+        async def call(*args: Any) -> Any:
+            token = _is_worker.set(True)
+            try:
+                return await method(*args)
+            finally:
+                _is_worker.reset(token)
+
+        return call
 
 
 class SimulatedModel:
@@ -266,7 +311,8 @@ class SimulatedModel:
     async def _steady(self, seconds: float) -> float:
         before = self.weights
         await self.compute(seconds)
-        self._fate.check(self.weights == before, "the trained weights changed while they were packed or scored")
+        is_same = self.weights == before or math.isnan(before)
+        self._fate.check(is_same, "the trained weights changed while they were packed or scored")
         return before
 
 

@@ -6,16 +6,20 @@ failing starts. `run_seed` raises `Violation` where a promise is broken; the sam
 from __future__ import annotations
 
 import asyncio
+import math
 import random
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from simulated_clock import Deadlock, simulate
 from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel, answer_to
 
+from verl.cluster.monitor import Endpoint, wait_for_loss
 from verl.data.samplers import PromptStream, SequentialSampler
-from verl.errors import EngineError, ProcessLostError, VerlError
+from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer, differs
@@ -59,11 +63,17 @@ class Scenario:
     broken: tuple[int, ...]  # engines that never start again
     token_s: float  # to write one, on average
     together: bool  # requests go out in rounds, and results must not depend on faults
+    new_faults: float  # the share of faults that are of `_NEW_FAULTS`
+    cluster_losses: int  # of Ray's GCS
+    diverges_at: int | None  # the version whose weights are NaN
+    is_full_at: int | None  # the position whose samples find a full object store
+    save_s: float  # to write a checkpoint
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
         draw = random.Random(f"scenario {seed}")
         engines, together = draw.choice([1, 2, 2, 3, 4]), draw.random() < 0.2
+        more = random.Random(f"more {seed}")  # of what came later, so that older seeds stay as they are
         dynamic = not together and draw.random() < 0.4
         scenario = cls(
             engines=engines,
@@ -83,12 +93,18 @@ class Scenario:
             broken=tuple(number for number in range(engines) if draw.random() < 0.05),
             token_s=draw.choice([0.3, 3.0]),
             together=together,
+            new_faults=more.choice([0.0, 0.3, 0.7]),
+            cluster_losses=int(more.random() < 0.15),
+            diverges_at=more.randint(1, 6) if more.random() < 0.05 else None,
+            is_full_at=more.randint(0, 20) if more.random() < 0.05 else None,
+            save_s=more.choice([0.0, 0.0, 20.0, 200.0]),
         )
         empty = any(not batch for batch in scenario.batches(seed))
         return replace(scenario, max_batches=0) if empty else scenario
 
     def without_faults(self) -> Scenario:
-        return replace(self, faults=0, fault_in_call=0.0, broken=(), trainer_deaths=0)
+        calm = {"diverges_at": None, "is_full_at": None, "cluster_losses": 0}
+        return replace(self, faults=0, fault_in_call=0.0, broken=(), trainer_deaths=0, **calm)
 
     def is_left_out(self, position: int, seed: int) -> bool:
         return _chance("left out", seed, position) < self.left_out_rate
@@ -145,7 +161,8 @@ def _run(scenario: Scenario, seed: int) -> Outcome:
     random.seed(seed)  # of the pools
     world = _World(scenario, seed)
     try:
-        simulate(world.live())
+        with jumping_clock(seed):
+            simulate(world.live())
     except (Deadlock, Violation) as error:
         world.violations.append(str(error))
     if world.violations:
@@ -153,6 +170,17 @@ def _run(scenario: Scenario, seed: int) -> Outcome:
         broken.history = world.outcome.history
         raise broken
     return world.outcome
+
+
+@contextmanager
+def jumping_clock(seed: int) -> Iterator[None]:
+    """Let the time of day jump by up to a day, either way, whenever it is read: nothing may depend on it."""
+    real, draw = time.time, random.Random(f"clock {seed}")
+    time.time = lambda: real() + draw.uniform(-86_400, 86_400)
+    try:
+        yield
+    finally:
+        time.time = real
 
 
 def _chance(what: str, seed: int, position: int) -> float:
@@ -177,6 +205,16 @@ _FAULTS = (
     "its core dies",
     "slow",
 )
+_NEW_FAULTS = (
+    "is parted from the controller",
+    "is parted from the controller",
+    "is slow for good",
+    "returns wrong results",
+    "returns wrong results",
+    "is killed for its memory",
+)
+_GCS = Endpoint("Ray's GCS", "simulated", 1, 5.0)
+RAY_S = 60.0  # after that Ray ends a controller without GCS
 
 
 class _World:
@@ -188,7 +226,14 @@ class _World:
         self.token_s, self.broken = scenario.token_s, scenario.broken
         self.outcome = Outcome()
         self.violations: list[str] = []
+        self.more = random.Random(f"more {seed}")
         self._faults_left = scenario.faults
+        self._cluster_losses = scenario.cluster_losses
+        self._has_gcs = True
+        self._wrong: dict[float, Process] = {}  # by their error
+        self._may_miss: set[int] = set()  # positions whose samples may be left out
+        self._saving: asyncio.Task[None] | None = None
+        self._begun_by_life: set[int] = set()
         self._version_of: dict[float, int] = {}  # of weights
         self._life = 0
         self._saved = _Checkpoint()
@@ -222,8 +267,15 @@ class _World:
                 continue
             engine.failures += 1
             fault = self.draw.choice(_FAULTS)
+            if self.more.random() < self.scenario.new_faults:
+                fault = self.more.choice(_NEW_FAULTS)
+                if fault == "returns wrong results" and self.scenario.together:
+                    fault = "dies"  # results that are wrong for a while are not those of a calm run
             self.note(f"engine {engine.number}: {fault}")
             process = engine.process
+            if fault in _NEW_FAULTS:
+                self._strike(engine, fault)
+                continue
             if fault == "dies":
                 engine.die()
             elif fault == "freezes":
@@ -239,6 +291,19 @@ class _World:
             else:
                 process.slowness = 5.0
 
+    def _strike(self, engine: SimulatedEngine, fault: str) -> None:
+        process = engine.process
+        if fault == "is parted from the controller":
+            engine.part(self.more.choice([5.0, 60.0, 600.0]))
+            engine.failures += MAX_RESTARTS  # it cannot be restarted either
+        elif fault == "is slow for good":
+            process.slowness = 40.0
+        elif fault == "returns wrong results":
+            process.error = process.error or 0.25 + 1e-3 * (len(self._wrong) + 1)
+            self._wrong[process.error] = process
+        else:
+            process.dies_when_it_loads = True
+
     # What is checked
 
     def note(self, line: str) -> None:
@@ -253,7 +318,9 @@ class _World:
     def _check_step(self, version: int, samples: Sequence[SampleHandle], expected: Sequence[int]) -> None:
         places = [(sample.group, sample.index) for sample in samples]
         wanted = [(position, number) for position in expected for number in range(self.scenario.answers)]
-        self.check(places == wanted, f"step {version} trains {places} instead of {wanted}")
+        missing = {position for position, _ in {*wanted} - {*places}}
+        is_right = places == [place for place in wanted if place in {*places}] and missing <= self._may_miss
+        self.check(is_right, f"step {version} trains {places} instead of {wanted}")
         for sample in samples:
             completion: Completion = sample.ref
             if self.scenario.together:
@@ -263,7 +330,10 @@ class _World:
                 asked = answer_to(*_request(sample.group, sample.index))
                 self.check(completion.token_ids == asked, f"position {sample.group} has got the answer to another one")
             for weights, label in zip(completion.logprobs, completion.versions, strict=True):
-                real = self._version_of.get(weights)
+                if process := self._wrong.get(round(weights % 1, 6)):
+                    self.check(not process.was_probed_wrong, f"step {version} trains a sample of an engine known wrong")
+                    weights -= process.error
+                real = self._version_of.get(round(weights, 6))
                 self.check(real == label, f"a token is labelled version {label}, and was drawn by {real} ({weights})")
                 stale = version - label
                 self.check(
@@ -304,6 +374,10 @@ class _World:
         while True:
             life = asyncio.ensure_future(self._train())
             kind = self.draw.choice(["controller", "train worker"]) if deaths else ""
+            if self._cluster_losses and not kind:
+                kind = "GCS"
+                self._cluster_losses -= 1
+                deaths += 1
             if kind:
                 await asyncio.wait([life], timeout=self.draw.uniform(0, 60.0 * self.scenario.steps))
             if kind == "train worker" and not life.done():
@@ -312,14 +386,25 @@ class _World:
             if kind == "controller" and not life.done():
                 self.note("the controller dies")
                 life.cancel()
+            if kind == "GCS" and not life.done():
+                await self._lose_cluster(life)
             await asyncio.wait([life])
             if not life.cancelled() and (error := life.exception()) is None:
                 break
-            if not life.cancelled() and not (isinstance(error, ProcessLostError) and not self.model.is_up):
+            all_left_out = "were not verified" in str(None if life.cancelled() else life.exception())
+            if all_left_out:
+                self.check(bool(self._may_miss), "samples were left out without a reason")
+                deaths += 1
+            is_parted = "may still serve" in str(None if life.cancelled() else life.exception())
+            deaths += is_parted
+            lost = all_left_out or is_parted or not self.model.is_up
+            if not life.cancelled() and not (isinstance(error, ProcessLostError) and lost):
                 await self._check_end(error)
                 return
             deaths -= 1
             self.outcome.resumes += 1
+            if self._saving is not None:
+                self._saving.cancel()  # what was not written is not there
             await self.supervisor.close()  # whatever it was, all processes end, and others are started
             for pool in self.pools:
                 pool.close()
@@ -330,6 +415,21 @@ class _World:
         await self._check_rest()
         torment.cancel()
         await self.supervisor.close()
+
+    async def _lose_cluster(self, life: asyncio.Task[None]) -> None:
+        """Ray's GCS dies: training goes on, until the controller notices, before Ray ends it."""
+        self.note("Ray's GCS dies")
+        self._has_gcs = False
+
+        async def check(_: Endpoint) -> bool:
+            return self._has_gcs
+
+        noticing = asyncio.ensure_future(wait_for_loss([_GCS], check))
+        await asyncio.wait([noticing, life], timeout=RAY_S, return_when=asyncio.FIRST_COMPLETED)
+        self.check(noticing.done() or life.done(), "nobody noticed that the GCS died")
+        noticing.cancel()
+        life.cancel()
+        self._has_gcs = True
 
     def _build(self) -> None:
         scenario = self.scenario
@@ -346,7 +446,7 @@ class _World:
         self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
         self.pools = [
             EnginePool(
-                self.engines,
+                [engine.as_seen_by_workers() for engine in self.engines],
                 stall_timeout_s=STALL_S,
                 recovery_timeout_s=PATIENCE_S,
                 reply_timeout_s=ANSWER_S,
@@ -360,6 +460,7 @@ class _World:
     async def _train(self) -> None:
         scenario, saved = self.scenario, self._saved
         self._life += 1
+        self._may_miss, self._begun_by_life = set(), set()
         stream = PromptStream(SequentialSampler(ROWS))
         if saved.data is not None:
             stream.load(saved.data)
@@ -387,20 +488,41 @@ class _World:
                     await self.model.compute(5.0)
                     self.model.weights = version + 1 if scenario.together else version + 1 + 1000.0 * self._life
                     self._version_of[self.model.weights] = version + 1
+                    if version + 1 == scenario.diverges_at:
+                        self.note("training diverges")
+                        self.model.weights = math.nan
                 await asyncio.sleep(self.delay())
                 await self.publisher.sync(version + 1)
+                if self.publisher.outliers:
+                    self._may_miss |= self._begun_by_life
+                    buffer.distrust(self.publisher.outliers)
                 version += 1
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")
                 if version % scenario.save_every == 0:
-                    self._saved = _Checkpoint(version, self.model.weights, buffer.state())
+                    await self._save(_Checkpoint(version, self.model.weights, buffer.state()))
         finally:
             await buffer.close()
+
+    async def _save(self, checkpoint: _Checkpoint) -> None:
+        """Write in the background, after what is being written; a slow disk takes as long as several steps."""
+
+        async def write() -> None:
+            await asyncio.sleep(self.scenario.save_s)
+            self._saved = checkpoint
+
+        if self._saving is not None and not self._saving.done():
+            await asyncio.wait([self._saving])
+        self._saving = asyncio.ensure_future(write())
 
     async def _run_group(self, position: int, row: int) -> list[SampleHandle] | None:
         together, place = self.scenario.together, (self._life, position)
         self.check(place not in self._begun, f"position {position} was begun twice")
         self._begun.add(place)
+        self._begun_by_life.add(position)
+        if position == self.scenario.is_full_at:
+            self.note("the object store is full")
+            raise StorageError("the object store is full")
         work = asyncio.ensure_future(self._ask_together(position) if together else self._episodes(position))
         # Shielded: an episode worker may not hear that its answer is not waited for any more.
         return await self.supervisor.run_while_available(
@@ -444,6 +566,7 @@ class _World:
                 score=0.0 if same else float(number),
                 version=min(completion.versions),
                 index=number,
+                engines=frozenset([completion.engine]),
             )
             for number, completion in enumerate(completions)
         ]
@@ -459,6 +582,19 @@ class _World:
         elif isinstance(error, EngineError) and "may be what crashes them" in text:
             self.check(self.outcome.faults >= MAX_LOSSES, f"a request was given up after fewer losses: {text}")
             self.outcome.ended_early = "a request lost too many engines"
+        elif isinstance(error, StorageError):
+            self.outcome.ended_early = "the object store is full"
+        elif isinstance(error, DivergenceError):
+            self.check(math.isnan(self.model.weights), f"training has not diverged: {text}")
+            self.check(math.isfinite(self._saved.weights), "a checkpoint has weights that are not finite")
+            self.outcome.ended_early = "training diverged"
+        elif isinstance(error, WeightSyncError) and "does not hold version" in text:
+            wrong = [engine.process.was_probed_wrong for engine in self.engines]
+            up = [engine.process.is_enabled for engine in self.engines]
+            self.check(any(wrong), f"no engine was wrong: {text}")
+            is_alone = not any(ready and not bad for ready, bad in zip(up, wrong, strict=True))
+            self.check(is_alone, f"it ended although another engine was right: {text}")
+            self.outcome.ended_early = "all engines returned wrong results"
         else:
             self.violations.append(f"the run ended with {error!r}")
             assert error is not None

@@ -180,7 +180,7 @@ class EngineSupervisor:
     async def wait_for_stale_exit(self) -> None:
         for slot in self._slots:
             if slot.state not in _ACTIVE:
-                await slot.is_silent.wait()
+                await self.run_while_available(slot.is_silent.wait())
 
     async def _supervise(self, slot: EngineSlot, sync_one: Callable[[int], Awaitable[None]]) -> None:
         while slot.state is not EngineState.GIVEN_UP:
@@ -204,7 +204,10 @@ class EngineSupervisor:
                 return
         reason = f"{self._max_restarts} restarts in a row failed, the last one: {slot.reason}"
         self._set_state(slot, EngineState.GIVEN_UP, reason)
-        slot.is_silent.set()
+        if not slot.is_silent.is_set():  # such as on a machine that others still reach
+            raise ProcessLostError(
+                f"rollout engine {slot.index} could not be ended, and may still serve old weights: {reason}"
+            )
         if all(other.state is EngineState.GIVEN_UP for other in self._slots):
             self._failed.set()
 

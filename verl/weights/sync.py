@@ -153,7 +153,7 @@ class WeightSync:
             yield
 
     async def sync(self, version: int) -> dict[str, float]:
-        """Bring every engine to `version` and return metrics; `WeightSyncError` unless the probe verifies one of them.
+        """Bring every engine to `version` and return metrics; `WeightSyncError` if the probe verifies none of them.
 
         When it returns, no engine serves requests with older or unverified weights. Lost engines, and `outliers` that
         the probe does not verify, are left to the membership.
@@ -211,8 +211,8 @@ class WeightSync:
     async def _verify(self, indices: Sequence[int], version: int) -> float | None:
         """Probe and enable the receivers; returns the largest gap to the trainer, None without receivers.
 
-        If none is verified, the transfer is broken, and the run ends. If some are, the others are: they may have
-        returned wrong results before, too.
+        If all mismatch, the transfer is broken, and the run ends. Otherwise those that do are, and are restarted: they
+        may have returned wrong results before, too.
         """
         expected, outcomes = await asyncio.gather(
             self._source.compute_logprobs(self._probe.sequences),
@@ -222,11 +222,11 @@ class WeightSync:
         previous, self._expected = self._expected, expected
         replies = self._drop_lost(indices, outcomes)
         gap, mismatches = self._compare(replies, version, previous)
-        if mismatches and len(mismatches) == len(replies):
+        if mismatches and len(mismatches) == len(self._receivers):
             raise WeightSyncError(next(iter(mismatches.values())))
         for index, problem in mismatches.items():
             self.outliers.append(index)
-            self._membership.mark_lost(index, ProcessLostError(f"{problem} Others do: it is restarted."))
+            self._membership.mark_lost(index, ProcessLostError(f"{problem}"))
         verified = [index for index in replies if index not in mismatches]
         enabling = (self._membership.mark_ready(index, version) for index in verified)
         self._drop_lost(verified, await asyncio.gather(*enabling, return_exceptions=True))
