@@ -93,6 +93,7 @@ class SimulatedEngine:
         self.process = Process(fate, number)
         self.process.is_started = True
         self.failures = 0
+        self.was_wrong = False  # one of its processes had wrong weights or results
         self.is_reachable = asyncio.Event()  # by the controller
         self.is_reachable.set()
 
@@ -207,6 +208,7 @@ class SimulatedEngine:
             will = "fail"
         process.is_deaf, process.mislabels = will == "be deaf", will == "mislabel"
         self.failures += will in ("fail", "die", "hang")
+        self.was_wrong |= process.is_deaf or process.mislabels
 
         async def boot() -> None:
             await process.work(draw.uniform(2, 20))

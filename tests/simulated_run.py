@@ -301,6 +301,7 @@ class _World:
         elif fault == "returns wrong results":
             process.error = process.error or 0.25 + 1e-3 * (len(self._wrong) + 1)
             self._wrong[process.error] = process
+            engine.was_wrong = True
         else:
             process.dies_when_it_loads = True
 
@@ -494,6 +495,8 @@ class _World:
                 await asyncio.sleep(self.delay())
                 await self.publisher.sync(version + 1)
                 if self.publisher.outliers:
+                    is_deserved = all(self.engines[index].was_wrong for index in self.publisher.outliers)
+                    self.check(is_deserved, "an engine was restarted for wrong results without a reason")
                     self._may_miss |= self._begun_by_life
                     buffer.distrust(self.publisher.outliers)
                 version += 1

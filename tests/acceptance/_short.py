@@ -20,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROTATION = (
     ("api", "algorithms", "save_cost", "routing"),
-    ("lora", "families", "reward_overlap", "distillation"),
+    ("lora", "families", "reward_overlap", "distillation", "poison"),
     ("trust", "stall", "dapo", "start", "dataplane"),
 )
 LONG = ("learning", "kills", "parity", "resume")  # of those that always run; started first, with those of the rotation

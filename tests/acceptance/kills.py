@@ -2,7 +2,8 @@
 
 One run that nobody disturbs; then runs of the same settings (`trainer.deterministic=True`, vLLM, two train ranks) whose
 processes are killed: the controller (the command is then started again, as Slurm would), train workers, engine
-processes, reward workers, episode workers, and the second node of a two-raylet cluster (another joins soon).
+processes, reward workers, episode workers, Ray's GCS and the raylet of the machine (the run starts another cluster),
+and the second node of a two-raylet cluster (another joins soon).
 Every run must finish; each step must have trained on exactly the next prompts of the stream; all metrics but times,
 and all tensors of the last checkpoint, must equal those of the undisturbed run. A node that is lost for good shrinks
 the run to one rank, whose bits are others: of that the steps and their prompts are compared.
@@ -311,6 +312,15 @@ def _any(name: str) -> Callable[[int, Any, random.Random], int | None]:
     return choose
 
 
+def _named(name: str) -> Callable[[int, Any, random.Random], int | None]:
+    """A process of the cluster that the controller has started."""
+
+    def choose(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
+        return next((process.pid for process in _below(controller, name) if process.name() == name), None)
+
+    return choose
+
+
 def _reward_worker(controller: int, cluster: TwoNodes | None, chance: random.Random) -> int | None:
     """A process that scores: below its supervisor, below the episode worker."""
     found = []
@@ -327,6 +337,8 @@ VICTIMS: dict[str, Callable[[int, Any, random.Random], int | None]] = {
     ENGINES[1]: _any("ray::RolloutActor"),
     "reward worker": _reward_worker,
     "episode worker": _any("ray::EpisodeWorker"),
+    "GCS": _named("gcs_server"),
+    "head raylet": _named("raylet"),
     NODE: lambda controller, cluster, chance: cluster.second_raylet(),
     NODE_FOR_GOOD: lambda controller, cluster, chance: cluster.second_raylet(),
 }

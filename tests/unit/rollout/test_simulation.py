@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+import simulated_run
 from simulated_clock import Deadlock, simulate
 from simulated_engines import SimulatedEngine
 from simulated_run import Violation, run_seed
@@ -16,6 +17,7 @@ from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Completion, SamplingParams
+from verl.weights import sync
 from verl.weights.sync import WeightSync
 
 pytestmark = pytest.mark.unit
@@ -125,11 +127,26 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         "wait_for_stale_exit",
         _nothing,
         "a response of version",
-        136,
+        242,
     ),
-    "a weight sync that does not compare": (WeightSync, "_compare", lambda *_: 0.0, "labelled", 0),
+    "a weight sync that does not compare": (
+        WeightSync,
+        "_compare",
+        lambda *_: (0.0, {}),
+        "labelled|known wrong|not verified",
+        0,
+    ),
     "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "changed while", 1),
-    "a weight sync that hears those who were replaced": (WeightSync, "_drop_lost", _of_all, "did not reach", 35),
+    "a weight sync that hears those who were replaced": (
+        WeightSync,
+        "_drop_lost",
+        _of_all,
+        "did not reach|without a reason",
+        35,
+    ),
+    "a weight sync that sends what has diverged": (sync, "_check_finite", lambda *_: None, "no engine was wrong", 39),
+    "a buffer that trusts an engine known wrong": (EpisodeBuffer, "distrust", lambda *_: None, "known wrong", 177),
+    "a cluster that nobody watches": (simulated_run, "wait_for_loss", _never, "nobody noticed", 10),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
     "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
     "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "a response of version", 0),

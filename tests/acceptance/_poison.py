@@ -1,0 +1,165 @@
+"""The poisons of `poison.py`: each patches one part of a run in this process, and runs the command.
+
+python tests/acceptance/_poison.py CASE FOLDER train|sft [settings]
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import math
+import os
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from ray.exceptions import OutOfDiskError
+
+from verl.checkpoint.files import ChecksummedFile
+from verl.cli import main
+from verl.cluster import actors, object_store
+from verl.rollout.hf import HfEngine
+from verl.tracking.sinks import JsonlSink
+from verl.trainer import rl_builder
+from verl.training.fsdp import FsdpEngine
+from verl.training.policy import PolicyTrainer
+from verl.workers import episodes
+from verl.workers.rollout import RolloutActor
+
+FROM = 3  # the first step that is poisoned
+
+
+def nan_gradients(folder: Path) -> None:
+    """The loss is NaN from step `FROM` on."""
+    backward = FsdpEngine._backward
+
+    def poisoned(self: FsdpEngine, batch: Any, loss: Any, *rest: Any) -> Any:
+        def broken(*inputs: Any) -> Any:
+            share, metrics = loss(*inputs)
+            return share * (math.nan if self.step >= FROM - 1 else 1.0), metrics
+
+        return backward(self, batch, broken, *rest)
+
+    FsdpEngine._backward = poisoned  # type: ignore[method-assign]
+
+
+def nan_weights(folder: Path) -> None:
+    """One weight is NaN after step `FROM`."""
+    update = PolicyTrainer.update
+
+    def poisoned(self: PolicyTrainer, plan: Any) -> dict[str, float]:
+        metrics = update(self, plan)
+        if self._steps == FROM:
+            actor: Any = self.actor
+            parameter = next(iter(actor.model.parameters()))
+            with torch.no_grad():
+                getattr(parameter, "_local_tensor", parameter).view(-1)[::7] = math.nan
+        return metrics
+
+    PolicyTrainer.update = poisoned  # type: ignore[method-assign]
+
+
+def wrong_engines(folder: Path) -> None:
+    """From version `FROM` on, all engines return wrong log-probs."""
+    _shift_logprobs(lambda engine: True)
+
+
+def wrong_engine(folder: Path) -> None:
+    """From version `FROM` on, the first process of the second of two engines returns wrong log-probs."""
+    made: list[HfEngine] = []
+    start, kill = HfEngine.start, actors.kill_actor
+
+    async def record(self: HfEngine) -> None:
+        made.append(self)
+        await start(self)
+
+    def replace_process(actor: Any, *, restarts: bool = False) -> None:
+        instance = actor._instance
+        if restarts and isinstance(instance, RolloutActor):
+            instance.__init__(instance._name, instance._settings)  # type: ignore[misc]
+        else:
+            kill(actor, restarts=restarts)
+
+    HfEngine.start = record  # type: ignore[method-assign]
+    actors.kill_actor = replace_process
+    rl_builder.count_engines = lambda config: 2  # type: ignore[attr-defined]
+    _shift_logprobs(lambda engine: engine is made[1])
+
+
+def _shift_logprobs(is_wrong: Callable[[HfEngine], bool]) -> None:
+    compute = HfEngine.compute_logprobs
+
+    async def poisoned(self: HfEngine, token_ids: Any) -> list[float]:
+        shift = 1.0 if self._version >= FROM and is_wrong(self) else 0.0
+        return [value + shift for value in await compute(self, token_ids)]
+
+    HfEngine.compute_logprobs = poisoned  # type: ignore[method-assign]
+
+
+def failing_tracker(folder: Path) -> None:
+    """A tracker that cannot be reached for most of the run."""
+    calls = iter(range(10**6))
+
+    class Run:
+        def log(self, metrics: Any, step: int) -> None:
+            if next(calls) in range(1, 3):
+                raise ConnectionError("connection refused by the tracker")
+            with (folder / "tracked.txt").open("a") as file:
+                file.write(f"{step}\n")
+
+        def finish(self) -> None: ...
+
+    fake = types.ModuleType("wandb")
+    fake.init = lambda **_: Run()  # type: ignore[attr-defined]
+    sys.modules["wandb"] = fake
+
+
+def full_metrics_disk(folder: Path) -> None:
+    """The disk of metrics.jsonl is full for a while."""
+    log, calls = JsonlSink.log, iter(range(10**6))
+
+    def poisoned(self: JsonlSink, metrics: Any, step: int) -> None:
+        if next(calls) in range(2, 4):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
+        log(self, metrics, step)
+
+    JsonlSink.log = poisoned  # type: ignore[method-assign]
+
+
+def full_checkpoint_disk(folder: Path) -> None:
+    """The disk is full when the checkpoint of step `FROM` is written."""
+    write = ChecksummedFile.write
+
+    def poisoned(self: ChecksummedFile, data: Any) -> None:
+        if f"global_step_{FROM}/actor" in str(self.path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        write(self, data)
+
+    ChecksummedFile.write = poisoned  # type: ignore[method-assign]
+
+
+def full_object_store(folder: Path) -> None:
+    """The object store and its disk are full when the samples of step `FROM` are stored."""
+    put, count = episodes.put, iter(range(10**6))
+    limit = int(os.environ["VERL_POISON_SAMPLES"]) * (FROM - 1)
+
+    def poisoned(value: Any) -> Any:
+        if next(count) < limit:
+            return put(value)
+        with object_store.map_full_errors():
+            raise OutOfDiskError("disk is full")
+
+    episodes.put = poisoned
+
+
+def none(folder: Path) -> None:
+    """No poison: resuming, infinite rewards and learning rates come from the settings."""
+
+
+if __name__ == "__main__":
+    case, directory, *arguments = sys.argv[1:]
+    builtins.getattr(sys.modules[__name__], case)(Path(directory))
+    sys.exit(main(arguments))
