@@ -33,6 +33,7 @@ from verl.training.model import PackedCausalLM
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
+from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
 from verl.training.settings import FsdpSettings
 from verl.weights.bucket import to_hf
@@ -206,7 +207,10 @@ class FsdpEngine:
         Offloaded tensors are copied, because they are emptied again. With an adapter, `model` has only the trainable
         parameters, and `base` identifies the weights that they belong to.
         """
-        state: dict[str, Any] = {"schedule": {"step": self.step}, "rng": {str(self.rank): _random_state(self.device)}}
+        state: dict[str, Any] = {
+            "schedule": {"step": self.step},
+            "rng": {str(self.rank): get_random_state(self.device)},
+        }
         if self._scaler.is_active:
             state["schedule"]["loss_scale"] = self._scaler.state()
         with self._weights.on_device(), self._moments.on_device():
@@ -248,7 +252,7 @@ class FsdpEngine:
             self.step = int(state["schedule"]["step"])
             self._scaler.load_state(state["schedule"].get("loss_scale", self._scaler.state()))
         if random_state := state.get("rng", {}).get(str(self.rank)):
-            _set_random_state(random_state, self.device)
+            set_random_state(random_state, self.device)
 
     def last_layer(self, batch: FlatBatch) -> LastLayer:
         """Return the last layer, for the KL of another model to this one. Its weight stays gathered until `reshard`."""
@@ -398,16 +402,3 @@ def _check_mask(batch: FlatBatch) -> None:
             f"sequence {index} of a micro-batch: its first token is marked as generated, but has no preceding token to "
             "predict it from; every sequence needs a prompt of at least one token"
         )
-
-
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if device.type != "cpu":
-        states[device.type] = torch.get_device_module(device).get_rng_state()
-    return states
-
-
-def _set_random_state(states: dict[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states["cpu"])
-    if device.type in states and device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[device.type])
