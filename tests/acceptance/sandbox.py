@@ -3,8 +3,7 @@
 python tests/acceptance/sandbox.py [--short]
 
 Every program runs with every kind of isolation, as root and as an ordinary user. None may turn its 0 into a failure of
-the machine. What `limits` does not promise is printed. Where several processes share a core, deadlines may be kept that
-many times later. `--short`: each program with one isolation, and those of the
+the machine. What `limits` does not promise is printed. `--short`: each program with one isolation, and those of the
 classes that once did harm with all. Then the speed: small good programs with 2 workers, and a bare `subprocess.run`.
 """
 
@@ -138,8 +137,7 @@ def attack(name, grounds, limits, latest, kind, user):
     wrong = [line for line in outcome.stdout.splitlines() if line.startswith("HARM")][:3]
     wrong += ["printed the secret"] * (TOKEN in outcome.stdout + outcome.stderr)
     over = outcome.seconds - limits.seconds
-    crowd = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))  # how many processes share each core
-    wrong += [f"outlived its deadline by {over:.2f} s"] * (over > latest * crowd)
+    wrong += [f"outlived its deadline by {over:.2f} s"] * (over > latest)
     wrong += ["printed more than its limit"] * (max(map(len, (outcome.stdout, outcome.stderr))) > limits.output_bytes)
     wrong += [f"left {pid}" for pid in left_behind(user)] + grounds.damage()
     return wrong, outcome.status, over
