@@ -130,7 +130,7 @@ def is_contradiction(expression: Any) -> bool:
         return type(expression).__name__ == "And" and any(map(is_contradiction, _children(expression)))
     try:
         names = sorted(_symbol_names(expression))
-        one, other = (_evaluate(expression.lhs, names, at) - _evaluate(expression.rhs, names, at) for at in (0.0, 1.7))
+        one, other = (_evaluate(expression.lhs, names, at) - _evaluate(expression.rhs, names, at) for at in (1.0, 2.7))
         return abs(one) > 1e-6 and abs(one - other) < 1e-9
     except _NOT_A_NUMBER:
         return False
@@ -141,12 +141,9 @@ def _right_side(expression: Any) -> Any:
     return expression.rhs if is_assignment else expression
 
 
-def _evaluate(expression: Any, names: list[str], offset: float = 0.0) -> complex:
-    """Return its value where each symbol has another value; `offset` moves the symbols by different distances."""
-    index = {name: position for position, name in enumerate(names)}
-    point = {
-        symbol: 0.7390851 + offset + (0.1234567 + offset) * index[symbol.name] for symbol in expression.free_symbols
-    }
+def _evaluate(expression: Any, names: list[str], scale: float = 1.0) -> complex:
+    """Return its value at a point where each symbol has another value, all of them multiplied by `scale`."""
+    point = {symbol: scale * (0.7390851 + 0.1234567 * names.index(symbol.name)) for symbol in expression.free_symbols}
     return complex(expression.evalf(15, subs=point))
 
 
