@@ -40,7 +40,7 @@ from verl.trainer.worker_settings import (
     transport_name,
 )
 from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
-from verl.workers.episodes import EpisodeClient, EpisodePool
+from verl.workers.episode_pool import EpisodeClient, EpisodePool
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup

@@ -13,7 +13,7 @@ from verl.trainer.buffer import EpisodeBuffer
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
-from verl.workers.episodes import EpisodeClient
+from verl.workers.episode_pool import EpisodeClient
 from verl.workers.train import PolicyGroup
 
 

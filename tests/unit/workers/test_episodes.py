@@ -11,7 +11,8 @@ from verl.agents.episode import EpisodeRunner, Transcript
 from verl.errors import ProcessLostError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
-from verl.workers.episodes import EpisodePool, EpisodeSettings, EpisodeWorker, GroupRequest
+from verl.workers.episode_pool import EpisodePool
+from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
 
 pytestmark = pytest.mark.unit
 

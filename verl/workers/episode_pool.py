@@ -1,0 +1,168 @@
+"""The controller's side of the episode workers: their clients, the pool, and requests for groups of episodes."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from verl.agents.deterministic_batcher import resolve_futures
+from verl.cluster.actors import RemoteActor, kill_actor
+from verl.cluster.device_pool import PlacementPool
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, HeartbeatMonitor
+from verl.config.schema.root import Config
+from verl.rewards.result import FailureTracker, truncate
+from verl.rewards.reward_function import resolve_scorer
+from verl.rollout.supervisor import EngineSupervisor
+from verl.types import SampleHandle, SamplePreview, SamplingParams
+from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
+from verl.workers.rewards import RemoteRewardModel
+from verl.workers.rollout import RemoteEngine
+
+
+class RemoteEpisodeWorker(RemoteActor):
+    """The client of one episode worker."""
+
+    kind = "episode worker"
+
+    def __init__(self, actor: Any, index: int, deadlines: Deadlines) -> None:
+        super().__init__(actor, index, deadlines)
+        self._heartbeat = HeartbeatMonitor(
+            partial(self._call, "ping", deadline=deadlines.reply), deadlines.reply.seconds
+        )
+
+    async def run(self, method: str, work: Any) -> Any:
+        """Run episodes without a deadline: engines and rewards have theirs, the worker only has to respond to pings."""
+        return await self._heartbeat.watch(self._call(method, work, deadline=None))
+
+    async def preview_sample(self, split: str, data_source: str | None) -> SamplePreview | None:
+        return await self._call("preview_sample", split, data_source, deadline=self.deadlines.reply)
+
+
+class EpisodePool:
+    """All episode workers: takes group requests, returns sample handles.
+
+    `deterministic`: requests made in one turn of the event loop, such as all groups of a step, form one round, and
+    rounds run one after the other, so that batch composition does not depend on timing. Needs a single worker.
+    """
+
+    def __init__(
+        self, actors: Sequence[Any], *, deterministic: bool = False, deadlines: Deadlines = DEFAULT_DEADLINES
+    ) -> None:
+        self._workers = [RemoteEpisodeWorker(actor, index, deadlines) for index, actor in enumerate(actors)]
+        self._turn = itertools.cycle(self._workers)
+        self._deterministic = deterministic
+        self._round: list[tuple[GroupRequest, asyncio.Future[list[SampleHandle] | None]]] = []
+        self._round_lock = asyncio.Lock()
+
+    @classmethod
+    def spawn(
+        cls,
+        pool: PlacementPool,
+        count: int,
+        settings: EpisodeSettings,
+        engines: Sequence[RemoteEngine],
+        reward_models: Sequence[RemoteRewardModel] = (),
+        *,
+        deterministic: bool = False,
+    ) -> EpisodePool:
+        actors = [
+            pool.spawn(EpisodeWorker, settings, engines, reward_models, is_async=True)
+            for _ in range(1 if deterministic else count)
+        ]
+        return cls(actors, deterministic=deterministic, deadlines=settings.deadlines)
+
+    async def start(self) -> None:
+        await asyncio.gather(*(worker.start() for worker in self._workers))
+
+    async def run(self, request: GroupRequest) -> list[SampleHandle] | None:
+        """Return the samples of one prompt in the order of the seeds, or None if its row is too long and left out."""
+        if not self._deterministic:
+            return await next(self._turn).run("run", request)
+        loop = asyncio.get_running_loop()
+        if not self._round:
+            loop.call_soon(lambda: asyncio.ensure_future(self._run_round()))
+        result: asyncio.Future[list[SampleHandle] | None] = loop.create_future()
+        self._round.append((request, result))
+        return await result
+
+    async def _run_round(self) -> None:
+        pending, self._round = self._round, []
+        async with self._round_lock:
+            samples = self._workers[0].run("run_round", [request for request, _ in pending])
+            await resolve_futures([result for _, result in pending], samples)
+
+    async def preview_sample(self, split: str, data_source: str | None = None) -> SamplePreview | None:
+        """Return one of the latest samples of a split and, if given, data source."""
+        for worker in self._workers:
+            if (preview := await worker.preview_sample(split, data_source)) is not None:
+                return preview
+        return None
+
+    def close(self) -> None:
+        for worker in self._workers:
+            kill_actor(worker.actor)
+
+
+class EpisodeClient:
+    """Runs groups of episodes. A request fails with the engines: when none is left, nobody waits for a response."""
+
+    def __init__(
+        self,
+        config: Config,
+        pool: EpisodePool,
+        supervisor: EngineSupervisor,
+        failures: FailureTracker,
+        stop_token_ids: tuple[int, ...],
+        *,
+        greedy_baseline: bool = False,
+    ) -> None:
+        self._config, self._pool, self._supervisor, self.failures = config, pool, supervisor, failures
+        self._sampling = _sampling_params(config, stop_token_ids)
+        self._greedy_baseline = greedy_baseline
+
+    async def run_group(self, position: int, row: int) -> list[SampleHandle] | None:
+        """Return the scored samples of one training prompt; None if the prompt is too long."""
+        handles = await self._run("train", row, position, self._config.actor_rollout_ref.rollout.n)
+        return None if handles is None else self.failures.keep_scored(handles)
+
+    async def run_validation(self, row: int) -> list[SampleHandle]:
+        """Return the samples of one validation prompt."""
+        handles = await self._run("val", row, row, self._config.actor_rollout_ref.rollout.val_kwargs.n)
+        assert handles is not None, "validation prompts that are too long are dropped before the start"
+        return handles
+
+    async def preview(self, split: str, data_source: str | None = None) -> str:
+        """Describe one of the latest responses and its score; empty if there is none."""
+        sample = await self._pool.preview_sample(split, data_source)
+        if sample is None:
+            return ""
+        scorer = resolve_scorer(self._config, sample.data_source)
+        return (
+            f"{scorer} gave {sample.score:g} to the response {truncate(sample.response)}; the ground truth is "
+            f"{truncate(sample.ground_truth)}"
+        )
+
+    async def _run(self, split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
+        seeds = [self._seed(split, group, index) for index in range(count)]
+        greedy_baseline = split == "train" and self._greedy_baseline
+        request = GroupRequest(split, row, group, seeds, self._sampling[split], greedy_baseline)
+        return await self._supervisor.run_while_available(self._pool.run(request))
+
+    def _seed(self, split: str, group: int, index: int) -> int | None:
+        if not self._config.trainer.deterministic:
+            return None
+        text = f"{self._config.trainer.seed}/{split}/{group}/{index}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
+
+
+def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[str, SamplingParams]:
+    train, val = config.actor_rollout_ref.rollout, config.actor_rollout_ref.rollout.val_kwargs
+    val_temperature = 0.0 if val.do_sample is False else val.temperature
+    return {
+        split: SamplingParams(config.data.max_response_length, temperature, each.top_p, each.top_k, stop_token_ids)
+        for split, each, temperature in (("train", train, train.temperature), ("val", val, val_temperature))
+    }
