@@ -29,6 +29,7 @@ COMMANDS = {
     "eval": "score responses: mean@n, pass@k, maj@n",
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
+    "migrate": "turn a launch script or YAML of another setup into a command of verl",
 }
 """Name -> summary of every subcommand, in the order of `verl --help`."""
 

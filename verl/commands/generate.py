@@ -63,7 +63,9 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]
     files, settings = split_arguments(rest)
     if files:
         settings.append(f"data.train_files={json.dumps(files)}")
-    loaded, output = load_for_generation(settings), Path(options.output)
+    named = [text for text in settings if text.lstrip("+").startswith("data.output_path=")]  # as launch scripts do
+    output = Path(named[-1].partition("=")[2] if named else options.output)
+    loaded = load_for_generation([text for text in settings if text not in named])
     problems = []
     if loaded.config.data.train_files == MISSING:
         problems.append("files: no prompts are given; name a file, such as `verl generate test.parquet ...`")

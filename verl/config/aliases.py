@@ -10,14 +10,24 @@ from typing import Any, NamedTuple
 from verl.config.paths import Path, Tree, format_value, iter_leaves, join_path, set_path
 
 _ACTOR, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+_ROLLOUT = "actor_rollout_ref.rollout"
 _ADAPTER = ("lora_rank", "lora_alpha", "target_modules")
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _MODEL_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
 _OPTIM = {
     "warmup_steps_proportion": "lr_warmup_steps_ratio",
     "lr_scheduler": "lr_scheduler_type",
+    "lr_decay_style": "lr_scheduler_type",
     "warmup_style": "lr_scheduler_type",
+    "optimizer": "name",
 }
+_OPTIMIZERS = {"AdamW": "adamw", "FusedAdam": "adamw", "AdamW8bit": "adamw_8bit"}
+_WARMUP_BY_RATIO = {"-1": None}
+_LOGGERS = {"file": "jsonl"}
+_STRATEGIES = {"fsdp": "fsdp2"}
+_ENGINE = ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype", "dtype")
+_FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats")
+"""Names in the rollout section that are passed to vLLM."""
 _OLD_SCORERS = ("code", "format", "gsm8k", "json_schema", "math", "qa")
 _RESUME_MODES = {"resume_path": "path"}
 
@@ -26,18 +36,18 @@ class Aliases(NamedTuple):
     """The aliases of one run type.
 
     `keys` maps aliases to canonical keys: an alias of a section covers all keys below it, and the longest match wins.
-    `values` maps aliases of values to canonical values, by canonical key.
+    `values` maps aliases of values, as `format_value` writes them, to canonical values, by canonical key.
     """
 
     keys: Mapping[str, str]
-    values: Mapping[str, Mapping[str, str]]
+    values: Mapping[str, Mapping[str, Any]]
 
 
 TRAIN_ALIASES = Aliases(
     {
         # the sections of the policy, without their common parent
         "actor": _ACTOR,
-        "rollout": "actor_rollout_ref.rollout",
+        "rollout": _ROLLOUT,
         "ref": "actor_rollout_ref.ref",
         "model": _MODEL,
         "optim": f"{_ACTOR}.optim",
@@ -49,6 +59,8 @@ TRAIN_ALIASES = Aliases(
         "reward_model.overlong_buffer": "reward.overlong_buffer",
         "reward.reward_model.reward_fn": "reward.custom_reward_function",
         "reward.reward_model.model.path": "reward.reward_model.model_path",
+        "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
+        "reward.reward_model.reward_kwargs": "reward.reward_kwargs",
         # Ray
         "ray_init": "ray_kwargs.ray_init",
         "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
@@ -59,17 +71,44 @@ TRAIN_ALIASES = Aliases(
         **{f"{_MODEL}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
         **{f"critic.{name}": f"critic.peft.{name}" for name in _ADAPTER},
         **{f"critic.model.{name}": f"critic.peft.{name}" for name in _ADAPTER},
+        f"{_MODEL}.lora.rank": f"{_ACTOR}.peft.lora_rank",
+        f"{_MODEL}.lora.alpha": f"{_ACTOR}.peft.lora_alpha",
+        f"{_MODEL}.lora.target_modules": f"{_ACTOR}.peft.target_modules",
+        f"{_MODEL}.lora.merge": f"{_ROLLOUT}.lora_transport",
+        # generation
+        **{f"{_ROLLOUT}.{name}": f"{_ROLLOUT}.engine_kwargs.vllm.{name}" for name in _FORWARDED},
+        f"{_ROLLOUT}.engine_kwargs.vllm.max_model_len": f"{_ROLLOUT}.max_model_len",
+        f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
+        f"{_ROLLOUT}.response_length": "data.max_response_length",
+        # distillation
+        "distillation.enabled": "distillation.enable",
+        "distillation.distillation_loss.use_task_rewards": "distillation.use_task_rewards",
+        "distillation.distillation_loss.use_policy_gradient": "distillation.mode",
+        "distillation.teacher_models.teacher_model.model_path": "distillation.teacher.path",
         # single settings
         "trainer.nnode": "trainer.nnodes",
+        "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpts_to_keep",
+        "trainer.max_ckpt_to_keep": "trainer.max_ckpts_to_keep",
+        "data.filter_overlong_prompts_workers": "data.num_workers",
+        "critic.fsdp": "critic.fsdp_config",
+        "critic.model.fsdp_config": "critic.fsdp_config",
         "algorithm.gdpo_reward_keys": "algorithm.reward_components",
         "algorithm.gdpo_reward_weights": "algorithm.component_weights",
         f"{_MODEL}.dtype": f"{_ACTOR}.fsdp_config.dtype",
         f"{_ACTOR}.fsdp_config.mixed_precision.param_dtype": f"{_ACTOR}.fsdp_config.dtype",
         **{f"{_ACTOR}.optim.{alias}": f"{_ACTOR}.optim.{name}" for alias, name in _OPTIM.items()},
+        **{f"critic.optim.{alias}": f"critic.optim.{name}" for alias, name in _OPTIM.items()},
+        f"{_ACTOR}.optim.clip_grad": f"{_ACTOR}.grad_clip",
+        "critic.optim.clip_grad": "critic.grad_clip",
     },
     {
-        f"{_ACTOR}.strategy": {"fsdp": "fsdp2"},
-        "critic.strategy": {"fsdp": "fsdp2"},
+        f"{_ACTOR}.strategy": _STRATEGIES,
+        "critic.strategy": _STRATEGIES,
+        **{f"{section}.optim.name": _OPTIMIZERS for section in (_ACTOR, "critic")},
+        **{f"{section}.optim.lr_warmup_steps": _WARMUP_BY_RATIO for section in (_ACTOR, "critic")},
+        "trainer.logger": _LOGGERS,
+        f"{_ROLLOUT}.lora_transport": {"true": "merged", "false": "auto"},
+        "distillation.mode": {"true": "reward", "false": "loss"},
         "critic.fsdp_config.dtype": _DTYPES,
         "critic.fsdp_config.model_dtype": _MODEL_DTYPES,
         "trainer.resume_mode": _RESUME_MODES,
@@ -79,7 +118,7 @@ TRAIN_ALIASES = Aliases(
             "verl.rewards.choice": "verl.rewards.scorers.multiple_choice",
             "verl.rewards.exact": "verl.rewards.scorers.exact_match",
         },
-        "actor_rollout_ref.rollout.dtype": {"half": "float16", **_DTYPES},
+        f"{_ROLLOUT}.dtype": {"half": "float16", **_DTYPES},
         f"{_ACTOR}.fsdp_config.dtype": _DTYPES,
         f"{_ACTOR}.fsdp_config.model_dtype": _MODEL_DTYPES,
     },
@@ -92,13 +131,20 @@ SFT_ALIASES = Aliases(
         **{f"optim.{alias}": f"optim.{name}" for alias, name in _OPTIM.items()},
         "optim.clip_grad": "optim.grad_clip",
         "trainer.nnode": "trainer.nnodes",
+        "trainer.max_ckpt_to_keep": "trainer.max_ckpts_to_keep",
         "trainer.checkpoint": "checkpoint",
+        "data.use_dynamic_bsz": "data.packing",
+        **{f"engine.{name}": f"model.fsdp_config.{name}" for name in _ENGINE},
+        "engine.activation_checkpointing": "model.enable_gradient_checkpointing",
         "ray_init": "ray_kwargs.ray_init",
     },
     {
         "trainer.resume_mode": _RESUME_MODES,
         "model.fsdp_config.dtype": _DTYPES,
         "model.fsdp_config.model_dtype": _MODEL_DTYPES,
+        "optim.name": _OPTIMIZERS,
+        "optim.lr_warmup_steps": _WARMUP_BY_RATIO,
+        "trainer.logger": _LOGGERS,
     },
 )
 
@@ -144,11 +190,15 @@ def resolve_alias(path: Path, aliases: Aliases) -> Path:
 
 
 def _canonical_value(key: str, value: Any, hints: list[str], aliases: Aliases) -> Any:
-    if not isinstance(value, str):
+    known = aliases.values.get(key, {})
+    if isinstance(value, list):
+        meant = [known.get(item, item) if isinstance(item, str) else item for item in value]
+    elif isinstance(value, str | bool | int):
+        meant = known.get(format_value(value), value)
+    else:
         return value
-    meant = aliases.values.get(key, {}).get(value, value)
-    if key == "trainer.resume_from_path" and not File(value).expanduser().exists():
+    if key == "trainer.resume_from_path" and isinstance(value, str) and not File(value).expanduser().exists():
         meant = _STEPS.sub(r"global_step_\1", value)
     if meant != value:
-        hints.append(f"{key}={value} is an alias of {key}={meant}")
+        hints.append(f"{key}={format_value(value)} is an alias of {key}={format_value(meant)}")
     return meant

@@ -34,6 +34,9 @@ from verl.config.command_line import (
     parse_options,
     parse_overrides,
 )
+from verl.config.compatibility.rules import Rules, find_refused_value, find_rule, is_default_choice
+from verl.config.compatibility.sft_rules import SFT_RULES
+from verl.config.compatibility.train_rules import TRAIN_RULES
 from verl.config.paths import (
     Path,
     Tree,
@@ -64,14 +67,20 @@ class RunType(Generic[C]):
     command: str
     root: type[C]
     aliases: Aliases
+    rules: Rules
     find_conflicts: Callable[[C], Iterator[str]]
     find_hints: Callable[[C], Iterator[str]]
 
 
-TRAIN = RunType("train", Config, TRAIN_ALIASES, validation.find_conflicts, validation.find_hints)
-SFT = RunType("sft", SftConfig, SFT_ALIASES, validation.find_sft_conflicts, validation.find_sft_hints)
+TRAIN = RunType("train", Config, TRAIN_ALIASES, TRAIN_RULES, validation.find_conflicts, validation.find_hints)
+SFT = RunType("sft", SftConfig, SFT_ALIASES, SFT_RULES, validation.find_sft_conflicts, validation.find_sft_hints)
 GENERATE = RunType(
-    "generate", Config, TRAIN_ALIASES, validation.find_generation_conflicts, validation.find_generation_hints
+    "generate",
+    Config,
+    TRAIN_ALIASES,
+    TRAIN_RULES,
+    validation.find_generation_conflicts,
+    validation.find_generation_hints,
 )
 """Commands that generate and score responses with the training settings; only the settings they use are checked."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
@@ -146,7 +155,7 @@ def _build(
         _apply(run_type, override, tree, hints, problems)
     _resolve(run_type, tree, problems)
     remember(tree)
-    config, invalid = _validate(run_type, _select_known(run_type, tree, problems), problems)
+    config, invalid = _validate(run_type, _select_known(run_type, tree, hints, problems), problems)
     conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
         conflicts = [*find_missing(config), *conflicts]
@@ -172,15 +181,22 @@ def _apply(run_type: RunType[C], override: Override, tree: Tree, hints: list[str
         target, meant = canonicalize(spelled, leaf, hints, run_type.aliases)
         if override.is_add() and join_path(target) in collect_settings(run_type.root):
             hints.append(f"+{join_path(spelled)}: {join_path(target)} is a declared setting; the + is not needed")
-        set_path(tree, target, meant)
+        if is_default_choice(target, meant, run_type.rules):
+            hints.append(f"{join_path(spelled)}={meant} has no effect: there are no config groups")
+        elif problem := find_refused_value(target, meant, run_type.rules):
+            problems.append(problem)
+        else:
+            set_path(tree, target, meant)
 
 
 def _delete(run_type: RunType[C], path: Path, value: Any, tree: Tree, hints: list[str], problems: list[str]) -> None:
     """Apply `~key`: reset a setting to its default, or remove an entry of an open dictionary."""
     target, _ = canonicalize(path, None, hints, run_type.aliases)
     setting, current, key = find_setting(target, run_type.root), get_path(tree, target), join_path(target)
-    if setting is None:
+    if setting is None and find_rule(target, run_type.rules) is None:
         problems.append(_describe_unknown(run_type, target))
+    elif setting is None:
+        hints.append(f"~{key} has no effect: it is not a setting here")
     elif value is not None and value != current:
         problems.append(f"~{key}={format_value(value)}: the value is {format_value(current)}; write only ~{key}")
     elif not delete_path(tree, target) and setting.key != key:
@@ -225,12 +241,16 @@ def _resolve(run_type: RunType[C], tree: Tree, problems: list[str]) -> None:
             delete_path(tree, path)
 
 
-def _select_known(run_type: RunType[C], tree: Tree, problems: list[str]) -> Tree:
+def _select_known(run_type: RunType[C], tree: Tree, hints: list[str], problems: list[str]) -> Tree:
     """Return the declared part of the tree, without empty sections and `???`; report other keys."""
     known: Tree = {}
     for path, value in iter_leaves(tree):
         setting = find_setting(path, run_type.root)
-        if setting is None:
+        if setting is None and (rule := find_rule(path, run_type.rules)) is not None:
+            (problems if rule.refuses(value) else hints).append(rule.describe(join_path(path), value))
+        elif problem := find_refused_value(path, value, run_type.rules):
+            problems.append(problem)
+        elif setting is None:
             problems.append(_describe_unknown(run_type, path, value))
         elif setting.section is not None and setting.key == join_path(path):
             if value not in (None, {}):

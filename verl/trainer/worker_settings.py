@@ -186,7 +186,7 @@ def with_optimizer(settings: FsdpSettings, section: str, optim: OptimConfig, ste
     warmup = optim.lr_warmup_steps
     warmup = round(optim.lr_warmup_steps_ratio * steps) if warmup is None else warmup
     try:
-        schedule = Schedule(optim.lr, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio)
+        schedule = Schedule(optim.lr, optim.lr_scheduler_type, warmup, steps, optim.min_lr_ratio, optim.init_lr_ratio)
     except ValueError as error:  # the number of steps is known only after the data has been read
         raise ConfigError([f"{section}: {error}"]) from error
     if warmup > steps:

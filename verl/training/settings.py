@@ -31,6 +31,8 @@ class LoraSettings:
 class Schedule:
     """`lr` after a linear warmup of `warmup_steps`, then constant or decaying to `min_ratio * lr` at `total_steps`.
 
+    The warmup starts from `init_ratio * lr`, which the step before the first one would have.
+
     A pure function of the step, so that a checkpoint holds one number.
     """
 
@@ -39,6 +41,7 @@ class Schedule:
     warmup_steps: int = 0
     total_steps: int | None = None
     min_ratio: float = 0.0
+    init_ratio: float = 0.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "cosine"):
@@ -52,7 +55,7 @@ class Schedule:
     def at(self, step: int) -> float:
         """Return the learning rate of training step `step`, counted from 0."""
         if step < self.warmup_steps:
-            return self.lr * (step + 1) / self.warmup_steps
+            return self.lr * (self.init_ratio + (1.0 - self.init_ratio) * (step + 1) / self.warmup_steps)
         if self.kind == "constant":
             return self.lr
         assert self.total_steps is not None

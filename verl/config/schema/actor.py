@@ -22,6 +22,11 @@ _KL_COV = needs(".loss_mode", "kl_cov")
 _SAPO = needs(".loss_mode", "sapo")
 _DUAL_CLIP = needs(".policy_loss.loss_mode", "vanilla")
 _MUON = needs(".name", "muon")
+_WARMS_UP = OnlyIf(
+    (".lr_warmup_steps", ".lr_warmup_steps_ratio"),
+    lambda steps, ratio: ratio > 0 if steps is None else steps > 0,
+    "neither {section}.lr_warmup_steps nor lr_warmup_steps_ratio is above 0",
+)
 _DECAYS = unless(".lr_scheduler_type", "constant")
 _OFFLOAD = (
     HAS_DEVICE_MEMORY,
@@ -79,6 +84,9 @@ class OptimConfig(Section):
     )
     lr_warmup_steps_ratio: Fraction = setting(
         0.0, "Warm-up as a fraction of all training steps.", only_if=unless_given(".lr_warmup_steps")
+    )
+    init_lr_ratio: Fraction = setting(
+        0.0, "Learning rate at the start of the warm-up as a fraction of lr.", only_if=_WARMS_UP
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = setting(
         "constant", "Learning rate schedule after the warm-up."

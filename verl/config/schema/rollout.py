@@ -13,6 +13,7 @@ _ADAPTER = "actor_rollout_ref.actor.peft.lora_rank"
 _HAS_ADAPTER = unless(_ADAPTER, 0, reason=f"{_ADAPTER}=0 means no adapter")
 _ALWAYS_COMPARES = needs(".calculate_log_probs", reason="the engine's log-probs cost nothing and are always compared")
 _IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
+_IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
 
@@ -37,7 +38,7 @@ class EngineArguments(Section):
     vllm: dict[str, Any] = setting(
         {}, "Further engine arguments of vLLM; those that have a setting here are rejected.", only_if=_IS_VLLM
     )
-    sglang: dict[str, Any] = setting({}, "Server arguments of SGLang.", planned=True)
+    sglang: dict[str, Any] = setting({}, "Server arguments of SGLang.", only_if=_IS_SGLANG)
 
 
 class RolloutConfig(Section):

@@ -1,0 +1,190 @@
+"""Turns the settings of a launch script into a `verl` command, and says what became of each changed key."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from verl.config.aliases import canonicalize
+from verl.config.command_line import parse_overrides
+from verl.config.compatibility.answers import find_answer
+from verl.config.compatibility.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault
+from verl.config.compatibility.launch_script import LaunchCommand
+from verl.config.compatibility.rules import find_refused_value, find_rule, is_default_choice
+from verl.config.ignored import find_unmet_condition
+from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
+from verl.config.paths import format_value, iter_leaves, join_path
+from verl.errors import ConfigError
+
+_DEFAULTS: Mapping[str, Mapping[str, OtherDefault]] = {
+    TRAIN.command: TRAIN_DEFAULTS,
+    SFT.command: SFT_DEFAULTS,
+    GENERATE.command: {},
+}
+_OPEN = re.compile(r"\$\{(\w+)\}|\$\(")
+"""A variable that the script does not set, or the output of a program."""
+
+
+class Change(NamedTuple):
+    """What became of one key: the key as written, its outcome, and the reason."""
+
+    key: str
+    outcome: str
+    reason: str
+
+
+@dataclass(slots=True)
+class Migration:
+    """The command of verl that does what a launch script does, and what was changed on the way."""
+
+    run_type: AnyRunType
+    settings: dict[str, str] = field(default_factory=dict)
+    changes: list[Change] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """Settings that are refused; they are not in the command."""
+    notes: list[str] = field(default_factory=list)
+    output: str | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the command has everything that the script asks for."""
+        return not self.problems
+
+    def command(self) -> list[str]:
+        """Return the arguments of the command, unquoted."""
+        options = ["--output", self.output] if self.output else []
+        return ["verl", self.run_type.command, *options, *(f"{key}={text}" for key, text in self.settings.items())]
+
+
+def migrate(launch: LaunchCommand) -> Migration:
+    """Return the command for a launch script; what it cannot express is in `problems`."""
+    result = Migration(launch.run_type, notes=list(launch.notes))
+    for text in launch.overrides:
+        _migrate_override(text, result)
+    result.problems += _check(result)
+    for key, other in _DEFAULTS[launch.run_type.command].items():
+        if other.is_kept and key not in result.settings:
+            _add_default(key, other, result)
+    return result
+
+
+def _add_default(key: str, other: OtherDefault, result: Migration) -> None:
+    """Set the default of the script's origin, if it has an effect and fits the other settings."""
+    result.settings[key] = other.value
+    config, problems = _load(result)
+    if problems or find_unmet_condition(config, key) is not None:
+        del result.settings[key]
+    else:
+        result.changes.append(Change(key, f"added: {key}={other.value}", f"other default: {other.reason}"))
+
+
+def _migrate_override(text: str, result: Migration) -> None:
+    run_type = result.run_type
+    opened = _OPEN.search(text)
+    raw_key, _, raw_value = text.lstrip("+").partition("=")
+    if run_type is GENERATE and raw_key == "data.output_path":
+        result.output = raw_value
+        result.changes.append(Change(raw_key, "renamed to --output", ""))
+        return
+    if opened is not None and not raw_key.startswith("~") and "$" not in raw_key:
+        names = re.findall(r"\$\{(\w+)\}", raw_value)
+        what = ", ".join(names) or "the output of a program"
+        result.notes.append(f"{raw_key}: is not checked: the script does not set {what}")
+        _place(tuple(raw_key.split(".")), None, raw_value, result)
+        return
+    problems: list[str] = []
+    for override in parse_overrides([text], problems):
+        path = tuple(override.key_or_group.split("."))
+        if override.is_hydra_override() or override.is_delete():
+            result.changes.append(Change(text, "dropped", "nothing to change: verl has no such default"))
+            continue
+        value = override.value()
+        leaves = iter_leaves(value, path) if isinstance(value, dict) and value else [(path, value)]
+        for spelled, leaf in leaves:
+            _place(spelled, leaf, _write(leaf), result)
+    result.problems += problems
+
+
+def _place(path: tuple[str, ...], value: Any, text: str, result: Migration) -> None:
+    """Put one setting into the command, or note why it is not there; `value` is None if it is not known yet."""
+    run_type, key, hints = result.run_type, join_path(path), list[str]()
+    target, meant = canonicalize(path, value, hints, run_type.aliases)
+    rule = find_rule(target, run_type.rules)
+    answer = find_answer(key, run_type)
+    if is_default_choice(target, meant, run_type.rules):
+        result.changes.append(Change(key, "dropped", "there are no config groups"))
+    elif problem := find_refused_value(target, meant, run_type.rules):
+        result.problems.append(problem)
+    elif answer.kind in ("setting", "renamed", "forwarded"):
+        result.settings[join_path(target)] = text if meant == value else _write(meant)
+        if target != path or meant != value:
+            outcome = f"{join_path(target)}={result.settings[join_path(target)]}"
+            reason = "passed on to vLLM" if answer.kind == "forwarded" else "another name"
+            result.changes.append(Change(key, outcome, reason if target != path else "another name of the value"))
+    elif rule is None:
+        result.settings[key] = text  # the check below says what is wrong with it
+    elif rule.refuses(value if value is not None else text):
+        result.problems.append(rule.describe(join_path(target), text))
+    else:
+        result.changes.append(Change(key, "dropped", rule.text if rule.kind != "needs" else f"no {rule.text} needed"))
+
+
+def _check(result: Migration) -> list[str]:
+    """Return what is wrong with the settings of the command, and take these settings out of it."""
+    problems = _load(result)[1]
+    for problem in problems:
+        result.settings.pop(problem.split(":")[0], None)
+    return problems
+
+
+def _load(result: Migration) -> tuple[Any, list[str]]:
+    """Return the settings of the command as a run would have them, and what is wrong with them."""
+    arguments = [f"{key}={text}" for key, text in result.settings.items() if not _OPEN.search(text)]
+    try:
+        if result.run_type is GENERATE:
+            return load_for_generation(arguments).config, []
+        read: Any = load_sft if result.run_type is SFT else load
+        return read(arguments, complete=False)[0].config, []
+    except ConfigError as error:
+        return None, error.problems
+
+
+def _write(value: Any) -> str:
+    """Return a value as an override that Hydra reads again."""
+    if isinstance(value, str) and not re.fullmatch(r"[\w./:@+~-]+", value):
+        return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'" if "${" not in value else value
+    if isinstance(value, list):
+        return "[" + ",".join(_write(item) for item in value) + "]"
+    return format_value(value)
+
+
+def render(result: Migration) -> str:
+    """Return a shell script: the command, and what became of changed keys as comments."""
+    program, command, *arguments = result.command()
+    lines = [" \\\n  ".join([f"{program} {command}", *map(_quote, arguments)])]
+    lines += _section("Changed", _table(result.changes))
+    lines += _section("Refused, and not in the command", [f"- {problem}" for problem in result.problems])
+    lines += _section("Notes", [f"- {note}" for note in result.notes])
+    return "\n".join(lines) + "\n"
+
+
+def _quote(argument: str) -> str:
+    """Return a word for the shell; variables that the script did not set are left to it."""
+    if _OPEN.search(argument):
+        return '"' + argument.replace('"', '\\"') + '"'
+    return shlex.quote(argument)
+
+
+def _section(title: str, lines: list[str]) -> Iterator[str]:
+    if lines:
+        yield from ("", f"# {title}:")
+        yield from (f"# {line}" for line in lines)
+
+
+def _table(changes: list[Change]) -> list[str]:
+    width = max((len(change.key) for change in changes), default=0)
+    middle = max((len(change.outcome) for change in changes), default=0)
+    return [f"{change.key:<{width}}  {change.outcome:<{middle}}  {change.reason}".rstrip() for change in changes]

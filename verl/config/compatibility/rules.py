@@ -1,0 +1,92 @@
+"""What becomes of a key that launch scripts use and that is no setting here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+from verl.config.paths import Path, format_value, join_path
+
+Kind = Literal["always on", "ignored", "needs"]
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRule:
+    """The answer to one key, or to all keys of a section.
+
+    `text` is the reason of a key that is accepted, and the name of the missing feature of one that is refused.
+    """
+
+    kind: Kind
+    text: str
+    harmless: tuple[str, ...] = ()
+    """Values with which a refused key needs nothing, as `format_value` writes them."""
+    instead: str = ""
+    """The setting to use in place of a refused key."""
+
+    def refuses(self, value: Any) -> bool:
+        """Whether the key with this value needs a feature that is missing."""
+        return self.kind == "needs" and format_value(value).lower() not in self.harmless
+
+    def describe(self, key: str, value: Any) -> str:
+        """Return the problem, or the hint, about a key with a value."""
+        shown = format_value(value)
+        if self.refuses(value):
+            harmless = [item for item in self.harmless if item not in ("null", "")]
+            fix = f"set {self.instead} instead" if self.instead else "remove it"
+            fix += f", or set {key}={harmless[0]}" if harmless else ""
+            return f"{key}: {shown} requires {self.text}, which is not supported yet; {fix}"
+        if self.kind == "needs":
+            return f"{key}={shown} has no effect: it turns off {self.text}, which is not supported yet"
+        if self.kind == "always on":
+            return f"{key}={shown} has no effect: always on here: {self.text}"
+        return f"{key}={shown} has no effect: {self.text}"
+
+
+class Rules(NamedTuple):
+    """The answers of one run type.
+
+    `keys` maps keys to answers: a key answers for all keys below it, and the longest match wins. `values` maps settings
+    and sections to the values that need a missing feature, with its name. `choices` maps sections to the members of
+    Hydra's config groups that are what verl does anyway.
+    """
+
+    keys: Mapping[str, KeyRule]
+    values: Mapping[str, Mapping[str, str]]
+    choices: Mapping[str, tuple[str, ...]]
+
+
+def always_on(reason: str) -> KeyRule:
+    """The key asks for what is done here anyway."""
+    return KeyRule("always on", reason)
+
+
+def ignored(reason: str) -> KeyRule:
+    """The key changes no results, or has nothing to act on here."""
+    return KeyRule("ignored", reason)
+
+
+def needs(feature: str, *harmless: str, instead: str = "") -> KeyRule:
+    """The key is refused by the name of a feature, except with the `harmless` values."""
+    return KeyRule("needs", feature, (*harmless, "null", ""), instead)
+
+
+def find_rule(path: Path, rules: Rules) -> KeyRule | None:
+    """Return the answer to a key; None if there is none."""
+    if path[-1] == "_target_":
+        return ignored("names a class of another implementation")
+    keys = (join_path(path[:length]) for length in range(len(path), 0, -1))
+    return next((rules.keys[key] for key in keys if key in rules.keys), None)
+
+
+def find_refused_value(path: Path, value: Any, rules: Rules) -> str | None:
+    """Return the problem of a setting or section whose value needs a missing feature."""
+    key = join_path(path)
+    feature = rules.values.get(key, {}).get(str(value))
+    return None if feature is None else needs(feature).describe(key, value)
+
+
+def is_default_choice(path: Path, value: Any, rules: Rules) -> bool:
+    """Whether a section is given a member of a config group that needs nothing."""
+    return value in rules.choices.get(join_path(path), ())
