@@ -13,6 +13,7 @@ from tiny import chat_tokenizer
 
 import verl
 from verl.cli import COMMANDS, main
+from verl.commands.torchrun import adapt_to_torchrun
 from verl.demo.assets import make_assets
 from verl.errors import DataError
 
@@ -49,7 +50,9 @@ def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]
         ("verl", ""),
         ("verl.trainer.main_ppo", " train"),
         ("verl.trainer.sft_trainer", " sft"),
+        ("verl.trainer.main_ppo_sync", " train"),
         ("verl.trainer.main_generation", " generate"),
+        ("verl.trainer.main_generation_server", " generate"),
         ("verl.trainer.main_eval", " eval"),
         ("verl.model_merger", " merge"),
     ],
@@ -135,6 +138,17 @@ def test_settings_and_help_import_nothing_heavy(arguments: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert done.stdout
+
+
+def test_under_torchrun_only_the_first_process_runs_and_the_sizes_are_settings() -> None:
+    launched = {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "PATH": "p"}
+    settings = ["data.seed=1", "trainer.nnodes=3"]
+    argv, is_first = adapt_to_torchrun(settings, launched)
+    assert argv == ["data.seed=1", "trainer.nnodes=3", "trainer.n_gpus_per_node=4"]
+    assert is_first
+    assert launched == {"PATH": "p"}  # else workers would take them for their own
+    assert adapt_to_torchrun(settings, {"TORCHELASTIC_RUN_ID": "x", "RANK": "1"})[1] is False
+    assert adapt_to_torchrun(settings, {"RANK": "1", "WORLD_SIZE": "2"}) == (settings, True)
 
 
 def write_rows(path: Path, *rows: dict[str, object]) -> str:

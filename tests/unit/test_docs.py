@@ -77,6 +77,8 @@ def check_verl(arguments: list[str]) -> None:
         generate.read_arguments(rest)
     elif name == "eval" and rest:
         evaluate.read_arguments(rest)
+    elif name == "migrate" and rest:
+        assert [Path(argument).suffix for argument in rest[:1]] in ([".sh"], [".yaml"]), "verl migrate takes one file"
     elif name == "config":
         assert cli.main(["config", *rest]) == 0
     else:

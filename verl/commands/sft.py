@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
+from verl.commands.torchrun import adapt_to_torchrun
 from verl.config.batch_sizes import render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
@@ -24,6 +25,9 @@ example:
 
 def main(argv: Sequence[str]) -> int:
     """Train once per point of the sweep (once without `-m`); return the exit code."""
+    argv, is_first = adapt_to_torchrun(argv)
+    if not is_first:
+        return 0
     points = load_sft(argv)
     from verl.trainer.launcher import run_all  # imports Ray, after the settings have been checked
 

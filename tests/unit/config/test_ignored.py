@@ -114,6 +114,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.optim.eps": CRITIC,
     "critic.optim.lr_warmup_steps": CRITIC,
     "critic.optim.lr_warmup_steps_ratio": CRITIC,
+    "critic.optim.init_lr_ratio": critic_when("critic.optim.lr_warmup_steps_ratio", 0.1),
     "critic.optim.lr_scheduler_type": CRITIC,
     "critic.optim.min_lr_ratio": critic_when("critic.optim.lr_scheduler_type", "cosine"),
     "critic.ppo_mini_batch_size": CRITIC,

@@ -28,3 +28,8 @@ def test_decay_without_room_is_refused(total):
 def test_an_unknown_kind_is_refused():
     with pytest.raises(ValueError, match="'step' is not one of"):
         Schedule(lr=1.0, kind="step")
+
+
+def test_the_warmup_starts_from_a_fraction_of_the_learning_rate() -> None:
+    schedule = Schedule(lr=2.0, warmup_steps=4, init_ratio=0.2)
+    assert [schedule.at(step) for step in range(5)] == pytest.approx([0.8, 1.2, 1.6, 2.0, 2.0])

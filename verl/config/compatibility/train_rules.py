@@ -32,6 +32,7 @@ CLAMPS = needs("clamping of the distillation loss")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
 BUFFER_DTYPE = ignored("buffers keep the type of the model")
 MOE_PARALLELISM = needs("expert parallelism", *ONE)
+BUCKETS = ignored("weights are sent in buckets of a fixed size; the results are the same")
 CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded completely")
 
 _A, _R, _REF, _M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -81,15 +82,17 @@ _SHARDING = {
     },
     f"{_REF}.strategy": needs("another engine for the reference than for the actor", "fsdp", "fsdp2"),
     f"{_REF}.use_torch_compile": ignored("the reference is compiled as the actor is"),
-    f"{_REF}.fsdp_config.model_dtype": ignored("the reference is stored in the type in which it computes"),
+    f"{_REF}.fsdp_config.model_dtype": ignored(
+        f"the reference is stored as the actor is ({_A}.fsdp_config.model_dtype)"
+    ),
     f"{_REF}.fsdp_config.optimizer_offload": ignored("the reference has no optimizer"),
-    f"{_REF}.fsdp_config.reshard_after_forward": ignored("the reference frees gathered weights after each layer"),
+    f"{_REF}.fsdp_config.reshard_after_forward": ignored("the reference follows the actor"),
     f"{_REF}.fsdp_config.offload_policy": ignored(f"use {_REF}.fsdp_config.param_offload to save memory"),
     **{f"{section}.log_prob_use_dynamic_bsz": DYNAMIC for section in (_R, _REF)},
     **{f"{section}.entropy_checkpointing": CHUNKED for section in (_A, _REF)},
     **{f"{section}.entropy_from_logits_with_chunking": CHUNKED for section in (_A, _REF)},
     f"{_A}.use_prefix_grouper": ignored("a prompt is computed once per response; the results are the same"),
-    f"{_A}.calculate_sum_pi_squared": ignored("only the optimal token baseline uses it, an estimator that is refused"),
+    f"{_A}.calculate_sum_pi_squared": needs("the optimal token baseline", *OFF),
     "actor_rollout_ref.nccl_timeout": ignored("trainer.deadlines sets the time limits of workers"),
 }
 _MODEL = {
@@ -105,8 +108,8 @@ _MODEL = {
     f"{_M}.override_config": needs("changes of a model's configuration"),
 }
 _ROLLOUT = {
-    f"{_R}.checkpoint_engine": ignored("the size of weight buckets follows from the largest weight"),
-    f"{_R}.update_weights_bucket_megabytes": ignored("the size of weight buckets follows from the largest weight"),
+    f"{_R}.checkpoint_engine": BUCKETS,
+    f"{_R}.update_weights_bucket_megabytes": BUCKETS,
     f"{_R}.free_cache_engine": ignored("engines keep their cache; gpu_memory_utilization bounds it"),
     f"{_R}.multi_stage_wake_up": ignored("engines do not sleep between steps"),
     f"{_R}.layered_summon": always_on("weights are gathered one at a time"),
@@ -118,7 +121,7 @@ _ROLLOUT = {
     f"{_R}.data_parallel_size": needs("data parallelism inside an engine", *ONE, instead=f"{_R}.num_engines"),
     f"{_R}.expert_parallel_size": MOE_PARALLELISM,
     f"{_R}.enable_rollout_routing_replay": needs(
-        "a switch of its own for routing replay", "false", instead=f"{_A}.router_replay.mode=R3"
+        "a second switch for routing replay", "false", instead=f"{_A}.router_replay.mode=R3"
     ),
     "reward.reward_model.rollout.prompt_length": EXACT_LENGTHS,
     "reward.reward_model.rollout.response_length": EXACT_LENGTHS,
@@ -127,7 +130,7 @@ _DATA = {
     "data.image_key": IMAGES,
     "data.video_key": IMAGES,
     "data.image_patch_size": IMAGES,
-    "data.return_multi_modal_inputs": IMAGES,
+    "data.return_multi_modal_inputs": needs("images and videos", *OFF),
     "data.custom_cls": CUSTOM_DATASET,
     "data.return_raw_chat": always_on("prompts stay chat messages until they are rendered"),
     "data.trust_remote_code": ignored(f"{_M}.trust_remote_code decides for model and tokenizer"),

@@ -1,0 +1,158 @@
+"""Keys of other launch scripts: accepted with a reason, renamed, passed on, or refused by the name of a feature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from verl.config.aliases import resolve_alias
+from verl.config.compatibility.answers import find_answer
+from verl.config.compatibility.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
+from verl.config.load import SFT, TRAIN, RunType, load, load_dict, load_sft
+from verl.config.paths import find_setting, format_value, get_value
+from verl.config.schema import collect_settings
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
+ACCEPTANCE = Path(__file__).parents[2] / "acceptance"
+
+
+def problems_of(*settings: str, sft: bool = False) -> list[str]:
+    try:
+        (load_sft if sft else load)(settings, complete=False)
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("actor_rollout_ref.model.use_remove_padding=True", "always on here"),
+        ("trainer.balance_batch=False", "always on here"),
+        ("+actor_rollout_ref.rollout.layered_summon=True", "gathered one at a time"),
+        ("actor_rollout_ref.rollout.free_cache_engine=True", "engines keep their cache"),
+        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "it turns off sequence parallelism"),
+        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1", "hybrid sharding"),
+        ("global_profiler.tool=torch", "profiler"),
+        ("actor_rollout_ref.actor=dp_actor", "no config groups"),
+        ("~trainer.balance_batch", "not a setting here"),
+    ],
+)
+def test_a_key_that_changes_no_results_is_accepted_with_its_reason(setting: str, reason: str) -> None:
+    (loaded,) = load([setting], complete=False)
+    assert [hint for hint in loaded.hints if "has no effect" in hint and reason in hint], loaded.hints
+
+
+@pytest.mark.parametrize(
+    ("setting", "feature"),
+    [
+        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2", "sequence parallelism"),
+        ("++actor_rollout_ref.actor.megatron.context_parallel_size=1", "Megatron-Core"),
+        ("actor_rollout_ref.actor=mlite_actor", "Megatron-Core"),
+        ("actor_rollout_ref.actor.strategy=veomni", "VeOmni"),
+        ("trainer.device=npu", "Ascend NPUs"),
+        ("data.image_key=images", "images and videos"),
+        ("algorithm.adv_estimator=optimal_token_baseline", "the optimal token baseline"),
+        ("actor_rollout_ref.model.lora_adapter_path=adapter", "training that starts from an adapter"),
+        ("actor_rollout_ref.actor.profiler.enable=True", "profiling"),
+        ("algorithm.rollout_correction.loss_type=reinforce", "the REINFORCE loss of rollout correction"),
+        ("rollout.total_rollout_steps=100", "asynchronous training"),
+    ],
+)
+def test_a_key_that_needs_more_is_refused_by_the_name_of_the_feature(setting: str, feature: str) -> None:
+    (problem,) = problems_of(setting)
+    assert f"requires {feature}, which is not supported yet" in problem
+
+
+@pytest.mark.parametrize(
+    ("setting", "key", "value"),
+    [
+        ("rollout.prompt_length=99", "data.max_prompt_length", 99),
+        ("critic.fsdp.param_offload=True", "critic.fsdp_config.param_offload", True),
+        ("+actor_rollout_ref.model.lora.merge=True", "actor_rollout_ref.rollout.lora_transport", "merged"),
+        ("actor_rollout_ref.actor.optim.optimizer=AdamW", "actor_rollout_ref.actor.optim.name", "adamw"),
+        ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", "actor_rollout_ref.actor.optim.lr_warmup_steps", None),
+        ("actor_rollout_ref.actor.optim.clip_grad=0.5", "actor_rollout_ref.actor.grad_clip", 0.5),
+        ("trainer.logger=[console,file]", "trainer.logger", ["console", "jsonl"]),
+        ("trainer.max_actor_ckpt_to_keep=3", "trainer.max_ckpts_to_keep", 3),
+        ("reward_model.reward_kwargs.overlong_buffer_cfg.len=7", "reward.overlong_buffer.len", 7),
+    ],
+)
+def test_a_key_of_another_name_sets_the_setting(setting: str, key: str, value: object) -> None:
+    (loaded,) = load([setting], complete=False)
+    assert get_value(loaded.config, key) == value
+
+
+def test_engine_arguments_of_the_rollout_section_are_passed_on_to_vllm() -> None:
+    (loaded,) = load(["actor_rollout_ref.rollout.enable_chunked_prefill=False"], complete=False)
+    assert loaded.config.actor_rollout_ref.rollout.engine_kwargs.vllm == {"enable_chunked_prefill": False}
+
+
+def test_arguments_of_an_engine_that_is_not_used_have_no_effect() -> None:
+    (loaded,) = load(["+actor_rollout_ref.rollout.engine_kwargs.sglang.attention_backend=triton"], complete=False)
+    assert any("engine_kwargs.sglang" in hint and "has no effect" in hint for hint in loaded.hints)
+
+
+def test_a_member_of_a_config_group_does_not_replace_its_section() -> None:
+    (loaded,) = load_sft(["optim.lr=3e-4", "optim=fsdp", "model=hf_model"], complete=False)
+    assert loaded.config.optim.lr == 3e-4
+
+
+def test_supervised_runs_have_their_own_answers() -> None:
+    settings = [
+        "data.use_dynamic_bsz=True",
+        "engine.model_dtype=fp32",
+        "optim.init_lr_ratio=0.1",
+        "data.pad_mode=right",
+    ]
+    (loaded,) = load_sft([*settings, "optim.lr_warmup_steps=10"], complete=False)
+    assert loaded.config.data.packing
+    assert loaded.config.optim.init_lr_ratio == 0.1
+    (problem,) = problems_of("engine.ep_size=8", sft=True)
+    assert "requires expert parallelism" in problem
+
+
+def test_yaml_of_another_setup_is_read_too() -> None:
+    loaded = load_dict({"trainer": {"balance_batch": True, "_target_": "some.Class"}}, complete=False)
+    assert [hint for hint in loaded.hints if "balance_batch" in hint]
+
+
+def test_a_typing_mistake_is_still_unknown() -> None:
+    (problem,) = problems_of("trainer.balanc_batch=True")
+    assert "is not a setting" in problem
+
+
+@pytest.mark.parametrize("run_type", [TRAIN, SFT], ids=lambda run_type: run_type.command)
+def test_no_rule_hides_a_setting_or_an_alias(run_type: RunType) -> None:
+    settings = collect_settings(run_type.root)
+    leaves = {key for key, setting in settings.items() if setting.section is None}
+    assert not run_type.rules.keys.keys() & leaves
+    for key in run_type.rules.keys:
+        path = tuple(key.split("."))
+        assert resolve_alias(path, run_type.aliases) == path, f"{key} is never looked up: it is an alias"
+    assert set(run_type.rules.values) | set(run_type.rules.choices) <= set(settings)
+
+
+@pytest.mark.parametrize(("run_type", "others"), [(TRAIN, TRAIN_DEFAULTS), (SFT, SFT_DEFAULTS)])
+def test_defaults_that_differ_are_settings_whose_default_differs(run_type: RunType, others: dict) -> None:
+    for key, other in others.items():
+        setting = find_setting(tuple(key.split(".")), run_type.root)
+        assert setting is not None
+        assert str(setting.default).lower() != other.value
+        assert find_answer(key, run_type).kind == "setting"
+        row = f"| `{key}` | {run_type.command} | `{other.value}` | `{format_value(setting.default)}` | {other.reason}"
+        assert row in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_of_keys_is_current_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ACCEPTANCE)
+    import scripts
+
+    assert scripts.PAGE.read_text(encoding="utf-8") == scripts.render_page(scripts.read_scripts()), (
+        "run `python tests/acceptance/scripts.py --write`"
+    )
+    assert "UNKNOWN" not in scripts.PAGE.read_text(encoding="utf-8")
