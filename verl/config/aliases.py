@@ -60,7 +60,7 @@ TRAIN_ALIASES = Aliases(
         "reward.reward_model.reward_fn": "reward.custom_reward_function",
         "reward.reward_model.model.path": "reward.reward_model.model_path",
         "reward.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
-        "reward.reward_model.reward_kwargs": "reward.reward_kwargs",
+        "reward.reward_model.reward_kwargs.overlong_buffer_cfg": "reward.overlong_buffer",
         # Ray
         "ray_init": "ray_kwargs.ray_init",
         "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
@@ -77,7 +77,6 @@ TRAIN_ALIASES = Aliases(
         f"{_MODEL}.lora.merge": f"{_ROLLOUT}.lora_transport",
         # generation
         **{f"{_ROLLOUT}.{name}": f"{_ROLLOUT}.engine_kwargs.vllm.{name}" for name in _FORWARDED},
-        f"{_ROLLOUT}.engine_kwargs.vllm.max_model_len": f"{_ROLLOUT}.max_model_len",
         f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
         f"{_ROLLOUT}.response_length": "data.max_response_length",
         # distillation
@@ -191,6 +190,7 @@ def resolve_alias(path: Path, aliases: Aliases) -> Path:
 
 def _canonical_value(key: str, value: Any, hints: list[str], aliases: Aliases) -> Any:
     known = aliases.values.get(key, {})
+    meant: Any
     if isinstance(value, list):
         meant = [known.get(item, item) if isinstance(item, str) else item for item in value]
     elif isinstance(value, str | bool | int):

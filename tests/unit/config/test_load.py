@@ -311,8 +311,8 @@ def test_a_key_with_one_letter_dropped_finds_a_neighbour_in_its_section(key: str
 @pytest.mark.parametrize(
     ("override", "suggestion"),
     [
-        ("actor_rollout_ref.model.use_remove_padding=True", None),
-        ("actor_rollout_ref.rollout.free_cache_engine=True", None),
+        ("actor_rollout_ref.model.use_paper_planes=True", None),
+        ("actor_rollout_ref.rollout.purple_engine=True", None),
         ("actor_rollout_ref.model.trust_remote_cod=True", None),
         ("data.train_bach_size=0", "data.train_batch_size=..."),
         ("data.train_bach_size=64", "data.train_batch_size=64"),

@@ -140,6 +140,7 @@ _DATA = {
 }
 _REWARD = {
     "reward.reward_kwargs.max_resp_len": EXACT_LENGTHS,
+    "reward.reward_model.reward_kwargs.max_resp_len": EXACT_LENGTHS,
     "reward.overlong_buffer.log": always_on("the penalty is a metric"),
     "algorithm.rollout_correction.loss_type": needs("the REINFORCE loss of rollout correction", "ppo_clip"),
 }
