@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from verl.config.aliases import resolve_alias
+from verl.config.compatibility.rules import find_rule
 from verl.config.load import TRAIN, AnyRunType
 from verl.config.paths import find_setting, format_value, get_path, join_path, suggest_key
 from verl.config.schema import MISSING, Section, Setting, collect_settings
@@ -44,6 +45,9 @@ def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
     """Return the full description of a setting, or of the settings of a section; `key` may be an alias."""
     path = resolve_alias(tuple(key.split(".")), run_type.aliases)
     setting = find_setting(path, run_type.root)
+    if setting is None and (rule := find_rule(path, run_type.rules)) is not None:
+        what = {"always on": "always on: ", "ignored": "ignored: ", "needs": "not supported yet: "}[rule.kind]
+        return f"{key}\n  A key of other launch scripts, {what}{rule.text}\n"
     if setting is None:
         near = suggest_key(join_path(path), run_type.root)
         raise ConfigError(

@@ -11,6 +11,7 @@ from verl.config.compatibility.answers import find_answer
 from verl.config.compatibility.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
 from verl.config.load import SFT, TRAIN, RunType, load, load_dict, load_sft
 from verl.config.paths import find_setting, format_value, get_value
+from verl.config.render import describe
 from verl.config.schema import collect_settings
 from verl.errors import ConfigError
 
@@ -119,6 +120,11 @@ def test_supervised_runs_have_their_own_answers() -> None:
 def test_yaml_of_another_setup_is_read_too() -> None:
     loaded = load_dict({"trainer": {"balance_batch": True, "_target_": "some.Class"}}, complete=False)
     assert [hint for hint in loaded.hints if "balance_batch" in hint]
+
+
+def test_verl_config_explains_such_keys() -> None:
+    assert "always on: tokens are balanced" in describe("trainer.balance_batch")
+    assert "not supported yet: images and videos" in describe("data.image_key")
 
 
 def test_a_typing_mistake_is_still_unknown() -> None:
