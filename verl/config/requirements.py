@@ -16,10 +16,12 @@ from verl.config.features import list_adapters
 from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.config.schema.rules import ACTOR, ROLLOUT
+from verl.installation import format_install_hint
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
-_LOGGER_PACKAGES = ("tensorboard", "wandb")  # other loggers need none
+_LOGGER_EXTRAS = {"wandb": "wandb", **dict.fromkeys(("mlflow", "swanlab", "tensorboard", "trackio"), "tracking")}
+"""Logger, which is also the name of its package -> the extra that installs it; other loggers need none."""
 _MIN_VLLM = (0, 32)
 _ALTERNATIVES = {
     f"{ROLLOUT}.tensor_model_parallel_size": f"an engine uses one device, and {ROLLOUT}.num_engines sets the number of "
@@ -56,20 +58,21 @@ def find_missing(config: Section) -> Iterator[str]:
     for section, peft in list_adapters(config):
         if peft.lora_rank > 0 and not _is_installed("peft"):
             yield (
-                f'{section}.lora_rank: {peft.lora_rank} requires the package PEFT; pip install "verl[lora]", or set '
-                f"{section}.lora_rank=0 to train all weights"
+                f"{section}.lora_rank: {peft.lora_rank} requires the package PEFT; {format_install_hint('lora')}, or "
+                f"set {section}.lora_rank=0 to train all weights"
             )
     for section, name in _list_engines(config):
         if name == "vllm" and (reason := _check_vllm()):
             yield (
-                f'{section}.name: vllm {reason}; pip install "verl[vllm]", without GPUs "verl[cpu]", or set '
+                f"{section}.name: vllm {reason}; {format_install_hint('vllm')} (without GPUs: the extra cpu), or set "
                 f"{section}.name=hf to use transformers"
             )
     loggers = config.trainer.logger
-    absent = [name for name in loggers if name in _LOGGER_PACKAGES and not _is_installed(name)]
+    absent = [name for name in loggers if name in _LOGGER_EXTRAS and not _is_installed(name)]
     rest = format_value([name for name in loggers if name not in absent] or ["console"])
     for name in absent:
-        yield f"trainer.logger: {name} requires a package; pip install {name}, or set trainer.logger={rest}"
+        hint = format_install_hint(_LOGGER_EXTRAS[name])
+        yield f"trainer.logger: {name} requires a package; {hint}, or set trainer.logger={rest}"
 
 
 def find_unsupported(config: Section) -> Iterator[str]:

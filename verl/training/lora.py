@@ -14,6 +14,7 @@ from torch import nn
 
 from verl.checkpoint.adapter import NAME, adapter_config, is_adapter
 from verl.errors import CheckpointError, EngineError
+from verl.installation import format_install_hint
 from verl.model_safety import local_path
 from verl.training.model import PackedModel
 from verl.training.settings import LoraSettings
@@ -33,7 +34,7 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise EngineError(
-            f'peft.lora_rank={settings.rank}: adapters need PEFT ({error}); pip install "verl[lora]", or set '
+            f"peft.lora_rank={settings.rank}: adapters need PEFT ({error}); {format_install_hint('lora')}, or set "
             "peft.lora_rank=0 to train all weights"
         ) from error
     config = LoraConfig(

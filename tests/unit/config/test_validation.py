@@ -408,7 +408,7 @@ def test_an_adapter_without_peft_is_a_problem_of_a_run(monkeypatch: pytest.Monke
     monkeypatch.delitem(sys.modules, "peft", raising=False)  # another test may have imported it
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
-    with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 requires the package PEFT; pip install "verl\[lora\]"'):
+    with pytest.raises(ConfigError, match=r'peft.lora_rank: 8 requires the package PEFT; pip install -e "\.\[lora\]"'):
         load_dict(given_, [f"{A}.peft.lora_rank=8"])
 
 
@@ -417,7 +417,7 @@ def test_vllm_that_is_missing_or_too_old_is_a_problem_of_a_run(monkeypatch, tmp_
     monkeypatch.delitem(sys.modules, "vllm", raising=False)
     importlib.invalidate_caches()
     given_ = {"data": {"train_files": "a.parquet"}, "actor_rollout_ref": {"model": {"path": "tiny"}}}
-    with pytest.raises(ConfigError, match=rf'{R}.name: vllm requires a package; pip install "verl\[vllm\]"'):
+    with pytest.raises(ConfigError, match=rf'{R}.name: vllm requires a package; pip install -e "\.\[vllm\]"'):
         load_dict(given_)
     load_dict(given_, [f"{R}.name=hf"])
     (tmp_path / "vllm.py").touch()
@@ -439,8 +439,9 @@ def test_a_tracker_whose_package_is_not_installed_is_a_problem_of_a_run(monkeypa
     with pytest.raises(ConfigError) as raised:
         load_dict(given_)
     [text] = raised.value.problems
-    assert (
-        text == "trainer.logger: wandb requires a package; pip install wandb, or set trainer.logger=[tensorboard,jsonl]"
+    assert text == (
+        'trainer.logger: wandb requires a package; pip install -e ".[wandb]" in the verl checkout, or set '
+        "trainer.logger=[tensorboard,jsonl]"
     )
     load_dict(given_, complete=False)
 

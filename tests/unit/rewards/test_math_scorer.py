@@ -236,5 +236,5 @@ def test_without_the_library_the_message_names_the_fix(monkeypatch: pytest.Monke
 
     scorer._math_verify.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(RewardError, match=r"pip install 'verl\[math\]'"):
+    with pytest.raises(RewardError, match=r'pip install -e "\.\[math\]"'):
         score("31+1", "32")

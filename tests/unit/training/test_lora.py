@@ -187,5 +187,5 @@ def test_an_adapter_of_other_weights_or_of_another_size_scale_or_targets_is_refu
 
 def test_without_peft_the_error_states_the_fix(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(EngineError, match=re.escape('pip install "verl[lora]"')):
+    with pytest.raises(EngineError, match=re.escape('pip install -e ".[lora]"')):
         loaded(path, LoraSettings(2))

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from verl.errors import RewardError
+from verl.installation import format_install_hint
 from verl.rewards.scorers.math_limits import (
     TooLongError,
     differ_at_a_point,
@@ -179,8 +180,7 @@ def _math_verify() -> ModuleType:
         import math_verify
     except ImportError as error:
         raise RewardError(
-            f"The math scorer needs math-verify, which cannot be imported ({error}); "
-            "install it with: pip install 'verl[math]'"
+            f"The math scorer needs math-verify, which cannot be imported ({error}); {format_install_hint('math')}"
         ) from error
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns about disabled timeouts
     return math_verify

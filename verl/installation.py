@@ -1,0 +1,8 @@
+"""How to install optional packages. The name `verl` on PyPI belongs to another project, so hints name this checkout."""
+
+from __future__ import annotations
+
+
+def format_install_hint(extra: str) -> str:
+    """Return the command that installs an extra of `pyproject.toml`, and where to run it."""
+    return f'pip install -e ".[{extra}]" in the verl checkout'
