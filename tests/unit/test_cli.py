@@ -14,6 +14,7 @@ from tiny import chat_tokenizer
 import verl
 from verl.cli import COMMANDS, main
 from verl.commands.torchrun import adapt_to_torchrun
+from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.errors import DataError
 
@@ -81,6 +82,52 @@ def test_config_of_a_sweep_prints_one_document_for_each_point(capsys: pytest.Cap
     text = capsys.readouterr().out
     assert text.count("---\n") == 2
     assert "# actor_rollout_ref.rollout.n=8\n" in text
+
+
+def test_config_changed_prints_a_file_that_loads_the_same_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["rollout.n=8", "trainer.logger=[console,wandb]", "+ray_kwargs.ray_init.namespace=mine"]
+    given += ["+reward.custom_reward_function.reward_kwargs.scale=2", "trainer.seed=1"]
+    assert main(["config", "--changed", *given]) == 0
+    text = capsys.readouterr().out
+    assert "seed" not in text, "1 is the default"
+    assert "[changed from 1]" in text
+    (tmp_path / "mine.yaml").write_text(text)
+    [before], [after] = load(given, complete=False), load([f"--config-name={tmp_path}/mine"], complete=False)
+    assert after.config == before.config
+    assert main(["config", "--changed", "--json", *given]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "actor_rollout_ref": {"rollout": {"n": 8}},
+        "trainer": {"logger": ["console", "wandb"]},
+        "ray_kwargs": {"ray_init": {"namespace": "mine"}},
+        "reward": {"custom_reward_function": {"reward_kwargs": {"scale": 2}}},
+    }
+
+
+def test_config_origin_names_the_file_the_command_line_and_the_alias(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {seed: 3, train_batch_size: 8}\ntrainer: {total_epochs: 2, seed: 4}\n")
+    given = [f"--config-name={tmp_path}/mine", "rollout.n=8", "data.train_batch_size=16", "~trainer.total_epochs"]
+    assert main(["config", "--origin", "--json", *given]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table["data.seed"] == {"value": 3, "origin": "mine.yaml"}
+    assert table["data.train_batch_size"] == {"value": 16, "origin": "command line"}
+    assert table["actor_rollout_ref.rollout.n"] == {"value": 8, "origin": "command line, as rollout.n"}
+    assert table["trainer.total_epochs"] == {"value": 1, "origin": "default"}
+    assert main(["config", "--origin", "--changed", *given]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "#" in line]
+    assert ["seed:", "4", "#", "mine.yaml"] in lines
+    assert len(lines) == 4
+
+
+def test_config_json_prints_one_object_for_each_point_of_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--sft", "--json", "-m", "optim.lr=1e-5,1e-6"]) == 0
+    runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [run["optim"]["lr"] for run in runs] == [1e-5, 1e-6]
+    assert main(["config", "--json", "data.seed"]) == 2
+    assert "leave out data.seed" in capsys.readouterr().err
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,3 +282,6 @@ def test_settings_are_printed_without_secrets(capsys: pytest.CaptureFixture[str]
     output = capsys.readouterr().out
     assert "reward_kwargs: {api_key: '***'}" in output
     assert "plain-old" not in output
+    for flags in (["--json"], ["--json", "--origin"], ["--changed"], ["--changed", "--origin"]):
+        main(["config", *flags, f"+{secret}.api_key=plain-old-words", "reward.sandbox.url=http://u:plain-old@h/"])
+        assert "plain-old" not in capsys.readouterr().out

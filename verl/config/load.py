@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path as File
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -37,6 +37,7 @@ from verl.config.command_line import (
 from verl.config.compatibility.rules import Rules, find_refused_value, find_rule, is_default_choice
 from verl.config.compatibility.sft_rules import SFT_RULES
 from verl.config.compatibility.train_rules import TRAIN_RULES
+from verl.config.origins import trace_origins
 from verl.config.paths import (
     Path,
     Tree,
@@ -89,11 +90,15 @@ RUN_TYPES: tuple[AnyRunType, ...] = (TRAIN, SFT)
 
 @dataclass(frozen=True, slots=True)
 class LoadedConfig(Generic[C]):
-    """Validated settings, hints about them, and the sweep values that they come from."""
+    """Validated settings, hints about them, the sweep values that they come from, and the origins of given settings."""
 
     config: C
     hints: tuple[str, ...] = ()
     sweep: tuple[str, ...] = ()
+    origins: Mapping[str, str] = field(default_factory=dict)
+
+
+AnyLoaded = LoadedConfig[Config] | LoadedConfig[SftConfig]
 
 
 def load(argv: Sequence[str], *, complete: bool = True) -> list[LoadedConfig[Config]]:
@@ -151,6 +156,7 @@ def _build(
     if source is not None:
         tree, overrides = compose_yaml(*source, overrides, problems)
     tree = canonicalize_tree(tree, hints, problems, run_type.aliases)
+    origins = trace_origins(tree, f"{source[1]}.yaml" if source else "Python", overrides, run_type.aliases)
     for override in overrides:
         _apply(run_type, override, tree, hints, problems)
     _resolve(run_type, tree, problems)
@@ -162,7 +168,7 @@ def _build(
     # an invalid value was replaced by its default, so a conflict that names its key may not exist
     problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]
     hints += run_type.find_hints(config)
-    return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep)
+    return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep, origins)
 
 
 # --- overrides

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -9,7 +10,17 @@ import yaml
 from verl.config.aliases import resolve_alias
 from verl.config.compatibility.rules import find_rule
 from verl.config.load import TRAIN, AnyRunType
-from verl.config.paths import find_setting, format_value, get_path, join_path, suggest_key
+from verl.config.origins import find_origin
+from verl.config.paths import (
+    Tree,
+    find_setting,
+    format_value,
+    get_path,
+    is_overridden,
+    join_path,
+    set_path,
+    suggest_key,
+)
 from verl.config.schema import MISSING, Section, Setting, collect_settings
 from verl.errors import ConfigError
 from verl.redaction import redact_settings
@@ -18,27 +29,76 @@ _COLUMN = 52
 """Column of the comments."""
 
 
-def render(config: Section) -> str:
+def render(config: Section, *, only_changed: bool = False, origins: Mapping[str, str] | None = None) -> str:
     """Return the settings as YAML that can be loaded again, except for secrets, which are hidden.
 
     Comments document each setting and mark values that differ from the default.
+
+    Args:
+        config: The settings.
+        only_changed: Leave out settings that have their default.
+        origins: The origins of given settings, to be named in the comments instead.
     """
     lines: list[str] = []
+    shown = list_changed(config) if only_changed else None
     for setting in collect_settings(type(config)).values():
+        if shown is not None and not any(f"{key}.".startswith(f"{setting.key}.") for key in shown):
+            continue
         indent = "  " * (len(setting.path) - 1)
         value = get_path(config, setting.path)
         if setting.section is not None:
             if not indent:
                 lines.append("")
-            lines.append(_comment(f"{indent}{setting.path[-1]}:", _marks(setting) + setting.doc))
-            extra: dict[str, Any] = value.model_extra or {}
-            lines += [f"{indent}  {name}: {_yaml(redact_settings(item, name))}" for name, item in extra.items()]
+            title = f"{indent}{setting.path[-1]}:"
+            lines.append(title if origins is not None else _comment(title, _marks(setting) + setting.doc))
+            for name, item in (value.model_extra or {}).items():
+                entry = f"{indent}  {name}: {_yaml(redact_settings(item, name))}"
+                lines.append(
+                    entry if origins is None else _comment(entry, find_origin(origins, f"{setting.key}.{name}"))
+                )
             continue
-        marker = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
-        required = "[required] " if value == MISSING else ""
-        text = marker + required + _marks(setting) + document(setting)
+        text = _explain(setting, value) if origins is None else find_origin(origins, setting.key)
         lines.append(_comment(f"{indent}{setting.path[-1]}: {_yaml(redact_settings(value, setting.key))}", text))
     return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def render_json(config: Section, *, only_changed: bool = False, origins: Mapping[str, str] | None = None) -> Tree:
+    """Return the settings as a tree for JSON, with secrets hidden.
+
+    With `origins`, the tree is flat: each key has its value and its origin.
+    """
+    tree = redact_settings(config.model_dump(mode="json"))
+    keys = list_changed(config) if only_changed else _list_keys(config)
+    result: Tree = {}
+    for key in keys:
+        path = tuple(key.split("."))
+        value = get_path(tree, path)
+        if origins is None:
+            set_path(result, path, value)
+        else:
+            result[key] = {"value": value, "origin": find_origin(origins, key)}
+    return result
+
+
+def list_changed(config: Section) -> list[str]:
+    """Return the keys of the settings that differ from their defaults, entries of open sections included."""
+    defaults = collect_settings(type(config))
+    return [key for key in _list_keys(config) if key not in defaults or is_overridden(config, key)]
+
+
+def _list_keys(config: Section) -> Iterator[str]:
+    for setting in collect_settings(type(config)).values():
+        if setting.section is None:
+            yield setting.key
+        else:
+            section = get_path(config, setting.path)
+            yield from (f"{setting.key}.{name}" for name in section.model_extra or {})
+
+
+def _explain(setting: Setting, value: Any) -> str:
+    marker = "" if value == setting.default else f"[changed from {format_value(setting.default)}] "
+    required = "[required] " if value == MISSING else ""
+    return marker + required + _marks(setting) + document(setting)
 
 
 def describe(key: str, run_type: AnyRunType = TRAIN) -> str:
