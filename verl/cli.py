@@ -13,28 +13,13 @@ import traceback
 from collections.abc import Sequence
 
 import verl
+from verl.commands.arguments import COMMANDS, MODULES
 from verl.errors import VerlError
 from verl.redaction import redact, remember_arguments
 
 FAILED = 1
 USAGE_ERROR = 2
 INTERRUPTED = 130
-
-COMMANDS = {
-    "train": "train a model with reinforcement learning",
-    "sft": "train a model on examples (supervised fine-tuning)",
-    "demo": "create a tiny model and train it, without downloads",
-    "data": "inspect data files as a run will read them: prompts, lengths, scorers, problems",
-    "generate": "generate responses to the prompts of data files",
-    "eval": "score responses: mean@n, pass@k, maj@n",
-    "merge": "convert a checkpoint to a Hugging Face model and verify it",
-    "config": "print all settings with their documentation",
-    "migrate": "turn a launch script or YAML of another setup into a command of verl",
-}
-"""Name -> summary of every subcommand, in the order of `verl --help`."""
-
-MODULES = {"eval": "evaluate"}
-"""Modules in `verl.commands` that are not named after their command."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +67,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _overview() -> str:
-    rows = "\n".join(f"  {name:<10}{summary}" for name, summary in COMMANDS.items())
+    rows = "\n".join(f"  {name:<12}{summary}" for name, summary in COMMANDS.items())
     return (
         f"usage: verl COMMAND [settings]\n\n{verl.__doc__}\n\ncommands:\n{rows}\n\n"
         "Run `verl COMMAND --help` for details.\n"

@@ -39,7 +39,7 @@ def test_every_subcommand_has_help(name: str, capsys: pytest.CaptureFixture[str]
 
 def test_an_unknown_command_gets_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
-    known = "Commands: train, sft, demo, data, generate, eval, merge, config, migrate."
+    known = "Commands: train, sft, demo, data, generate, eval, merge, config, migrate, env, completion."
     assert capsys.readouterr().err == f"verl: unknown command 'trian'. Did you mean 'train'? {known}\n"
     assert main(["xyz"]) == 2
     assert capsys.readouterr().err == f"verl: unknown command 'xyz'. {known}\n"
@@ -175,7 +175,10 @@ def test_train_and_demo_hand_their_arguments_on(
     assert capsys.readouterr().err == "train.parquet: not found\n"
 
 
-@pytest.mark.parametrize("arguments", [["config", "data.train_batch_size=8"], ["train", "--help"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["config", "data.train_batch_size=8"], ["train", "--help"], ["env"], ["completion", "--line", "verl train d"]],
+)
 def test_settings_and_help_import_nothing_heavy(arguments: list[str]) -> None:
     script = (
         "import sys; from verl.cli import main; code = main(sys.argv[1:]); "

@@ -1,4 +1,4 @@
-"""What the commands share: the help about settings, and a parser that reports errors as `VerlError`."""
+"""What the commands share: their names, the help about settings, and a parser that reports errors as `VerlError`."""
 
 from __future__ import annotations
 
@@ -6,6 +6,24 @@ import argparse
 from typing import NoReturn
 
 from verl.errors import VerlError
+
+COMMANDS = {
+    "train": "train a model with reinforcement learning",
+    "sft": "train a model on examples (supervised fine-tuning)",
+    "demo": "create a tiny model and train it, without downloads",
+    "data": "inspect data files as a run will read them: prompts, lengths, scorers, problems",
+    "generate": "generate responses to the prompts of data files",
+    "eval": "score responses: mean@n, pass@k, maj@n",
+    "merge": "convert a checkpoint to a Hugging Face model and verify it",
+    "config": "print all settings with their documentation",
+    "migrate": "turn a launch script or YAML of another setup into a command of verl",
+    "env": "print versions and machine, for bug reports",
+    "completion": "print a script that completes commands and settings in a shell",
+}
+"""Name -> summary of every subcommand, in the order of `verl --help`."""
+
+MODULES = {"eval": "evaluate"}
+"""Modules in `verl.commands` that are not named after their command."""
 
 SETTINGS_HELP = """\
 settings:
