@@ -13,17 +13,14 @@ pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
 TEXTS = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
-OTHERS = {".git", ".venv", "__pycache__", "build", "checkpoints", "demo", "outputs"}
+FOLDERS = (".ci", ".github", "docs", "examples", "tests", "verl")
 FROM_PYPI = re.compile(r"""\bverl\[[a-z]|\binstall\s+(?:-\S+\s+)*["']?verl\b""")
 EXTRAS = {"cpu", "vllm", "lora", "math", "wandb", "tracking", "agents", "docs", "dev"}
 
 
 def list_texts() -> list[Path]:
-    return [
-        path
-        for path in sorted(ROOT.rglob("*"))
-        if path.suffix in TEXTS and path.is_file() and not OTHERS & set(path.relative_to(ROOT).parent.parts)
-    ]
+    paths = [*ROOT.iterdir(), *(path for folder in FOLDERS for path in (ROOT / folder).rglob("*"))]
+    return [path for path in sorted(paths) if path.suffix in TEXTS and path.is_file() and path.name != ".git"]
 
 
 def declared_extras() -> set[str]:

@@ -1,4 +1,4 @@
-"""Metric loggers, which `trainer.logger` names: console, JSON lines, TensorBoard, Weights & Biases."""
+"""Metric loggers, which `trainer.logger` names: console, JSON lines, TensorBoard, and the services of `services`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from verl.private_files import make_folder
 from verl.redaction import redact_settings
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
+from verl.tracking.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
 
 
 class Sink(Protocol):
@@ -92,33 +93,6 @@ class JsonlSink:
         self._file.close()
 
 
-class WandbSink:
-    """Logs to Weights & Biases; a resumed run continues the last run of its folder."""
-
-    def __init__(self, run: RunInfo) -> None:
-        import wandb
-
-        try:
-            self._run = wandb.init(
-                project=run.project,
-                name=run.name,
-                dir=run.folder,
-                config=dict(run.settings),
-                resume="auto" if run.resumed_step is not None else None,
-                settings=wandb.Settings(https_proxy=run.wandb_proxy) if run.wandb_proxy else None,
-            )
-        except Exception as error:
-            if type(error).__name__ == "CommError":  # of `wandb.errors`: the service cannot be reached
-                raise ConnectionError(str(error)) from error
-            raise
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
-
-
 class TensorboardSink:
     """Writes TensorBoard event files to `tensorboard/` in the run's folder."""
 
@@ -155,8 +129,16 @@ _OPENERS: dict[str, Callable[[RunInfo], Sink]] = {
     "jsonl": lambda run: JsonlSink(run.folder, run.resumed_step),
     "tensorboard": TensorboardSink,
     "wandb": WandbSink,
+    "mlflow": MlflowSink,
+    "trackio": TrackioSink,
+    "swanlab": SwanlabSink,
 }
-_FIXES = {"wandb": "Check the network and https://status.wandb.com, or set WANDB_MODE=offline and upload later."}
+_FIXES = {
+    "wandb": "Check the network and https://status.wandb.com, or set WANDB_MODE=offline and upload later.",
+    "mlflow": "Check the server of MLFLOW_TRACKING_URI, and the network.",
+    "trackio": "Check the disk of TRACKIO_DIR (~/.cache/huggingface/trackio), or with TRACKIO_SPACE_ID the network.",
+    "swanlab": "Check the network and `swanlab login`, or set SWANLAB_MODE=local.",
+}
 
 
 def _open_sink(name: str, run: RunInfo, console: Console) -> Sink:

@@ -10,7 +10,7 @@ from pydantic import ConfigDict
 from verl.config.schema.base import Count, Interval, OneOrMany, Positive, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
-Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "none"]
+Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
 
 _SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkpoints")
@@ -100,7 +100,7 @@ class RunConfig(Section):
     resume_from_path: str | None = setting(
         None, "A checkpoint: .../global_step_<N>.", only_if=needs(".resume_mode", "path")
     )
-    logger: Sinks = setting(["console"], "Metric loggers.", planned=("mlflow", "trackio"))
+    logger: Sinks = setting(["console"], "Metric loggers; metrics.jsonl is always written.")
     project_name: str = setting("verl", "Project name, for trackers and the checkpoint directory.")
     experiment_name: str = setting("default", "Run name, for trackers and the checkpoint directory.")
     wandb_proxy: str | None = setting(
