@@ -193,6 +193,7 @@ def test_an_adapter_is_written_as_peft_loads_it(tmp_path: Path) -> None:
     source, base, model = adapted(tmp_path)
     assert merge(source, tmp_path / "adapter", "--adapter") == 0
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
+        "README.md",
         "adapter_config.json",
         "adapter_model.safetensors",
     }

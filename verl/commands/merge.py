@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl.commands.arguments import ArgumentParser
+from verl.commands.model_hub import CARD, check_upload, render_model_card, upload_model
 from verl.errors import CheckpointError, VerlError
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ usage: verl merge --local_dir DIR --target_dir DIR [options]
        python -m verl.model_merger test --backend fsdp --local_dir DIR --test_hf_dir DIR [options]
 
 Convert a checkpoint to a Hugging Face model, or compare a model with a checkpoint. The model is loaded again and
-compared with the checkpoint: names, shapes, types, all values, tied weights, and a forward pass.
+compared with the checkpoint: names, shapes, types, all values, tied weights, and a forward pass. A model card
+(README.md) says where it comes from.
 
 options:
   --local_dir DIR           checkpoint: .../global_step_N/actor
@@ -36,6 +38,8 @@ options:
   --is-value-model          critic checkpoint (.../global_step_N/critic): a token classifier with one label
   --tie-word-embedding      the head shares the embedding's weights; read from the config by default
   --use_cpu_initialization  accepted for compatibility; merging never needs an accelerator
+  --hf_upload_path REPO     upload the new model to this repository of the Hugging Face Hub (USER/NAME)
+  --private                 create that repository as a private one
   --trust-remote-code       run code that comes with the model
 
 example:
@@ -48,6 +52,8 @@ def main(argv: Sequence[str]) -> int:
     options = _read_options(argv)
     if options.backend == "megatron":
         raise VerlError("--backend megatron: only FSDP checkpoints are supported; use --backend fsdp")
+    if options.hf_upload_path:
+        check_upload(options.hf_upload_path)
     path = _find_checkpoint(Path(options.local_dir))
 
     from verl.commands.checkpoint_model import CheckpointModel
@@ -65,8 +71,12 @@ def main(argv: Sequence[str]) -> int:
             raise CheckpointError(f"{options.test_hf_dir} differs from {path}: {_shorten(differences)}")
         sys.stdout.write(f"{options.test_hf_dir} is identical to {path}\n")
         return 0
-    files = _write_model(checkpoint, Path(options.target_dir))
-    sys.stdout.write(f"wrote {options.target_dir}: {', '.join(files)}; verified against {path}\n")
+    target = Path(options.target_dir)
+    files = _write_model(checkpoint, target)
+    sys.stdout.write(f"wrote {target}: {', '.join(files)}; verified against {path}\n")
+    if options.hf_upload_path:
+        url = upload_model(target, options.hf_upload_path, private=options.private)
+        sys.stdout.write(f"uploaded to {url}\n")
     return 0
 
 
@@ -81,6 +91,8 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--target_dir", "--target-dir")
     parser.add_argument("--test_hf_dir", "--test-hf-dir")
     parser.add_argument("--hf_model_path", "--hf-model-path")
+    parser.add_argument("--hf_upload_path", "--hf-upload-path")
+    parser.add_argument("--private", action="store_true")
     parser.add_argument("--adapter", action="store_true")
     parser.add_argument("--tie-word-embedding", "--tie_word_embedding", action="store_true")
     parser.add_argument("--is-value-model", "--is_value_model", action="store_true")
@@ -92,6 +104,10 @@ def _read_options(argv: Sequence[str]) -> argparse.Namespace:
         parser.error(f"--{required} is required")
     if options.adapter and options.is_value_model:
         parser.error("--adapter is not supported for critics: a PEFT adapter has no value head; leave it out")
+    if options.hf_upload_path and options.operation == "test":
+        parser.error("--hf_upload_path uploads the model that merge writes; leave it out")
+    if options.private and not options.hf_upload_path:
+        parser.error("--private is for --hf_upload_path; give both, or none")
     return options
 
 
@@ -135,6 +151,13 @@ def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:
             raise CheckpointError(
                 f"the written model differs from {checkpoint.path} and was removed: {_shorten(differences)}"
             )
+        card = render_model_card(
+            checkpoint.path,
+            is_adapter=checkpoint.is_adapter,
+            is_value_model=checkpoint.is_value_model,
+            base=checkpoint.base_path,
+        )
+        (draft / CARD).write_text(card, encoding="utf-8")
         draft.chmod(0o755)
         if target.exists():
             target.rmdir()
