@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl.data.remote_files import fetch_files, is_remote
 from verl.errors import DataError
 
 READ_AT_ONCE = 1024  # rows converted to Python objects at a time by a pass over a column
@@ -35,7 +36,7 @@ STREAMED_BYTES = 2**30  # ... as are those of this size
 
 PathLike = str | os.PathLike[str]
 Files: TypeAlias = "PathLike | Sequence[PathLike]"
-"""Paths and patterns, as in `data.train_files`."""
+"""Paths, addresses and patterns, as in `data.train_files`."""
 
 Columns: TypeAlias = "str | tuple[str, ...]"
 """One column, or several: then a value is a dict."""
@@ -132,9 +133,15 @@ def list_entries(files: Files) -> list[PathLike]:
 
 
 def find_files(files: Files) -> list[Path]:
-    """Return existing files for one or several paths; `~` and patterns such as `data/*.parquet` are expanded."""
+    """Return existing files for one or several paths; `~` and patterns such as `data/*.parquet` are expanded.
+
+    Files at an address such as `hf://datasets/...` are copied to this machine.
+    """
     paths: list[Path] = []
     for name in list_entries(files):
+        if is_remote(name):
+            paths += fetch_files(str(name))
+            continue
         path = Path(name).expanduser()
         matches = [path] if path.is_file() else [Path(match) for match in sorted(glob.glob(str(path)))]
         matches = [match for match in matches if match.is_file()]

@@ -30,7 +30,9 @@ _MEASURES_AT_START = OnlyIf(
 
 class DataConfig(Section):
     train_files: str | list[str] = setting(
-        None, "Training prompts: Parquet or JSONL, one file or a list.", required=True
+        None,
+        "Training prompts: Parquet or JSONL, one file or a list; paths, or addresses such as hf://datasets/...",
+        required=True,
     )
     val_files: str | list[str] | None = setting(None, "Validation prompts; null: no validation.")
     prompt_key: str = setting("prompt", "Column of the prompt: chat messages, or a formatted string.")

@@ -14,7 +14,9 @@ _NO_CONVERSATIONS = unless_given(".messages_key", ", and its conversations are u
 
 class SftDataConfig(Section):
     train_files: str | list[str] = setting(
-        None, "Training examples: Parquet or JSONL, one file or a list.", required=True
+        None,
+        "Training examples: Parquet or JSONL, one file or a list; paths, or addresses such as hf://datasets/...",
+        required=True,
     )
     val_files: str | list[str] | None = setting(None, "Validation examples; null: no validation.")
     prompt_key: str = setting(
