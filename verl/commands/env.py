@@ -33,8 +33,10 @@ PACKAGES = (
     *("numpy", "pyarrow", "pydantic", "hydra-core", "omegaconf", "huggingface-hub", "fsspec", "datasets"),
     *("peft", "math-verify", "wandb", "tensorboard", "mlflow", "trackio", "swanlab", "mcp"),
 )
-VARIABLES = ("CUDA_", "HF_", "MASTER_", "MLFLOW_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "SLURM_JOB", "SLURM_NNODES")
-VARIABLES += ("SWANLAB_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VERL_", "VLLM_", "WANDB_")
+VARIABLES = (
+    *("CUDA_", "HF_", "MASTER_", "MLFLOW_", "NCCL_", "OMP_", "PYTORCH_", "RAY_", "SLURM_JOB", "SLURM_NNODES"),
+    *("SWANLAB_", "TORCH", "TRACKIO_", "TRANSFORMERS_", "VERL_", "VLLM_", "WANDB_"),
+)
 """Prefixes of the environment variables that are shown."""
 _TIMEOUT_S = 10.0
 
