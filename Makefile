@@ -5,7 +5,7 @@ PYTEST = $(PYTHON) -m pytest -q
 BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one starts, others work
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/[a-z]*.py)))
 
-.PHONY: help setup pins fmt check unit test e2e bench docs show-short
+.PHONY: help setup pins fmt check unit test e2e bench docs site show-short
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo "show-NAME     acceptance tests, each ends with one JSON line: $(SHOWS)"
@@ -41,6 +41,10 @@ bench: ## print figures, assert nothing
 
 docs: ## regenerate the settings reference
 	$(PYTHON) -m verl.config.reference > docs/settings.md
+	$(PYTHON) -m verl.config.reference --sft > docs/settings_sft.md
+
+site: ## build the documentation site into site/
+	$(PYTHON) -m mkdocs build --strict
 
 show-%:
 	$(PYTHON) tests/acceptance/$(subst -,_,$*).py $(ARGS)

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from verl.config.aliases import resolve_alias
-from verl.config.load import RUN_TYPES, load
+from verl.config.load import RUN_TYPES, SFT, TRAIN, load
 from verl.config.paths import find_setting, get_path
 from verl.config.reference import render_reference
 from verl.config.schema import Config, SftConfig, collect_settings
@@ -110,9 +110,10 @@ def test_clip_range_and_checkpoint_directory_follow_from_the_settings() -> None:
     assert config.trainer.checkpoint_dir.as_posix() == "checkpoints/verl/default"
 
 
-def test_the_settings_page_is_up_to_date(pytestconfig: pytest.Config) -> None:
-    page = pytestconfig.rootpath / "docs" / "settings.md"
-    assert page.read_text() == render_reference(), "run: python -m verl.config.reference > docs/settings.md"
+def test_the_settings_pages_are_up_to_date(pytestconfig: pytest.Config) -> None:
+    for name, run_type in {"settings.md": TRAIN, "settings_sft.md": SFT}.items():
+        page = pytestconfig.rootpath / "docs" / name
+        assert page.read_text() == render_reference(run_type), "run: make docs"
 
 
 @pytest.mark.parametrize("key", ["algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode"])
