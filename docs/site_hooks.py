@@ -3,6 +3,7 @@
 - Pages at the root of the repository, such as CONTRIBUTING.md, become pages of the site.
 - Links to source files go to the repository if its address is known (`repo_url`); otherwise they become paths.
 - Every setting has an anchor, and its name links to it wherever a page mentions it.
+- Diagrams and settings are readable on narrow screens.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ def on_page_markdown(markdown: str, page: Page, config: Any, files: Files) -> st
 
 
 def on_page_content(html: str, page: Page, config: Any, files: Files) -> str:
-    """Give settings their anchors, and link to them."""
+    """Give settings their anchors, and link to them; mark up what `assets/site.css` lays out for narrow screens."""
     uri = page.file.src_uri
     if uri in SETTINGS_PAGES.values():
-        return add_setting_anchors(html)
+        for section in page.toc.items[0].children:
+            for child in section.children:
+                child.title = child.title.removeprefix(section.title)
+        return f'<div class="settings">{add_setting_anchors(html)}</div>'
+    html = re.sub(r'(<pre class="mermaid">.*?</pre>)', r'<div class="diagram">\1</div>', html, flags=re.DOTALL)
     target = SETTINGS_PAGES.get(uri, SETTINGS_PAGES[""])
     address = files.get_file_from_path(target).url_relative_to(page.file)  # type: ignore[union-attr]
     return link_settings(html, list_settings((ROOT / "docs" / target).read_text(encoding="utf-8")), address)
