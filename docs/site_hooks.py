@@ -28,7 +28,7 @@ SETTINGS_PAGES = {"": "settings.md", "sft.md": "settings_sft.md"}  # by the page
 
 _BLOCK_OR_LINK = re.compile(r"^ *```.*?^ *```$|(?<!!)\[([^\]]*)\]\((?!\w+:|#)([^)\s#]+)(#[^)\s]*)?\)", re.M | re.S)
 _SECTION_OR_KEY = re.compile(r"^#+ ([\w.]+)$|^\| `(\w+)`", re.MULTILINE)
-_HEADING_OR_KEY = re.compile(r'(<h[23] id="[^"]*">)([\w.]+)|(<td)(><code>)(\w+)(?=</code>)')
+_HEADING_OR_KEY = re.compile(r'(<h[23] id="[^"]*">)([\w.]+)|(<tr>\s*<td)(><code>)(\w+)(?=</code>)')
 _NOT_LINKED = r"<(a|h\d|pre)\b.*?</\1>"
 _KEY = re.compile(_NOT_LINKED + r"|<code>([\w.]+\.\w+)((?:=[^<]*)?)</code>", re.DOTALL)
 

@@ -126,7 +126,7 @@ def check_snippets() -> tuple[int, bool]:
     sys.path.insert(0, str(ROOT / "tests/unit"))
     import test_docs
 
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--durations=0", test_docs.__file__]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test_docs.__file__]
     passed = subprocess.run(command, cwd=ROOT).returncode == 0
     return len(list(test_docs.blocks())) + len(list(test_docs.commands())), passed
 

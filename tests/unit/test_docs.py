@@ -5,6 +5,8 @@ Nothing is passed over in silence: a kind of code block or a command that this f
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import yaml
 
 from verl import cli
 from verl.commands import data, demo, evaluate, generate
@@ -154,6 +157,48 @@ def test_links_and_named_files_exist(page: Path) -> None:
         assert (page.parent / link).exists(), f"{page.name} links to {link}"
     for name in re.findall(r"`((?:verl|tests|docs|examples)/[\w/.]+)`", text):
         assert (ROOT / name).exists(), f"{page.name} names {name}"
+
+
+def slugs(page: Path) -> set[str]:
+    """The anchors that a Git host and the site give to the headings of a page."""
+    text = re.sub(r"^ *```.*?^ *```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    headings = (heading.lower().replace("`", "") for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_headings_that_exist(page: Path) -> None:
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)\s#]*)#([^)\s]+)\)", page.read_text(encoding="utf-8")):
+        target = page.parent / link if link else page
+        if target.suffix == ".md":
+            assert anchor in slugs(target), f"{page.name} links to {link}#{anchor}"
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    listed = set(re.findall(r"[\w/.-]+\.md", json.dumps(yaml.safe_load(navigation))))
+    pages = {str(page.relative_to(ROOT / "docs")) for page in ROOT.glob("docs/**/*.md")}
+    assert pages - listed == set(), "add them to the navigation in mkdocs.yml"
+    assert listed - pages == {"contributing.md", "changelog.md", "code_of_conduct.md", "security_policy.md"}
+
+
+def test_the_api_reference_has_every_public_name() -> None:
+    entries = {
+        entry
+        for page in ROOT.glob("docs/api/*.md")
+        for entry in re.findall(r"^::: (\S+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    modules = [entry for entry in entries if entry == "verl.errors"]
+    described = {}
+    for entry in entries - set(modules):
+        module, name = entry.rsplit(".", 1)
+        described[name] = getattr(importlib.import_module(module), name)
+    snapshot = json.loads((ROOT / "tests/acceptance/_surface.json").read_text(encoding="utf-8"))
+    for module, names in snapshot["modules"].items():
+        for name in set(names) - {"__version__"}:
+            public = getattr(importlib.import_module(module), name)
+            assert described.get(public.__name__) is public, f"docs/api has no entry for {module}.{name}"
+    assert modules
 
 
 def test_the_readmes_reward_function_and_data_do_what_the_readme_says(

@@ -1,4 +1,4 @@
-"""The settings reference: `python -m verl.config.reference > docs/settings.md`, with `--sft` for docs/settings_sft.md."""
+"""The settings reference: `python -m verl.config.reference > docs/settings.md`; `--sft` for docs/settings_sft.md."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ Every setting of `verl {command}`, in the order of `verl config{flag}`. The sett
 Give settings on the command line in [Hydra's grammar](https://hydra.cc/docs/advanced/override_grammar/basic/)
 (`key=value`, `+key=value`, `~key`, `--config-path`, `--config-name`, `-m` for sweeps), or in YAML files. Unknown
 keys, wrong types and conflicting settings are reported together, before a run starts; a setting that is given but has
-no effect is reported with the reason. `verl config{flag}` prints the resolved settings, `verl config{flag} KEY` explains
-one.
+no effect is reported with the reason. `verl config{flag}` prints the resolved settings, and `verl config{flag} KEY`
+explains one.
 
 **·** after a key: not supported yet, only the default is accepted. **\\*** after a value: not supported yet.
 """
