@@ -75,7 +75,8 @@ def main() -> None:
 def build(site: Path) -> bool:
     """Build the site; any warning is an error."""
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
-    return subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}).returncode == 0
+    environment = {name: value for name, value in os.environ.items() if name not in ("SITE_URL", "REPO_URL")}
+    return subprocess.run(command, cwd=ROOT, env={**environment, "NO_MKDOCS_2_WARNING": "1"}).returncode == 0
 
 
 def read_pages(site: Path) -> dict[Path, PageParser]:
