@@ -23,7 +23,8 @@ from collections import Counter
 from multiprocessing import get_context
 
 from _common import Stopwatch, finish  # isort: skip - puts tests/ on the path
-from simulated_run import Outcome, Scenario, Violation, run_seed
+from simulated_run import Outcome, Violation, run_seed
+from simulated_scenario import Scenario
 
 COUNTED = ("steps", "faults", "restarts", "retries", "resumes", "given_up")
 REPEATED = 20  # seeds that are run twice
