@@ -13,8 +13,11 @@ help: ## list the targets
 setup: ## create .venv with the pinned dependencies
 	bash .ci/setup $(VENV)
 
-pins: ## write constraints.txt from the current environment
-	$(PYTHON) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | grep -viE '^(verl|pip|wheel)\b' > constraints.txt
+pins: ## write constraints.txt from the current environment, and the requirements files from it
+	(head -n 1 constraints.txt; $(PYTHON) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | \
+		grep -viE '^(verl|pip|wheel)\b') > constraints.new
+	mv constraints.new constraints.txt
+	$(PYTHON) tests/acceptance/install.py --write
 
 fmt: ## format, and fix what can be fixed automatically
 	$(PYTHON) -m ruff format .

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.unit
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 SHOWN_ONLY = {"text", "diff", "json", "math", "mermaid"}  # languages of blocks that are not run
-OTHER_PROGRAMS = {"pip", "pre-commit", "git", "cd", "ray", "python", "eval"}
+OTHER_PROGRAMS = {"pip", "uv", "docker", "apptainer", "pre-commit", "git", "cd", "ray", "python", "eval"}
 WITH_ENGINES = {"python_api.md"}  # pages whose snippets train: `make show-api` runs them
 PLACEHOLDERS = {"KEY": "data.seed", "DIR": "somewhere"}
 
