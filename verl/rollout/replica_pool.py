@@ -157,7 +157,7 @@ class ReplicaPool(ABC, Generic[M]):
         try:
             is_ready = await with_timeout(replica.handle.is_ready(), self._reply_timeout_s)
             reason = "it is not ready"
-        except (EngineError, asyncio.TimeoutError) as error:
+        except (TimeoutError, EngineError) as error:
             is_ready, reason = False, str(error)
         if not is_ready:
             self._set_lost(replica, reason)

@@ -283,7 +283,7 @@ async def with_timeout(work: Awaitable[T], seconds: float) -> T:
     try:
         await asyncio.wait([working], timeout=seconds)
         if not working.done():
-            raise asyncio.TimeoutError(f"no reply within {seconds:.0f} s")
+            raise TimeoutError(f"no reply within {seconds:.0f} s")
         return working.result()
     finally:
         working.cancel()

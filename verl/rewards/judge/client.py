@@ -86,7 +86,7 @@ class JudgeClient:
             async with httpx.AsyncClient(verify=_ssl_context(), proxy=proxy, trust_env=False, timeout=None) as client:
                 request = client.post(url, content=json.dumps(payload), headers=headers)
                 return await asyncio.wait_for(request, self.timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise _UnavailableError(f"sent no reply within timeout_s={self.timeout_s:g}") from None
         except (httpx.UnsupportedProtocol, httpx.InvalidURL, ValueError, ImportError) as error:
             raise RewardError(

@@ -46,7 +46,7 @@ class Batcher:
             lost: ProcessLostError | None = None
             try:
                 await asyncio.wait_for(self._score_batch(results, [tokens for tokens, _ in batch]), self._deadline_s)
-            except asyncio.TimeoutError:  # sequences without a result keep their timeout
+            except TimeoutError:  # sequences without a result keep their timeout
                 pass
             except ProcessLostError as error:
                 lost = error
