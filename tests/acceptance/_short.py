@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("api", "algorithms", "save_cost", "routing"),
+    ("api", "algorithms", "save_cost", "routing", "real_model"),
     ("lora", "families", "reward_overlap", "distillation", "poison"),
     ("trust", "stall", "dapo", "start", "dataplane"),
 )
