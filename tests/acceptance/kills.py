@@ -60,8 +60,8 @@ class Kill:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--kills", type=int, default=60)
-    parser.add_argument("--a-run", type=int, default=6, help="kills of one run")
+    parser.add_argument("--kills", type=int, default=46)
+    parser.add_argument("--a-run", type=int, default=5, help="kills of one run")
     parser.add_argument("--victims", default=",".join(VICTIMS))
     parser.add_argument("--seed", type=int, help="a new one each time; in the short form always the same")
     parser.add_argument("--short", action="store_true", help="one run and four kills")
