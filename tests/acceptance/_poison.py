@@ -12,6 +12,7 @@ import os
 import sys
 import types
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,7 @@ def failing_tracker(folder: Path) -> None:
         def finish(self) -> None: ...
 
     fake = types.ModuleType("wandb")
+    fake.__spec__ = ModuleSpec("wandb", None)  # without it the package does not count as installed
     fake.init = lambda **_: Run()  # type: ignore[attr-defined]
     sys.modules["wandb"] = fake
 

@@ -315,9 +315,10 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def environment(settings: VllmSettings) -> dict[str, str]:
-    """Return variables that vLLM reads at import, except those that the user has set."""
+    """Return variables that vLLM reads at import, except those that the user has set, and its temporary folder."""
+    private = str(get_user_folder())
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
-    wanted["VLLM_RPC_BASE_PATH"] = str(get_user_folder())  # its sockets accept pickles from whoever can open them
+    wanted["VLLM_RPC_BASE_PATH"] = private  # its sockets accept pickles from whoever can open them
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # AsyncLLM has an engine process either way; this keeps the model in it instead of in a third process.
@@ -326,7 +327,8 @@ def environment(settings: VllmSettings) -> dict[str, str]:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
         if settings.enforce_eager:
             wanted["TORCH_COMPILE_DISABLE"] = "1"  # saves a compile of up to 50 s at the first request
-    return {name: value for name, value in wanted.items() if name not in os.environ}
+    unset = {name: value for name, value in wanted.items() if name not in os.environ}
+    return unset | {"TMPDIR": private}  # its engine process writes a file there that everyone could read
 
 
 def stderr_tail(lines: int = 30) -> str:
