@@ -1,6 +1,6 @@
 """Record a command as an animated SVG: its output, line by line, at the times that it took, shortened.
 
-python docs/images/record_terminal.py docs/images/demo.svg "verl demo --steps 30"
+python docs/images/record_terminal.py docs/images/demo.svg "verl demo --steps 25"
 
 Pauses longer than `--longest-pause` seconds are shortened to it. The picture plays again from the start.
 """
@@ -8,17 +8,24 @@ Pauses longer than `--longest-pause` seconds are shortened to it. The picture pl
 from __future__ import annotations
 
 import argparse
+import fcntl
+import os
+import pty
 import re
+import struct
 import subprocess
 import sys
+import termios
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
 ROWS, COLUMNS = 30, 118
 LINE, CHAR, MARGIN, BAR = 17, 7.2, 16, 34  # pixels
-BACKGROUND, TITLE, INK, FAINT, GREEN, YELLOW = "#0f172a", "#1e293b", "#e2e8f0", "#94a3b8", "#4ade80", "#facc15"
+BACKGROUND, TITLE, INK, FAINT, GREEN = "#0f172a", "#1e293b", "#e2e8f0", "#94a3b8", "#4ade80"
+COLORS = {31: "#f87171", 32: GREEN, 33: "#facc15", 34: "#60a5fa", 35: "#c084fc", 36: "#22d3ee"}  # of escape codes
 FONT = "ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace"
 REST_S = 6.0  # at the end, before it plays again
 
@@ -30,14 +37,17 @@ class Line:
 
 
 def record(command: str) -> list[Line]:
-    """Run a command and return the lines that it prints, wrapped to the width of the terminal."""
+    """Run a command in a terminal of this size and return the lines that it prints."""
     lines, start = [Line(f"$ {command}", 0.0)], time.monotonic()
-    process = subprocess.Popen(command, shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    for printed in process.stdout:
-        sys.stdout.write(printed)
-        text, at = printed.rstrip().expandtabs(), time.monotonic() - start
-        lines += [Line(text[i : i + COLUMNS], at) for i in range(0, max(1, len(text)), COLUMNS)]
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
+    process = subprocess.Popen(command, shell=True, stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    with open(ours, encoding="utf-8", errors="replace") as output, suppress(OSError):  # a terminal ends with an error
+        for printed in output:
+            sys.stdout.write(printed)
+            text, at = printed.rstrip().expandtabs(), time.monotonic() - start
+            lines.append(Line(text, at))
     if process.wait():
         raise SystemExit(f"{command} failed")
     return lines
@@ -84,7 +94,7 @@ def draw(lines: list[Line], title: str) -> str:
             '<g clip-path="url(#window)"><g id="screen">',
             *(
                 f'<text class="l" style="animation-name:l{i}" x="{MARGIN}" y="{BAR + MARGIN + LINE * (i + 0.8):.1f}" '
-                f'fill="{_color(line.text)}">{escape(line.text)}</text>'
+                f'fill="{INK}">{_spans(line.text)}</text>'
                 for i, line in enumerate(lines)
             ),
             "</g></g>",
@@ -102,12 +112,21 @@ def _scroll(lines: list[Line], total: float) -> str:
     return "".join([*frames, f"100%{{transform:translateY(-{last}px)}}"])
 
 
-def _color(text: str) -> str:
+def _spans(text: str) -> str:
+    """Return the text with its colors: those of its escape codes, and green for the command."""
     if text.startswith("$ "):
-        return GREEN
-    if text.startswith("──"):
-        return FAINT
-    return YELLOW if re.match(r"\s*!", text) else INK
+        return f'<tspan fill="{GREEN}">{escape(text)}</tspan>'
+    codes: set[int] = set()
+    spans = []
+    for part in re.split(r"(\x1b\[[\d;]*m)", text):
+        if part.startswith("\x1b"):
+            given = {int(code) for code in part[2:-1].split(";") if code}
+            codes = codes | given if given and given != {0} else set()
+        elif part:
+            color = next((COLORS[code] for code in codes if code in COLORS), FAINT if 2 in codes else INK)
+            weight = ' font-weight="bold"' if 1 in codes else ""
+            spans.append(f'<tspan fill="{color}"{weight}>{escape(part)}</tspan>')
+    return "".join(spans)
 
 
 if __name__ == "__main__":

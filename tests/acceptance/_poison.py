@@ -114,7 +114,7 @@ def failing_tracker(folder: Path) -> None:
         def finish(self) -> None: ...
 
     fake = types.ModuleType("wandb")
-    fake.__spec__ = ModuleSpec("wandb", None)  # without it the package does not count as installed
+    fake.__spec__ = ModuleSpec("wandb", None, origin=__file__)  # otherwise it does not count as installed
     fake.init = lambda **_: Run()  # type: ignore[attr-defined]
     sys.modules["wandb"] = fake
 
