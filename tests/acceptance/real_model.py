@@ -23,7 +23,6 @@ from _common import ROOT, finish, metrics_of, train
 
 CONFIG = "examples/smollm2/grpo.yaml"
 METRIC = "val/sums/mean@1"
-HELD_OUT = 512
 RISE = 0.2
 EARLY = slice(1, 4)  # steps whose policy still writes as the model that the bare engines run
 SHORT = (
@@ -40,6 +39,7 @@ SHORT = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--held-out", type=int, default=512, help="sums of a validation")
     parser.add_argument("--keep", type=Path, help="copy metrics.jsonl here")
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
@@ -54,6 +54,7 @@ def main() -> None:
             f"reward.custom_reward_function.path={ROOT / 'examples/smollm2/sums.py'}",
             f"trainer.default_local_dir={folder / 'run'}",
             "trainer.resume_mode=disable",
+            f"data.val_max_samples={options.held_out}",
             *(SHORT if options.short else ()),
             *options.overrides,
             config=CONFIG,
@@ -71,7 +72,7 @@ def main() -> None:
         if options.short:
             finish("real_model", len(steps) == 2 and len(accuracy) == 2 and gap < 1e-3, steps=2, probe_gap=gap)
         bare = measure_bare(str(folder / "model"))
-    rise, margin = compare(accuracy[0], accuracy[-1])
+    rise, margin = compare(accuracy[0], accuracy[-1], options.held_out)
     finish(
         "real_model",
         rise >= RISE and rise - margin > 0,
@@ -89,9 +90,9 @@ def main() -> None:
     )
 
 
-def compare(before: float, after: float) -> tuple[float, float]:
+def compare(before: float, after: float, count: int) -> tuple[float, float]:
     """The rise of an accuracy, and half of its 95% interval (of independent samples: wider than that of pairs)."""
-    variance = sum(share * (1 - share) / HELD_OUT for share in (before, after))
+    variance = sum(share * (1 - share) / count for share in (before, after))
     return after - before, 1.96 * math.sqrt(variance)
 
 
