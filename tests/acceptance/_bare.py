@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Callable
 
-PROMPTS, RESPONSES, MAX_TOKENS = 8, 8, 16  # of one of two engines
-SEQUENCES, LENGTH, AT_ONCE = 128, 56, 16
+PROMPTS, RESPONSES, MAX_TOKENS = 8, 8, 24  # of one of two engines
+SEQUENCES, LENGTH, AT_ONCE = 128, 63, 16
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def generate(path: str) -> tuple[float, int]:
     from vllm import LLM, SamplingParams
 
     engine = LLM(path, dtype="float32", max_model_len=80, max_num_seqs=PROMPTS * RESPONSES, enable_prefix_caching=True)
-    sampling = SamplingParams(n=RESPONSES, temperature=1.0, max_tokens=MAX_TOKENS)
+    sampling = SamplingParams(n=RESPONSES, temperature=0.7, max_tokens=MAX_TOKENS)
 
     def once(turn: int) -> int:
         asked = [f"What is {20 + turn} + {30 + i}? Answer with the number only." for i in range(PROMPTS)]
