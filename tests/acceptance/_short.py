@@ -3,7 +3,7 @@
 python tests/acceptance/_short.py [--all] [NAME ...]
 
 Most scripts run at every commit. Those in `ROTATION` start engines several times and take minutes: one group of them
-runs, chosen by the number of commits, so that every script runs at least once in three landings. `--all` runs all.
+runs, chosen by the number of commits. `--all` runs all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,14 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("api", "algorithms", "save_cost", "routing", "real_model"),
-    ("lora", "families", "reward_overlap", "distillation", "poison"),
-    ("trust", "stall", "dapo", "start", "dataplane"),
+    ("kills", "families"),
+    ("lora", "api", "save_cost", "offload"),
+    ("optimizers", "algorithms", "routing"),
+    ("distillation", "reward_overlap", "poison", "reshard"),
+    ("trust", "stall", "real_model"),
+    ("dapo", "start", "dataplane", "hostile_rewards"),
 )
-LONG = ("learning", "kills", "parity", "resume")  # of those that always run; started first, with those of the rotation
+LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works
 
 

@@ -1,4 +1,4 @@
-"""Run every snippet of docs/python_api.md and of the usage patterns.
+"""Run every snippet of docs/python_api.md and of the usage patterns, and the example notebook.
 
 Each page or pattern is a script in a separate process, with real Ray, FSDP2 and vLLM. Only the names of models that
 would be downloaded are replaced by a tiny local one. The first example must learn: the mean reward of its last step
@@ -18,6 +18,7 @@ from pathlib import Path
 from _common import ROOT, Stopwatch, finish  # isort: skip - puts tests/ on the path
 from _patterns import GRPO, PPO, WORKERS
 
+NOTEBOOK = ROOT / "examples/grpo/train_from_python.ipynb"
 RISE = 0.5
 DEADLINE_S = 1800
 DOWNLOADS = ("Qwen/Qwen2.5-0.5B-Instruct", "meta-llama/Llama-2-7b-hf")
@@ -69,11 +70,16 @@ def run(name: str, text: str, folder: Path, model: Path, *, debugger: str = "") 
         text = text.replace(download, str(model))
     script = home / "script.py"
     script.write_text(text)
+    return execute(name, [*(["-m", "pdb"] if debugger else []), script], home, debugger.format(script=script))
+
+
+def execute(name: str, command: list[str | Path], folder: Path, typed: str = "") -> tuple[bool, str]:
+    """Run Python with a command line; return whether it succeeded, and its output."""
     watch = Stopwatch()
     done = subprocess.run(
-        [sys.executable, *(["-m", "pdb"] if debugger else []), str(script)],
-        cwd=home,
-        input=debugger.format(script=script),
+        [sys.executable, *command],
+        cwd=folder,
+        input=typed,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -84,6 +90,12 @@ def run(name: str, text: str, folder: Path, model: Path, *, debugger: str = "") 
     if done.returncode:
         print(done.stdout[-4000:], flush=True)
     return done.returncode == 0, done.stdout
+
+
+def reward_of(printed: str) -> tuple[float, float]:
+    """The reward of the first and of the last step, as the ten lines print them."""
+    match = re.search(r"reward ([\d.]+) -> ([\d.]+); the model is in", printed)
+    return (float(match[1]), float(match[2])) if match else (0.0, 0.0)
 
 
 def snippets() -> list[str]:
@@ -101,9 +113,12 @@ def main() -> None:
         folder = Path(directory)
         model = make_model(folder / "assets")
         passed["docs/python_api.md"], printed = run("page", "\n".join(page), folder, model)
-        match = re.search(r"reward ([\d.]+) -> ([\d.]+); the model is in", printed)
-        first, last = map(float, match.groups()) if match else (0.0, 0.0)
+        first, last = reward_of(printed)
         passed["the ten lines learn"] = last - first >= RISE
+        command = [ROOT / "tests/run_notebook.py", NOTEBOOK, f"{DOWNLOADS[0]}={model}"]
+        ran, printed = execute("notebook", command, folder)
+        before, after = reward_of(printed)
+        passed["the notebook learns"] = ran and after > before
         passed["PPOTrainer and GRPOTrainer"], _ = run("trainers", ROWS + PPO + GRPO, folder, model)
         passed["RolloutWorker and TrainerWorker"], _ = run("workers", ROWS + LOOP + WORKERS, folder, model)
         stopped, printed = run("breakpoint", DEBUGGED, folder, model, debugger=DEBUGGER)
