@@ -23,11 +23,13 @@ class FakeRolloutEngine:
         self.started = False
         self._random = np.random.default_rng(seed)
         self._version = -1
+        self.is_asleep = False
 
     async def start(self) -> None:
         self.started = True
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        assert not self.is_asleep, "a request to an engine that sleeps"
         random = self._random if sampling.seed is None else np.random.default_rng(sampling.seed)
         if sampling.temperature == 0:
             drawn = np.zeros(sampling.max_tokens, np.int64)
@@ -49,6 +51,10 @@ class FakeRolloutEngine:
 
     async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         self._version = version
+        self.is_asleep = False
+
+    async def sleep(self) -> None:
+        self.is_asleep = True
 
     async def version(self) -> int:
         return self._version

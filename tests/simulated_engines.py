@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
 
@@ -13,13 +14,15 @@ from verl.errors import EngineError, ProcessLostError
 from verl.rollout.replica_pool import Request
 from verl.types import Completion, SamplingParams
 
-__all__ = ["LONGEST_S", "Fate", "Process", "SimulatedEngine", "SimulatedModel", "answer_to"]
+__all__ = ["DEVICE", "LONGEST_S", "TRAINING", "Fate", "Process", "SimulatedEngine", "SimulatedModel", "answer_to"]
 
 T = TypeVar("T")
 
 LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few thousand
 SYNC_S = 300.0
 GARBAGE = -1e6  # the weights of a new process
+DEVICE, WEIGHTS, CACHE = 10, 3, 4  # memory, in parts: of a device, of the weights and the cache of an engine
+TRAINING, SENDING = 8, 2  # of the trainer, while it trains, and while it packs or probes weights
 
 
 class Fate(Protocol):
@@ -39,6 +42,10 @@ class Fate(Protocol):
 
     async def maybe_die(self, process: Process, where: str) -> None: ...
 
+    def check_memory(self) -> None:
+        """Whether engines and trainer fit on their devices together."""
+        ...
+
     def check(self, holds: bool, otherwise: str) -> None:
         """What must hold; else the run has broken a promise."""
         ...
@@ -55,6 +62,7 @@ class Process:
         self.was_probed_wrong = False
         self.slowness = 1.0
         self.weights, self.version, self.verified_weights = GARBAGE, -1, GARBAGE
+        self.memory = 0  # of its device, in parts of it
         self.loading = asyncio.Lock()
         self._thawed = asyncio.Event()
         self._thawed.set()
@@ -70,7 +78,13 @@ class Process:
         await asyncio.sleep(seconds * self.slowness)
         await self._thawed.wait()
 
+    def occupy(self, memory: int) -> None:
+        """Use this much memory of the device from now on."""
+        self.memory = memory
+        self._fate.check_memory()
+
     def die(self) -> None:
+        self.memory = 0
         self.is_alive = self.is_enabled = False
         for task in list(self._tasks):
             task.cancel()
@@ -92,6 +106,7 @@ class SimulatedEngine:
         self._fate, self.number = fate, number
         self.process = Process(fate, number)
         self.process.is_started = True
+        self.process.memory = WEIGHTS + CACHE
         self.failures = 0
         self.was_wrong = False  # one of its processes had wrong weights or results
         self.is_reachable = asyncio.Event()  # by the controller
@@ -109,6 +124,7 @@ class SimulatedEngine:
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         async def answer(process: Process) -> Completion:
             _demand(process.is_enabled, "disabled")
+            self._fate.check(process.memory == WEIGHTS + CACHE, "a request was sent to an engine that sleeps")
             tokens = answer_to(token_ids, sampling)
             logprobs, versions = [], []
             for _ in tokens:
@@ -123,6 +139,7 @@ class SimulatedEngine:
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         async def answer(process: Process) -> list[Completion]:
             _demand(process.is_enabled, "disabled")
+            self._fate.check(process.memory == WEIGHTS + CACHE, "requests were sent to an engine that sleeps")
             await process.work(self._fate.draw.expovariate(0.3 / self._fate.token_s))
             await self._until_it_does_not_hang(process)
             text = [(list(token_ids), sampling.seed) for token_ids, sampling in requests]
@@ -151,6 +168,7 @@ class SimulatedEngine:
         async def load(process: Process) -> None:
             _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
             async with process.loading:
+                process.occupy(max(process.memory, WEIGHTS))
                 await process.work(self._fate.draw.expovariate(0.5))
                 await self._fate.maybe_die(process, "loading")
                 if process.dies_when_it_loads:
@@ -162,8 +180,20 @@ class SimulatedEngine:
                 if not process.is_deaf:
                     [process.weights] = buckets
                 process.version = version - process.mislabels
+                process.occupy(WEIGHTS + CACHE)
 
         await self._call(load, SYNC_S)
+
+    async def sleep(self) -> None:
+        async def sleep(process: Process) -> None:
+            _demand(process.is_started, "not started")
+            async with process.loading:
+                await process.work(self._fate.delay())
+                await self._fate.maybe_die(process, "falling asleep")
+                await self._until_it_does_not_hang(process)
+                process.memory = 0
+
+        await self._call(sleep, SYNC_S)
 
     async def version(self) -> int:
         async def answer(process: Process) -> int:
@@ -211,6 +241,7 @@ class SimulatedEngine:
         self.was_wrong |= process.is_deaf or process.mislabels
 
         async def boot() -> None:
+            process.occupy(WEIGHTS + CACHE)
             await process.work(draw.uniform(2, 20))
             if will == "fail":
                 raise EngineError("it does not start")
@@ -293,9 +324,21 @@ class SimulatedModel:
         self.weights = 0.0
         self.is_up = True
         self.failures = 0
+        self.memory = 0  # of each device
 
     async def pack_weights(self) -> Sequence[float]:
-        return [await self._steady(1.0)]
+        with self.using(SENDING):
+            return [await self._steady(1.0)]
+
+    @contextmanager
+    def using(self, memory: int) -> Iterator[None]:
+        """Use this much memory of each device inside the context."""
+        self.memory += memory
+        self._fate.check_memory()
+        try:
+            yield
+        finally:
+            self.memory -= memory
 
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         raise AssertionError("not this way")

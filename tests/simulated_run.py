@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from simulated_clock import Deadlock, simulate
-from simulated_engines import LONGEST_S, Process, SimulatedEngine, SimulatedModel, answer_to
+from simulated_engines import DEVICE, LONGEST_S, TRAINING, Process, SimulatedEngine, SimulatedModel, answer_to
 from simulated_scenario import Scenario
 
 from verl.cluster.monitor import Endpoint, wait_for_loss
@@ -227,6 +227,11 @@ class _World:
             self.note(f"VIOLATION: {otherwise}")
             raise Violation(otherwise)
 
+    def check_memory(self) -> None:
+        if self.scenario.shares_devices:
+            used = self.model.memory + max(engine.process.memory for engine in self.engines)
+            self.check(used <= DEVICE, f"{used} of {DEVICE} parts of a device's memory are in use")
+
     def _check_step(self, version: int, samples: Sequence[SampleHandle], expected: Sequence[int]) -> None:
         places = [(sample.group, sample.index) for sample in samples]
         wanted = [(position, number) for position in expected for number in range(self.scenario.answers)]
@@ -354,6 +359,7 @@ class _World:
             reply_timeout_s=ANSWER_S,
             start_timeout_s=START_S,
             max_restarts=MAX_RESTARTS,
+            shares_devices=scenario.shares_devices,
         )
         self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
         self.pools = [
@@ -395,9 +401,12 @@ class _World:
                 buffer.advance(version)
                 samples = await buffer.take(scenario.batch)
                 self._check_step(version, samples, expected[version])
-                await self.model.compute(2.0)
+                await self.publisher.free_devices()
+                with self.model.using(TRAINING):
+                    await self.model.compute(2.0)
                 async with self.publisher.updating():
-                    await self.model.compute(5.0)
+                    with self.model.using(TRAINING):
+                        await self.model.compute(5.0)
                     self.model.weights = version + 1 if scenario.together else version + 1 + 1000.0 * self._life
                     self._version_of[self.model.weights] = version + 1
                     if version + 1 == scenario.diverges_at:

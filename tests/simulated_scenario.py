@@ -32,6 +32,7 @@ class Scenario:
     diverges_at: int | None  # the version whose weights are NaN
     is_full_at: int | None  # the position whose samples find a full object store
     save_s: float  # to write a checkpoint
+    shares_devices: bool  # engines sleep while the trainer works
 
     @classmethod
     def draw(cls, seed: int) -> Scenario:
@@ -62,7 +63,10 @@ class Scenario:
             diverges_at=more.randint(1, 6) if more.random() < 0.05 else None,
             is_full_at=more.randint(0, 20) if more.random() < 0.05 else None,
             save_s=more.choice([0.0, 0.0, 20.0, 200.0]),
+            shares_devices=False,
         )
+        shares = scenario.max_staleness == 0 and random.Random(f"shares {seed}").random() < 0.7
+        scenario = replace(scenario, shares_devices=shares)
         empty = any(not batch for batch in scenario.batches(seed))
         return replace(scenario, max_batches=0) if empty else scenario
 

@@ -19,11 +19,11 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("kills", "families"),
-    ("lora", "api", "save_cost", "offload"),
+    ("kills", "families", "sleep"),
+    ("lora", "api", "save_cost", "offload", "placement"),
     ("optimizers", "algorithms", "routing"),
     ("distillation", "reward_overlap", "poison", "reshard"),
-    ("trust", "stall", "real_model"),
+    ("trust", "stall", "real_model", "tp"),
     ("dapo", "start", "dataplane", "hostile_rewards"),
 )
 LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation

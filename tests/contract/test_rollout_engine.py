@@ -1,6 +1,7 @@
 """One suite for every rollout engine: the fake, transformers and vLLM keep the same promises."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -40,14 +41,19 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
+VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16}
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "fake": lambda path: FakeRolloutEngine(VOCABULARY),
     "hf": lambda path: HfEngine(str(path)),
-    "vllm": lambda path: VllmEngine(VllmSettings(str(path), dtype="float32", max_model_len=64, max_num_seqs=16)),
+    "vllm": lambda path: VllmEngine(VllmSettings(str(path), **VLLM)),
+    "vllm_tp2": lambda path: VllmEngine(VllmSettings(str(path), **VLLM, tensor_parallel_size=2, cpu_cores="0|1")),
 }
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=list(MAKERS))
+KINDS = os.environ.get("VERL_TEST_ENGINES", "fake,hf,vllm").split(",")
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=KINDS)
 async def engine(request: pytest.FixtureRequest, model: PreTrainedModel) -> AsyncIterator[RolloutEngine]:
     if request.param == "fake" and model.config.tie_word_embeddings:
         pytest.skip("the fake has no embeddings to tie; it runs once")
@@ -129,6 +135,19 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
         answer = await engine.generate(PROMPT, SamplingParams(max_tokens=8))
         own = expected(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
         assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
+
+
+async def test_new_weights_wake_an_engine_that_sleeps(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    await sync(engine, model, 0)
+    params = SamplingParams(max_tokens=8, seed=1)
+    before = await engine.generate(PROMPT, params)
+    for version in (1, 2):
+        await engine.sleep()
+        assert await engine.version() == version - 1  # it responds while it sleeps
+        await sync(engine, model, version)
+        after = await engine.generate(PROMPT, params)
+        assert (after.token_ids, after.logprobs) == (before.token_ids, before.logprobs)
+        assert after.versions == [version] * 8
 
 
 async def test_log_probs_are_of_the_distribution_drawn_from(engine: RolloutEngine, model: PreTrainedModel) -> None:

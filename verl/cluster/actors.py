@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import random
 import socket
 from collections.abc import Sequence
@@ -42,6 +43,12 @@ def kill_actor(actor: Any, *, restarts: bool = False) -> None:
         actor._exit()
     elif ray.is_initialized():  # else it has ended with the cluster, and Ray would start another one
         ray.kill(actor, no_restart=not restarts)
+
+
+def use_accelerators(names: str) -> None:
+    """Use accelerators that Ray has assigned to other processes; before torch looks for them. Empty: no change."""
+    if names:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names
 
 
 def get_node_address() -> str:
@@ -205,10 +212,10 @@ class RemoteActor:
         index: int,
         *args: Any,
         device: int,
-        share: float,
+        share: float = 0.0,
         deadlines: Deadlines = DEFAULT_DEADLINES,
     ) -> A:
-        """Spawn the actor with `args` on a share of a device, without waiting for its process."""
+        """Spawn the actor with `args` at a device, without waiting for its process."""
         actor = pool.spawn(cls.actor_class, *args, device=device, share=share, is_async=True, restarts=True)
         return cls(actor, index, deadlines)
 

@@ -23,14 +23,19 @@ _COUNT_INTERVAL_S = 5.0
 
 
 class DevicePool:
-    """`count` devices (GPUs, or CPU cores if `device` is "cpu"), reserved all or none."""
+    """`count` devices (GPUs, or CPU cores if `device` is "cpu"), reserved all or none.
 
-    def __init__(self, count: int, device: str, *, fix: str, deadline: Deadline = DEFAULT_DEADLINES.devices) -> None:
-        self.count = count
+    `width` adjacent ones, beginning with a multiple of it, are on one node.
+    """
+
+    def __init__(
+        self, count: int, device: str, *, fix: str, width: int = 1, deadline: Deadline = DEFAULT_DEADLINES.devices
+    ) -> None:
+        self.count, self._width = count, width
         self.resource = "CPU" if device == "cpu" else "GPU"
         require_resource(self.resource, count, fix)
-        bundle = {self.resource: 1} if device == "cpu" else {"GPU": 1, "CPU": 1}
-        self._group: PlacementGroup = placement_group([bundle] * count, strategy="PACK")
+        bundle = {self.resource: width} if device == "cpu" else {"GPU": width, "CPU": width}
+        self._group: PlacementGroup = placement_group([bundle] * (count // width), strategy="PACK")
         with track_call(f"reserve {count} x {self.resource}", target=CallTarget("cluster"), deadline=deadline):
             ready, _ = ray.wait([self._group.ready()], timeout=deadline.seconds)
         if not ready:
@@ -44,7 +49,7 @@ class DevicePool:
         actor: type,
         *args: Any,
         device: int | None = None,  # index; None: it uses none
-        share: float = 0.0,  # of the device; those of all its actors sum to at most 1
+        share: float = 0.0,  # how many devices it owns, from this one on; 0: it shares those of other actors
         is_async: bool = False,  # run any number of its coroutines concurrently
         restarts: bool = False,  # let Ray replace its process when it dies; a caller must start the new one again
     ) -> Any:
@@ -53,7 +58,7 @@ class DevicePool:
         if device is not None:
             options["num_cpus" if self.resource == "CPU" else "num_gpus"] = share
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
-                self._group, placement_group_bundle_index=device
+                self._group, placement_group_bundle_index=device // self._width
             )
         if is_async:
             options["max_concurrency"] = _UNLIMITED_CONCURRENCY

@@ -128,8 +128,9 @@ async def _start_engines(
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs.pending_calls import MARGIN_S
     from verl.rollout.replica_pool import EnginePool
+    from verl.trainer.placement import place_engines
     from verl.trainer.restarts import RestartTracker
-    from verl.trainer.rl_builder import build_supervisor, place_engines
+    from verl.trainer.rl_builder import build_supervisor
     from verl.trainer.setup import RunBuilder
     from verl.trainer.worker_settings import deadlines
 

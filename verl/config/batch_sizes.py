@@ -63,6 +63,16 @@ def count_train_ranks(config: Config | SftConfig) -> int:
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
+def count_group_devices(config: Config | SftConfig) -> int:
+    """Return the devices that have to be on one node: those of the widest engine."""
+    if isinstance(config, SftConfig):
+        return 1
+    widths = [config.actor_rollout_ref.rollout.tensor_model_parallel_size]
+    if config.reward.reward_model.enable:
+        widths.append(config.reward.reward_model.rollout.tensor_model_parallel_size)
+    return max(widths)
+
+
 def count_engines(config: Config) -> int:
     """Return the number of rollout engines; at least one."""
     rollout = config.actor_rollout_ref.rollout

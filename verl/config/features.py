@@ -53,6 +53,12 @@ def list_optimizers(config: Config | SftConfig) -> list[tuple[str, OptimConfig, 
     return models
 
 
+def frees_engine_memory(config: Config, device: str) -> bool:
+    """Whether rollout engines sleep while the train workers on the same devices work."""
+    wanted = config.actor_rollout_ref.rollout.free_cache_engine
+    return device != "cpu" and config.trainer.max_staleness == 0 if wanted is None else wanted
+
+
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank."""
 

@@ -23,14 +23,6 @@ _EXAMPLES = {"data.train_files": "train.parquet", "actor_rollout_ref.model.path"
 _LOGGER_EXTRAS = {"wandb": "wandb", **dict.fromkeys(("mlflow", "swanlab", "tensorboard", "trackio"), "tracking")}
 """Logger, which is also the name of its package -> the extra that installs it; other loggers need none."""
 _MIN_VLLM = (0, 32)
-_ALTERNATIVES = {
-    f"{ROLLOUT}.tensor_model_parallel_size": f"an engine uses one device, and {ROLLOUT}.num_engines sets the number of "
-    "engines",
-    "reward.reward_model.rollout.tensor_model_parallel_size": "a reward model uses one device, and "
-    "reward.reward_model.replicas sets the number of copies",
-}
-"""What to use instead of a planned setting."""
-
 _ENGINE_KEY, _MODEL_KEY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model"
 _ENGINE_SETTINGS = {
     "model": f"{_MODEL_KEY}.path",
@@ -78,9 +70,8 @@ def find_unsupported(config: Section) -> Iterator[str]:
         if isinstance(setting.planned, tuple):
             yield from _find_planned_values(config, setting, setting.planned)
         elif setting.planned and is_overridden(config, key):
-            instead = f": {_ALTERNATIVES[key]}" if key in _ALTERNATIVES else ""
             value, default = format_value(get_value(config, key)), format_value(setting.default)
-            yield f"{key}: {value} is not supported yet{instead}; set {key}={default}"
+            yield f"{key}: {value} is not supported yet; set {key}={default}"
 
 
 def _find_planned_values(config: Section, setting: Setting, planned: tuple[Any, ...]) -> Iterator[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config import algorithm_validation
+from verl.config import algorithm_validation, device_validation
 from verl.config.batch_sizes import (
     BatchSizes,
     count_policy_steps,
@@ -18,7 +18,6 @@ from verl.config.batch_sizes import (
     get_max_sequence_tokens,
 )
 from verl.config.features import (
-    VLLM_LORA_RANKS,
     get_checkpoint_settings,
     list_adapters,
     list_optimizers,
@@ -53,10 +52,12 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"{ROLLOUT}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
             f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}"
         )
-    if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > ranks:
+    most = max(1, ranks // rollout.tensor_model_parallel_size)
+    if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > most:
         yield (
             f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
-            f"(trainer.nnodes x trainer.n_gpus_per_node); set {ROLLOUT}.num_engines={ranks}"
+            f"(trainer.nnodes x trainer.n_gpus_per_node), {rollout.tensor_model_parallel_size} for each; set "
+            f"{ROLLOUT}.num_engines={most}"
         )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s
     if is_overridden(config, "reward.sandbox.seconds") and seconds >= deadline and may_score_code(config):
@@ -84,7 +85,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
         )
     yield from _find_run_conflicts(config)
     yield from _check_order(config)
-    yield from _check_transports(config)
+    yield from device_validation.find_conflicts(config)
     yield from _check_warmups(config)
     yield from _check_routing(config)
     yield from algorithm_validation.find_conflicts(config)
@@ -146,27 +147,6 @@ def _check_order(config: Config) -> Iterator[str]:
                 f"data.{name}: {getattr(data, name)} reads all rows before the first step, and data.streaming=true "
                 "does not; set data.streaming=false"
             )
-
-
-def _check_transports(config: Config) -> Iterator[str]:
-    """Check that weights and adapters can reach the engines."""
-    rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
-    transport, max_rank = rollout.weight_transport, VLLM_LORA_RANKS[-1]
-    is_direct = transport in ("nccl", "ipc")
-    if is_direct and (config.trainer.device == "cpu" or rollout.name == "hf"):
-        reason = f"rollout.name=vllm, but rollout.name={rollout.name}"
-        if config.trainer.device == "cpu":
-            reason = "accelerators, but trainer.device=cpu"
-        yield f"{ROLLOUT}.weight_transport: {transport} requires {reason}; set {ROLLOUT}.weight_transport=host"
-    if rank == 0 or rollout.lora_transport != "adapter":
-        return
-    for is_unfit, reason in (
-        (rollout.name == "hf", "rollout.name=hf loads full models"),
-        (is_direct, f"weight_transport={transport} sends full models"),
-        (rank > max_rank, f"vLLM supports ranks up to {max_rank}"),
-    ):
-        if is_unfit:
-            yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
 
 
 def _check_routing(config: Config) -> Iterator[str]:

@@ -37,6 +37,13 @@ class RolloutEngine(Protocol):
         """Replace all weights by those in `buckets` and become `version`. Caches of the old weights are dropped."""
         ...
 
+    async def sleep(self) -> None:
+        """Free the device's memory, weights included; the next `load_weights` wakes the engine.
+
+        No requests may be running, and none may follow before that.
+        """
+        ...
+
     async def version(self) -> int:
         """Return the version of the weights in use; -1 before the first load."""
         ...

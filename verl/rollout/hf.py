@@ -71,7 +71,12 @@ class HfEngine:
                 missing, unexpected = sorted(wrong & expected), sorted(wrong - expected)
                 raise WeightSyncError(f"weights do not fit: missing {missing}, unexpected {unexpected}")
             load_hf(self._model, weights.items())
+            self._model.to(self._device)  # wakes it
             self._version = version
+
+    async def sleep(self) -> None:
+        async with self._lock:
+            self._model.to("cpu")
 
     async def version(self) -> int:
         return self._version

@@ -18,6 +18,7 @@ T = TypeVar("T")
 M = TypeVar("M", bound="ReplicaHandle")
 Request = tuple[Sequence[int], SamplingParams]
 
+SPILL = 8  # requests that the engine of a prompt may be ahead of the least loaded one
 MAX_LOSSES = 5  # of replicas that one request ran on; after that the request is the likely cause
 
 
@@ -44,6 +45,14 @@ class Replica(Generic[M]):
     load: int = 0  # outstanding tokens
     has_batch: bool = False
     recovery: asyncio.Future[None] | None = None
+
+
+@dataclass(eq=False)
+class PromptHome:
+    """The replica that has a prompt in its cache, while responses to the prompt are requested."""
+
+    index: int | None = None
+    users: int = 0
 
 
 class ReplicaPool(ABC, Generic[M]):
@@ -95,6 +104,7 @@ class ReplicaPool(ABC, Generic[M]):
         max_losses: int,
         *,
         preferred: int | None = None,
+        home: PromptHome | None = None,
         requests: int = 1,
     ) -> T:
         """Send to one replica after another until one replies. A batch (`preferred`: its replica) runs alone there.
@@ -104,6 +114,8 @@ class ReplicaPool(ABC, Generic[M]):
         """
         while len(losses) < max_losses:
             replica = await self._select(preferred)
+            if home is not None:
+                replica = self._stay_home(replica, home, tokens)
             with self._occupy(replica, tokens, is_batch=preferred is not None):
                 if losses and not await self._check_ready(replica):
                     continue
@@ -134,6 +146,15 @@ class ReplicaPool(ABC, Generic[M]):
                 )
             with suppress(asyncio.TimeoutError):
                 await with_timeout(self._changed.wait(), timeout_s)
+
+    def _stay_home(self, least_loaded: Replica[M], home: PromptHome, tokens: int) -> Replica[M]:
+        """Return the replica that knows the prompt, unless it has too much to do; the prompt then moves."""
+        if home.index is not None:
+            known = self._replicas[home.index]
+            if known.is_ready and known.load - least_loaded.load <= SPILL * tokens:
+                return known
+        home.index = least_loaded.index
+        return least_loaded
 
     def _distance(self, replica: Replica[M]) -> int:
         return (replica.index - self._first) % len(self._replicas)
@@ -197,6 +218,7 @@ class PooledEngine(ReplicaHandle, Protocol):
 class EnginePool(ReplicaPool[PooledEngine]):
     """Routes by outstanding work: tokens of the prompt plus tokens that may still be generated.
 
+    Responses to the same prompt go to the same engine, which then computes the prompt once, up to `SPILL` of them.
     A request may wait as long as its engine makes progress. An engine whose process is gone, or that finishes nothing
     for `stall_timeout_s`, is lost until it reports that it is ready; restarting it is the supervisor's job. A request
     that was running on `MAX_LOSSES` engines when they were lost fails.
@@ -225,6 +247,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
         )
         self._stall_timeout_s = stall_timeout_s
         self._last_finish = [float("-inf")] * len(engines)
+        self._homes: dict[tuple[int, ...], PromptHome] = {}
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
@@ -233,7 +256,20 @@ class EnginePool(ReplicaPool[PooledEngine]):
         async def send(replica: Replica[PooledEngine]) -> Completion:
             return replace(await replica.handle.generate(token_ids, sampling), engine=replica.index)
 
-        return await self._request(send, tokens, [token_ids])
+        with self._home_of(token_ids) as home:
+            return await self._request(send, tokens, [token_ids], home=home)
+
+    @contextmanager
+    def _home_of(self, token_ids: Sequence[int]) -> Iterator[PromptHome]:
+        prompt = tuple(token_ids)
+        home = self._homes.setdefault(prompt, PromptHome())
+        home.users += 1
+        try:
+            yield home
+        finally:
+            home.users -= 1
+            if not home.users:
+                del self._homes[prompt]
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Run request i on engine i modulo their count, each engine's in one call: nothing depends on timing.
@@ -270,10 +306,11 @@ class EnginePool(ReplicaPool[PooledEngine]):
         tokens: int,
         prompts: Sequence[Sequence[int]],
         preferred: int | None = None,
+        home: PromptHome | None = None,
     ) -> T:
         try:
             return await self._request_with_retry(
-                send, tokens, [], MAX_LOSSES, preferred=preferred, requests=len(prompts)
+                send, tokens, [], MAX_LOSSES, preferred=preferred, home=home, requests=len(prompts)
             )
         except PoisonRequestError as losses:
             subject = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ _TRANSITIONS = {
     EngineState.GIVEN_UP: set(),
 }
 _ACTIVE = (EngineState.STARTING, EngineState.READY)
+_STARTED = (*_ACTIVE, EngineState.SYNCING, EngineState.PROBING)
 
 
 class SupervisedEngine(Protocol):
@@ -54,6 +56,10 @@ class SupervisedEngine(Protocol):
 
     async def enable(self, version: int) -> None:
         """Accept requests from now on; `ProcessLostError` unless it holds `version`, which a new process does not."""
+        ...
+
+    async def sleep(self) -> None:
+        """Free the device's memory until weights are loaded; `is_ready` does not change."""
         ...
 
     async def end(self) -> None:
@@ -92,9 +98,12 @@ class EngineSlot:
     lost_at: float = 0.0
     was_lost: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is enabled
+    has_settled: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes is starting
+    has_ended: asyncio.Event = field(default_factory=asyncio.Event)  # none of its processes uses the device
 
     def __post_init__(self) -> None:
         self.is_silent.set()
+        self.has_settled.set()
 
 
 class EngineSupervisor:
@@ -104,7 +113,8 @@ class EngineSupervisor:
     `reply_timeout_s`; the weight sync reports losses, too. A lost engine is ended and started again (each within
     `start_timeout_s`), synced to the current weights and enabled. After `max_restarts` failures in a row it is given
     up and the run continues with the others; with none left, `run_while_available` and `active` raise. Every change
-    of state is reported.
+    of state is reported. With `shares_devices`, engines sleep and none starts between `free_devices` and
+    `allow_starts`.
     """
 
     def __init__(
@@ -117,14 +127,18 @@ class EngineSupervisor:
         start_timeout_s: float = 1200.0,
         max_restarts: int = 5,
         backoff_s: float = 1.0,
+        shares_devices: bool = False,
     ) -> None:
         self._slots = [EngineSlot(index, engine) for index, engine in enumerate(engines)]
         self._report = report
         self._heartbeat_s, self._reply_timeout_s = heartbeat_s, reply_timeout_s
         self._start_timeout_s = start_timeout_s
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
+        self.shares_devices = shares_devices
         self._tasks: list[asyncio.Task[None]] = []
         self._failed = asyncio.Event()
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self._crash: BaseException | None = None
 
     def start(self, sync_one: Callable[[int], Awaitable[None]]) -> None:
@@ -177,6 +191,29 @@ class EngineSupervisor:
         if slot.state is state:  # it may have been lost in the meantime
             self._set_state(slot, EngineState.READY)
 
+    async def free_devices(self) -> None:
+        self._may_start.clear()
+        await asyncio.gather(*(slot.has_settled.wait() for slot in self._slots))
+        asleep = await asyncio.gather(*(self._put_to_sleep(slot) for slot in self._slots))
+        for slot, is_asleep in zip(self._slots, asleep, strict=True):
+            if not is_asleep:
+                await self.run_while_available(slot.has_ended.wait())
+
+    def allow_starts(self) -> None:
+        self._may_start.set()
+
+    async def _put_to_sleep(self, slot: EngineSlot) -> bool:
+        """Return whether it sleeps; if not, it is lost."""
+        if slot.state not in _STARTED:
+            return False
+        try:
+            await with_timeout(slot.engine.sleep(), self._start_timeout_s)
+            return True
+        except Exception as error:  # noqa: BLE001 - process boundary
+            if slot.state in _STARTED:  # else its loss is known already
+                self._set_lost(slot, str(error) or repr(error))
+            return False
+
     async def wait_for_stale_exit(self) -> None:
         for slot in self._slots:
             if slot.state not in _ACTIVE:
@@ -204,9 +241,13 @@ class EngineSupervisor:
                 return
         reason = f"{self._max_restarts} restarts in a row failed, the last one: {slot.reason}"
         self._set_state(slot, EngineState.GIVEN_UP, reason)
-        if not slot.is_silent.is_set():  # such as on a machine that others still reach
+        with contextlib.suppress(Exception):  # process boundary
+            await self._end(slot)
+        must_end = slot.has_ended if self.shares_devices else slot.is_silent
+        if not must_end.is_set():  # such as on a machine that others still reach
             raise ProcessLostError(
-                f"rollout engine {slot.index} could not be ended, and may still serve old weights: {reason}"
+                f"rollout engine {slot.index} could not be ended, and may still serve old weights or use its device: "
+                f"{reason}"
             )
         if all(other.state is EngineState.GIVEN_UP for other in self._slots):
             self._failed.set()
@@ -214,9 +255,20 @@ class EngineSupervisor:
     async def _restart(self, slot: EngineSlot) -> None:
         self._set_state(slot, EngineState.RESTARTING, slot.reason)
         slot.was_lost.clear()
+        await self._end(slot)
+        while not self._may_start.is_set():
+            await self._may_start.wait()
+        slot.has_settled.clear()
+        slot.has_ended.clear()
+        try:
+            await with_timeout(slot.engine.start(), self._start_timeout_s)
+        finally:
+            slot.has_settled.set()
+
+    async def _end(self, slot: EngineSlot) -> None:
         await with_timeout(slot.engine.end(), self._start_timeout_s)  # the replacing process must come up, too
         slot.is_silent.set()
-        await with_timeout(slot.engine.start(), self._start_timeout_s)
+        slot.has_ended.set()
 
     async def _run_until_lost(self, slot: EngineSlot, work: Awaitable[None]) -> None:
         """Run `work` until it is done or the engine is lost; the slot's state shows which."""

@@ -44,7 +44,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
     async def build(self) -> TrainLoop[SFTTrainer]:
         check_sft_files(self.config)
         await self.start_runtime()
-        model = self.spawn_train_workers(SFTWorkerGroup, share=1.0)
+        model = self.spawn_train_workers(SFTWorkerGroup)
         with timer(self.times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, self.config)
         schedule = build_schedule(self.config, data)

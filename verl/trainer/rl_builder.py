@@ -8,10 +8,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import MARGIN_S
-from verl.config.batch_sizes import count_engines, count_total_steps, count_train_ranks, get_max_sequence_tokens
-from verl.config.features import scores_responses
+from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
+from verl.config.features import frees_engine_memory
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
@@ -22,6 +21,7 @@ from verl.tracking.metrics import timer
 from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.evaluator import Evaluator
+from verl.trainer.placement import place_engines, place_reward_models
 from verl.trainer.preflight import check_rl_run
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
@@ -32,9 +32,7 @@ from verl.trainer.worker_settings import (
     build_planner,
     compute_dtype,
     deadlines,
-    engine_settings,
     episode_settings,
-    reward_model_settings,
     rollout_dtype,
     train_settings,
     transport_name,
@@ -46,7 +44,6 @@ from verl.workers.rollout import RemoteEngine
 from verl.workers.train import PolicyGroup
 
 PROBE_LENGTH = 24
-TRAIN_SHARE = 0.5  # part of a device that Ray reserves for its train worker
 RANKS_PER_EPISODE_WORKER = 8
 
 T = TypeVar("T")
@@ -94,13 +91,11 @@ class RLBuilder(RunBuilder[Config]):
         with timer(self.times, "start_reward_check"):
             await check_rl_run(self.config, reward)
         await self.start_runtime()
-        engines = place_engines(self.config, self.pool, self.device)
-        reward_models = place_reward_models(self.config, self.pool, self.device)
-        starting = [
-            self._start_in_background("engines", engines),
-            self._start_in_background("reward_models", reward_models),
-        ]
-        policy = self.spawn_train_workers(PolicyGroup, TRAIN_SHARE)
+        policy = self.spawn_train_workers(PolicyGroup)
+        devices = [] if self.device == "cpu" else await policy.visible_devices()
+        engines = place_engines(self.config, self.pool, self.device, devices)
+        reward_models = place_reward_models(self.config, self.pool, self.device, devices)
+        starting = self.start_engines(engines, reward_models)
         data = await self.load_data()
         schedule = self.build_schedule(data)
         settings = train_settings(self.config, schedule.total_steps, self.device)
@@ -109,13 +104,16 @@ class RLBuilder(RunBuilder[Config]):
         async def start_train_workers() -> None:
             if model_ready is not None:
                 await self._timed("model", model_ready)
+            if self.device != "cpu":
+                await asyncio.gather(*starting)  # vLLM measures free memory while it starts
             self.note(await self._timed("train_workers", lambda: policy.start(settings)))
 
         start_episode_workers = self._timed("episode_workers", episode_pool.start)
         await asyncio.gather(*starting, start_train_workers(), start_episode_workers)
         stream = PromptStream(data.order)
         version = await self.resume(policy, stream, schedule)
-        supervisor = build_supervisor(self.config, engines, self.restarts)
+        shares_devices = frees_engine_memory(self.config, self.device)
+        supervisor = build_supervisor(self.config, engines, self.restarts, shares_devices=shares_devices)
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
@@ -211,24 +209,39 @@ class RLBuilder(RunBuilder[Config]):
             length=min(PROBE_LENGTH, get_max_sequence_tokens(self.config) - 1),
         )
 
-    def _start_in_background(self, name: str, actors: Sequence[RemoteEngine | RemoteRewardModel]) -> asyncio.Task[None]:
-        async def start() -> None:
-            await asyncio.gather(*(actor.start() for actor in actors))
+    def start_engines(
+        self, engines: Sequence[RemoteEngine], reward_models: Sequence[RemoteRewardModel]
+    ) -> list[asyncio.Task[None]]:
+        """Start both in the background; on accelerators one after the other, then engines sleep if they are to."""
+
+        async def start_rollout() -> None:
+            await asyncio.gather(*(engine.start() for engine in engines))
+            if frees_engine_memory(self.config, self.device):
+                await asyncio.gather(*(engine.sleep() for engine in engines))
+
+        async def start_rewards() -> None:
+            if self.device != "cpu":
+                await rollout
+            await asyncio.gather(*(model.start() for model in reward_models))
 
         async def close() -> None:
-            await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
+            await asyncio.gather(*(actor.close() for actor in (*engines, *reward_models)), return_exceptions=True)
 
         self._closing.push_async_callback(close)
-        starting = asyncio.create_task(self._timed(name, start))
-        self._closing.callback(starting.cancel)
-        return starting
+        rollout = asyncio.create_task(self._timed("engines", start_rollout))
+        rewards = asyncio.create_task(self._timed("reward_models", start_rewards))
+        for task in (rollout, rewards):
+            self._closing.callback(task.cancel)
+        return [rollout, rewards]
 
     async def _timed(self, name: str, stage: Callable[[], Awaitable[T]]) -> T:
         with timer(self.times, f"start_{name}"):
             return await stage()
 
 
-def build_supervisor(config: Config, engines: Sequence[RemoteEngine], restarts: RestartTracker) -> EngineSupervisor:
+def build_supervisor(
+    config: Config, engines: Sequence[RemoteEngine], restarts: RestartTracker, *, shares_devices: bool = False
+) -> EngineSupervisor:
     limits = deadlines(config)
     return EngineSupervisor(
         engines,
@@ -236,46 +249,5 @@ def build_supervisor(config: Config, engines: Sequence[RemoteEngine], restarts: 
         reply_timeout_s=limits.reply.seconds + MARGIN_S,
         start_timeout_s=limits.start.seconds + MARGIN_S,
         max_restarts=config.trainer.faults.max_engine_restarts,
+        shares_devices=shares_devices,
     )
-
-
-def place_engines(config: Config, pool: PlacementPool, device: str, **changes: Any) -> list[RemoteEngine]:
-    """Reserve processes for the rollout engines, spread over the devices; `changes` replace engine settings."""
-    rollout = config.actor_rollout_ref.rollout
-    width = rollout.tensor_model_parallel_size
-    count = count_engines(config)
-    return [
-        RemoteEngine.spawn(
-            pool,
-            index,
-            rollout.name,
-            engine_settings(config, device, index) | changes,
-            device=index * width % pool.count,
-            share=_engine_share(config) / -(-count * width // pool.count),
-            deadlines=deadlines(config),
-        )
-        for index in range(count)
-    ]
-
-
-def place_reward_models(config: Config, pool: PlacementPool, device: str) -> list[RemoteRewardModel]:
-    """Reserve processes for the replicas of the reward model, from the last device down."""
-    model = config.reward.reward_model
-    if not model.enable or not scores_responses(config):
-        return []
-    share = (1 - TRAIN_SHARE - _engine_share(config)) / -(-model.replicas // pool.count)
-    return [
-        RemoteRewardModel.spawn(
-            pool,
-            index,
-            reward_model_settings(config, device, index),
-            device=pool.count - 1 - index % pool.count,
-            share=share,
-            deadlines=deadlines(config),
-        )
-        for index in range(model.replicas)
-    ]
-
-
-def _engine_share(config: Config) -> float:
-    return (1 - TRAIN_SHARE) / (2 if config.reward.reward_model.enable else 1)

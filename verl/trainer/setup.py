@@ -16,7 +16,7 @@ from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
-from verl.config.batch_sizes import count_train_ranks
+from verl.config.batch_sizes import count_group_devices, count_train_ranks
 from verl.config.paths import set_path
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
@@ -51,8 +51,9 @@ async def _fit_to_devices(config: C, device: str, console: Console) -> C:
     if count >= wanted:
         return config
     left = f"the cluster has {count} of {wanted} devices left"
-    if count and settings.on_lost_node == "shrink":
+    if count >= count_group_devices(config) and settings.on_lost_node == "shrink":
         console.advice(f"{left}: continuing with {count} train ranks (trainer.faults.on_lost_node=shrink)")
+        count -= count % count_group_devices(config)
         return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": count}})
     console.advice(
         f"{left}: waiting up to trainer.faults.node_wait={settings.node_wait:g} s for more; set "
@@ -146,12 +147,14 @@ class RunBuilder(Generic[C]):
             self.config = await _fit_to_devices(self.config, self.device, self.console)
         owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
         fix = f"set trainer.n_gpus_per_node to what a machine has: {owned}"
-        ranks = count_train_ranks(self.config)
-        self.pool = await asyncio.to_thread(DevicePool, ranks, self.device, fix=fix, deadline=limits.devices)
+        ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
+        self.pool = await asyncio.to_thread(
+            DevicePool, ranks, self.device, width=width, fix=fix, deadline=limits.devices
+        )
         self._closing.callback(self.pool.close)
 
-    def spawn_train_workers(self, group: type[G], share: float) -> G:
-        workers = group.spawn(self.pool, count_train_ranks(self.config), share=share, deadlines=deadlines(self.config))
+    def spawn_train_workers(self, group: type[G]) -> G:
+        workers = group.spawn(self.pool, count_train_ranks(self.config), deadlines=deadlines(self.config))
         self._closing.callback(workers.close)
         return workers
 

@@ -17,6 +17,7 @@ from verl.config.batch_sizes import (
 )
 from verl.config.features import (
     VLLM_LORA_RANKS,
+    frees_engine_memory,
     prime_shares_reference,
     saves_hf,
     scores_responses,
@@ -88,6 +89,8 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         algorithm=algorithm_settings(config),
         sync_dtype=rollout_dtype(config, device),
         sync_adapter_only=syncs_adapter_only(config),
+        shares_devices=frees_engine_memory(config, device),
+        engine_width=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
@@ -271,13 +274,14 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         device=device,
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         memory_fraction=model.rollout.gpu_memory_utilization,
-        cpu_cores=_core(-1 - index) if device == "cpu" else "",
+        tensor_parallel_size=model.rollout.tensor_model_parallel_size,
+        cpu_cores=_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
     )
 
 
-def _core(index: int) -> str:
-    """Return the CPU core of an engine; negative indices count from the last core down."""
-    return str(index % (os.cpu_count() or 1))
+def _cores(index: int, width: int) -> str:
+    """Return the CPU cores of an engine, one per process; negative indices count from the last core down."""
+    return "|".join(str((index * width + part) % (os.cpu_count() or 1)) for part in range(width))
 
 
 def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
@@ -299,13 +303,14 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "sleeps": frees_engine_memory(config, device),
         "enforce_eager": rollout.enforce_eager,
         "trust_remote_code": model.trust_remote_code,
         "weight_backend": transport_name(config),
         "seed": config.trainer.seed + index,
         "device": device,
         "cpu_cache_gib": rollout.cpu_cache_gib,
-        "cpu_cores": _core(index) if device == "cpu" else "",
+        "cpu_cores": _cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",
         "kwargs": rollout.engine_kwargs.vllm,
     }
 

@@ -90,6 +90,9 @@ Transport = HostTransport | DeviceTransport
 class Membership(Protocol):
     """Which receivers take part in a sync, by index. `WeightSync` asks it, and reports what it observes."""
 
+    shares_devices: bool
+    """Whether receivers and source use the same devices, so that receivers have to sleep while the source trains."""
+
     def active(self) -> Sequence[int]:
         """Return the receivers that a sync goes to."""
         ...
@@ -108,6 +111,14 @@ class Membership(Protocol):
 
     async def wait_for_stale_exit(self) -> None:
         """Return when no inactive receiver can serve requests any more: its weights would be old."""
+        ...
+
+    async def free_devices(self) -> None:
+        """Return when no receiver uses its device's memory; none starts until `allow_starts`."""
+        ...
+
+    def allow_starts(self) -> None:
+        """Let lost receivers start again."""
         ...
 
 
@@ -152,6 +163,13 @@ class WeightSync:
             self._is_current.clear()
             yield
 
+    async def free_devices(self) -> None:
+        """Give the memory of the engines' devices to the trainer, where they share them, until the next sync."""
+        if self._membership.shares_devices:
+            async with self._lock:
+                self._is_current.clear()  # `sync_one` would wake an engine
+                await self._membership.free_devices()
+
     async def sync(self, version: int) -> dict[str, float]:
         """Bring every engine to `version` and return metrics; `WeightSyncError` if the probe verifies none of them.
 
@@ -167,6 +185,7 @@ class WeightSync:
             gap = await self._verify(indices, version)
             await self._membership.wait_for_stale_exit()
             self._version = version
+            self._membership.allow_starts()
             self._is_current.set()
             metrics = {
                 "weights/version": version,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
-from verl.cluster.actors import RemoteActor, kill_actor
+from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
 from verl.cluster.hangs.registry import report_restart
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
@@ -35,6 +35,7 @@ class RewardModelSettings:
     device: str = "cpu"
     trust_remote_code: bool = False
     memory_fraction: float = 0.5  # of the device, for vllm
+    tensor_parallel_size: int = 1
     cpu_cores: str = ""  # for vllm on the CPU
 
 
@@ -44,8 +45,9 @@ class RewardActor:
     Ray replaces a process that died. All pools that lost it may call `start`; the model is loaded once.
     """
 
-    def __init__(self, settings: RewardModelSettings) -> None:
-        self._settings = settings
+    def __init__(self, settings: RewardModelSettings, accelerators: str = "") -> None:
+        """`accelerators` are those of other processes to use, as CUDA_VISIBLE_DEVICES names them."""
+        self._settings, self._accelerators = settings, accelerators
         self._model: RewardModel | None = None
         self._batcher: Batcher | None = None
         self._starting = asyncio.Lock()
@@ -57,6 +59,7 @@ class RewardActor:
         async with self._starting:
             if self._batcher is None:
                 await self.close()  # of a model that was lost
+                use_accelerators(self._accelerators)
                 self._model = _make_model(self._settings)
                 await self._model.start()
                 self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)
@@ -97,6 +100,7 @@ def _make_model(settings: RewardModelSettings) -> RewardModel:
             gpu_memory_utilization=settings.memory_fraction,
             trust_remote_code=settings.trust_remote_code,
             device=device,
+            tensor_parallel_size=settings.tensor_parallel_size,
             cpu_cores=settings.cpu_cores,
         )
         return VllmRewardModel(engine)

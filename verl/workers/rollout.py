@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from verl.cluster.actors import RemoteActor
+from verl.cluster.actors import RemoteActor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
@@ -19,16 +19,20 @@ class RolloutActor:
     any time by one without weights.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any]) -> None:
-        self._name, self._settings = name, settings
+    def __init__(self, name: str, settings: dict[str, Any], accelerators: str = "") -> None:
+        """`accelerators` are those of other processes to use, as CUDA_VISIBLE_DEVICES names them."""
+        self._name, self._settings, self._accelerators = name, settings, accelerators
         self._started_engine: Any = None
         self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
+        self._awake = asyncio.Event()
+        self._awake.set()
 
     async def has_started(self) -> bool:
         return self._started_engine is not None
 
     async def start(self) -> None:
+        use_accelerators(self._accelerators)
         self._started_engine = make_engine(self._name, self._settings)
         await self._started_engine.start()
 
@@ -48,9 +52,11 @@ class RolloutActor:
         return not self._disabled_reason
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+        await self._awake.wait()
         return await self._enabled.generate(token_ids, sampling)
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        await self._awake.wait()
         return await self._enabled.generate_all(requests)
 
     @property
@@ -71,6 +77,13 @@ class RolloutActor:
     async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
         async with self._loading:  # serially, even if the first caller has gone
             await self._engine.load_weights(await asyncio.gather(*buckets), version)
+            self._awake.set()
+
+    async def sleep(self) -> None:
+        """Free the device's memory; requests wait until weights have been loaded again."""
+        async with self._loading:
+            self._awake.clear()
+            await self._engine.sleep()
 
     async def version(self) -> int:
         return await self._engine.version()
@@ -79,6 +92,8 @@ class RolloutActor:
         """Run a step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
         async with self._loading:
             await getattr(self._engine, method)(*args)
+            if method == "finish_weight_update":
+                self._awake.set()
 
     async def close(self) -> None:
         if self._started_engine is not None:
@@ -131,6 +146,9 @@ class RemoteEngine(RemoteActor):
 
     async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
         await self._call("load_weights", buckets, version, deadline=self.deadlines.weights)
+
+    async def sleep(self) -> None:
+        await self._call("sleep", deadline=self.deadlines.weights)
 
     async def version(self) -> int:
         return await self._call("version", deadline=self.deadlines.weights)

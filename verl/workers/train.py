@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -82,6 +84,10 @@ class BaseTrainWorker:
         self._listener = socket.create_server((get_node_address(), 0), backlog=self._world_size)
         host, port = self._listener.getsockname()
         return host, port
+
+    def visible_devices(self) -> str:
+        """Return the accelerators that Ray has assigned to this process, for the engines that share them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def join(self, address: tuple[str, int], settings: RankSettings) -> None:
         """Join the process group of all ranks."""
@@ -203,12 +209,14 @@ class RankGroup(ActorGroup):
         self._deadlines = deadlines
 
     @classmethod
-    def spawn(
-        cls: type[G], pool: PlacementPool, ranks: int, *, share: float, deadlines: Deadlines = DEFAULT_DEADLINES
-    ) -> G:
-        """Spawn the actors, without waiting for their processes."""
-        actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=share) for rank in range(ranks)]
+    def spawn(cls: type[G], pool: PlacementPool, ranks: int, *, deadlines: Deadlines = DEFAULT_DEADLINES) -> G:
+        """Spawn the actors, each with a device of its own, without waiting for their processes."""
+        actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=1) for rank in range(ranks)]
         return cls(actors, deadlines)
+
+    async def visible_devices(self) -> list[str]:
+        """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""
+        return await self.call("visible_devices", deadline=self._deadlines.start)
 
     async def start(self, settings: RankSettings) -> list[str]:
         """Start all ranks; return their notes for the user, without duplicates."""
@@ -245,6 +253,8 @@ class TrainSettings(RankSettings):
     teacher: FsdpSettings | None = None
     sync_dtype: str = "bfloat16"
     sync_adapter_only: bool = False  # the engines load the base model themselves
+    shares_devices: bool = False  # with engines, which use the memory that is freed here
+    engine_width: int = 1  # devices of an engine
 
 
 class TrainWorker(BaseTrainWorker):
@@ -303,11 +313,13 @@ class TrainWorker(BaseTrainWorker):
 
     @explain_out_of_memory
     def update(self, plan: RankPlan) -> dict[str, float]:
-        return self._policy.update(plan)
+        with self._freeing_memory():
+            return self._policy.update(plan)
 
     @explain_out_of_memory
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._policy.compute_logprobs(sequences)
+        with self._freeing_memory():
+            return self._policy.compute_logprobs(sequences)
 
     @explain_out_of_memory
     def pack_weights(self) -> list[Any]:
@@ -315,12 +327,13 @@ class TrainWorker(BaseTrainWorker):
         from verl.weights.bucket import pack
 
         actor: Any = self._policy.actor
-        weights = actor.adapter_weights() if self._settings.sync_adapter_only else actor.weights()
-        if self._rank > 0:
-            for _ in weights:  # gathering is collective
-                pass
-            return []
-        return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=self._sync_dtype)]
+        with self._freeing_memory():
+            weights = actor.adapter_weights() if self._settings.sync_adapter_only else actor.weights()
+            if self._rank > 0:
+                for _ in weights:  # gathering is collective
+                    pass
+                return []
+            return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=self._sync_dtype)]
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
         """Send the weights by vLLM's trainer-side engine. Needs GPUs, so that CI does not run it."""
@@ -338,9 +351,20 @@ class TrainWorker(BaseTrainWorker):
                 self._rank,
                 dtype=self._sync_dtype,
                 engines=len(engines),
+                width=self._settings.engine_width,
                 address=(get_node_address(), free_port()),
             )
-        self._sender.send(version)
+        with self._freeing_memory():
+            self._sender.send(version)
+
+    @contextmanager
+    def _freeing_memory(self) -> Iterator[None]:
+        """Return memory that is no longer used to the device at the end, for the engines that share it."""
+        import torch
+
+        yield
+        if self._settings.shares_devices and self._settings.actor.device != "cpu":
+            torch.accelerator.empty_cache()  # torch would keep it for its own later use
 
 
 class PolicyGroup(RankGroup):

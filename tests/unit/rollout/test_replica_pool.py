@@ -8,7 +8,7 @@ from simulated_clock import simulate
 
 from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
+from verl.rollout.replica_pool import MAX_LOSSES, SPILL, EnginePool, Request
 from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
 
@@ -78,10 +78,10 @@ def in_simulated_time(test):  # type: ignore[no-untyped-def]
 
 
 @in_simulated_time
-async def test_equal_requests_are_spread_evenly() -> None:
+async def test_requests_of_one_size_are_spread_evenly() -> None:
     engines = [Engine(), Engine()]
     pool = EnginePool(engines)
-    await asyncio.gather(*(pool.generate([1, 2], SHORT) for _ in range(10)))
+    await asyncio.gather(*(pool.generate([1, token], SHORT) for token in range(10)))
     assert [len(engine.requests) for engine in engines] == [5, 5]
     assert pool.load == (0, 0)
 
@@ -118,12 +118,12 @@ async def test_an_engine_that_comes_back_is_used_again() -> None:
     engines = [Engine(), Engine()]
     pool = EnginePool(engines)
     engines[0].die()
-    await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(4)))
+    await asyncio.gather(*(pool.generate([token], SHORT) for token in range(4)))
     assert pool.states == (LOST, READY)
     engines[0].come_back()
     await asyncio.sleep(2)
     assert pool.states == (READY, READY)
-    await asyncio.gather(*(pool.generate([1], SHORT) for _ in range(4)))
+    await asyncio.gather(*(pool.generate([token], SHORT) for token in range(4)))
     assert len(engines[0].requests) >= 2
 
 
@@ -171,7 +171,7 @@ async def test_an_engine_that_finishes_nothing_is_shut_and_its_requests_go_elsew
     engines = [Engine(), Engine()]
     engines[0].hangs = True
     pool = EnginePool(engines, stall_timeout_s=50)
-    await asyncio.gather(*(pool.generate([1, 2, 3], SamplingParams(max_tokens=8)) for _ in range(2)))
+    await asyncio.gather(*(pool.generate([1, 2, token], SamplingParams(max_tokens=8)) for token in range(2)))
     await asyncio.sleep(10)
     assert "engine 0 has finished no request for 50 s, with 11 tokens" in engines[0].was_shut
     assert pool.states == (LOST, READY)
@@ -262,3 +262,30 @@ async def test_fewer_requests_than_engines_and_none_at_all() -> None:
 def test_an_empty_pool_is_refused() -> None:
     with pytest.raises(EngineError, match="num_engines"):
         EnginePool([])
+
+
+@in_simulated_time
+async def test_responses_to_a_prompt_go_to_one_engine_and_other_prompts_elsewhere() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines)
+    prompts = [[1, 2], [3, 4]]
+    await asyncio.gather(*(pool.generate(prompt, SHORT) for prompt in prompts for _ in range(8)))
+    assert sorted({tuple(prompt) for prompt, _ in engine.requests} for engine in engines) == [{(1, 2)}, {(3, 4)}]
+    assert [len(engine.requests) for engine in engines] == [8, 8]
+
+
+@in_simulated_time
+async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> None:
+    engines = [Engine() for _ in range(4)]
+    pool = EnginePool(engines)
+    await asyncio.gather(*(pool.generate([1, 2], SHORT) for _ in range(64)))
+    assert (
+        max(len(engine.requests) for engine in engines) - min(len(engine.requests) for engine in engines) <= SPILL + 1
+    )
+
+
+@in_simulated_time
+async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
+    pool = EnginePool([Engine(), Engine()])
+    await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
+    assert not pool._homes

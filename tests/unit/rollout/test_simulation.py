@@ -14,7 +14,7 @@ from simulated_run import Violation, run_seed
 from verl.errors import ProcessLostError
 from verl.rollout import replica_pool as pool
 from verl.rollout.replica_pool import EnginePool
-from verl.rollout.supervisor import EngineState, EngineSupervisor
+from verl.rollout.supervisor import EngineSlot, EngineState, EngineSupervisor
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Completion, SamplingParams
 from verl.weights import sync
@@ -100,6 +100,12 @@ def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
     return self._stream.state()
 
 
+async def _start_at_any_time(self: EngineSupervisor, slot: EngineSlot) -> None:
+    self._may_start.set()
+    await _restart(self, slot)
+
+
+_restart = EngineSupervisor._restart
 TRIES = 300
 
 MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed from which on that is seen soon
@@ -127,7 +133,15 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         "wait_for_stale_exit",
         _nothing,
         "a response of version",
-        242,
+        66,
+    ),
+    "a supervisor that lets no engine sleep": (EngineSupervisor, "free_devices", _nothing, "parts of a device", 0),
+    "a supervisor that starts engines at any time": (
+        EngineSupervisor,
+        "_restart",
+        _start_at_any_time,
+        "parts of a device",
+        0,
     ),
     "a weight sync that does not compare": (
         WeightSync,

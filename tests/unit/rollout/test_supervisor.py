@@ -47,7 +47,7 @@ class Engine:
 
     def _begin(self) -> None:
         self.is_up, self.is_started, self.hangs, self.is_enabled = True, True, False, False
-        self.weight, self.held = -1.0, -1
+        self.weight, self.held, self.is_asleep = -1.0, -1, False
 
     async def is_ready(self) -> bool:
         await self._reach()
@@ -58,6 +58,10 @@ class Engine:
         if self.held != version:
             raise ProcessLostError("another process")
         self.is_enabled = True
+
+    async def sleep(self) -> None:
+        await self._reach()
+        self.is_asleep = True
 
     async def end(self) -> None:
         await asyncio.sleep(self.end_s)
@@ -79,7 +83,7 @@ class Engine:
         await self._reach()
         if not self.loads_nothing:
             [self.weight] = buckets
-        self.held = version
+        self.held, self.is_asleep = version, False
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         await self._reach()
@@ -330,3 +334,45 @@ def test_an_event_reads_as_a_sentence() -> None:
 
 async def _raise(error: Exception) -> None:
     raise error
+
+
+@scene(2, shares_devices=True)
+async def test_engines_sleep_while_the_model_trains_and_are_not_taken_for_dead(run: Scene) -> None:
+    await run.weights.free_devices()
+    await asyncio.sleep(100)  # heartbeats
+    assert all(engine.is_asleep for engine in run.engines)
+    assert run.states() == ["ready", "ready"]
+    await run.step(1)
+    assert not any(engine.is_asleep for engine in run.engines)
+
+
+@scene(2, shares_devices=True)
+async def test_an_engine_that_dies_asleep_starts_when_the_trainer_no_longer_needs_its_device(run: Scene) -> None:
+    await run.weights.free_devices()
+    run.engines[0].is_up = False
+    await asyncio.sleep(100)
+    assert run.engines[0].starts == 0
+    assert run.states() == ["restarting", "ready"]
+    await run.step(1)
+    await asyncio.sleep(100)
+    assert run.states() == ["ready", "ready"]
+    assert run.engines[0].weight == 1.0
+
+
+@scene(2, shares_devices=True)
+async def test_training_waits_for_an_engine_that_is_starting_and_puts_it_to_sleep(run: Scene) -> None:
+    run.engines[0].is_up = False
+    await asyncio.sleep(16)  # found by a heartbeat, ended, and starting
+    assert run.engines[0].starts == 1
+    assert not run.engines[0].is_up
+    await run.weights.free_devices()
+    assert run.engines[0].is_asleep
+    await run.step(1)
+    await asyncio.sleep(100)
+    assert run.states() == ["ready", "ready"]
+
+
+@scene(1)
+async def test_engines_on_devices_of_their_own_do_not_sleep(run: Scene) -> None:
+    await run.weights.free_devices()
+    assert not run.engines[0].is_asleep

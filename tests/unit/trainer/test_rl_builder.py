@@ -71,7 +71,7 @@ async def test_a_failing_start_closes_what_has_started_and_leaves_no_coroutine(m
                 pytest.fail("it must not be built")
         gc.collect()
     assert [str(warning.message) for warning in caught if "never awaited" in str(warning.message)] == []
-    assert closed == ["train workers", "reward model", "engine", "runtime"]
+    assert closed == ["engine", "reward model", "train workers", "runtime"]
 
 
 async def test_problems_of_models_files_and_the_reward_function_are_reported_in_one_error(tmp_path: Any) -> None:

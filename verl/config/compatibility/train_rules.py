@@ -110,8 +110,7 @@ _MODEL = {
 _ROLLOUT = {
     f"{_R}.checkpoint_engine": BUCKETS,
     f"{_R}.update_weights_bucket_megabytes": BUCKETS,
-    f"{_R}.free_cache_engine": ignored("engines keep their cache; gpu_memory_utilization bounds it"),
-    f"{_R}.multi_stage_wake_up": ignored("engines do not sleep between steps"),
+    f"{_R}.multi_stage_wake_up": always_on("engines wake for the weights first, then for the cache"),
     f"{_R}.layered_summon": always_on("weights are gathered one at a time"),
     f"{_R}.mode": always_on("engines answer requests one by one, as they finish"),
     f"{_R}.do_sample": needs("greedy responses in training", "true", instead=f"{_R}.temperature"),

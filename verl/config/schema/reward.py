@@ -30,7 +30,9 @@ class RewardRolloutConfig(Section):
     name: Literal["hf", "vllm", "sglang"] = setting(
         "hf", "Engine of the reward model; hf: transformers, supports any model.", planned=("sglang",)
     )
-    tensor_model_parallel_size: Count = setting(1, "Devices per engine.", unit="devices", planned=True)
+    tensor_model_parallel_size: Count = setting(
+        1, "Devices per engine, on one node.", unit="devices", only_if=unless(".name", "hf")
+    )
     gpu_memory_utilization: float = setting(
         0.5,
         "Fraction of an accelerator's memory.",

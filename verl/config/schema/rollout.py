@@ -53,9 +53,13 @@ class RolloutConfig(Section):
     num_engines: Count | None = setting(
         None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines"
     )
-    tensor_model_parallel_size: Count = setting(1, "Devices per engine.", unit="devices", planned=True)
+    tensor_model_parallel_size: Count = setting(1, "Devices per engine, on one node.", unit="devices", only_if=_IS_VLLM)
     gpu_memory_utilization: float = setting(
         0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_IS_VLLM, _HAS_GPU)
+    )
+    free_cache_engine: bool | None = setting(
+        None,
+        "Engines free their memory while the model trains on the same devices; null: yes, on accelerators.",
     )
     cpu_cache_gib: Count = setting(
         1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_IS_VLLM, _HAS_NO_GPU)

@@ -57,6 +57,7 @@ class VllmSettings:
     adapter: AdapterSettings | None = None  # it loads the model itself, and receives adapters instead of weights
     routed_experts: bool = False  # return the experts of every token
     fp32_lm_head: bool = False  # compute logits in float32
+    sleeps: bool = False  # the device is shared with a trainer: see `sleep`
     seed: int = 0
     device: str = "cpu"
     cpu_cache_gib: int = 1
@@ -78,9 +79,10 @@ class VllmEngine:
         self._requests = itertools.count()
         self._batch_lock = asyncio.Lock()
         self._adapter: LoRARequest | None = None
+        self._is_asleep = False
 
     async def start(self) -> None:
-        self._llm = start_vllm(self.settings, _engine_arguments(self.settings))
+        self._llm = await start_vllm(self.settings, _engine_arguments(self.settings))
         if self.settings.routed_experts and self.settings.device == "cpu":
             await self._call(self._llm.collective_rpc("return_routed_experts"))
 
@@ -121,7 +123,7 @@ class VllmEngine:
     async def _load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._begin_loading()
         await self._llm.start_weight_update()
         for bucket in buckets:
             # vLLM's worker is a child process that cannot see the object store: it gets the path of a file in memory,
@@ -133,7 +135,7 @@ class VllmEngine:
                 info = {"path": path, "size": bucket.data.nbytes, "slots": slots}
                 await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
         await self._llm.finish_weight_update(str(version))
-        await self._llm.resume_generation()
+        await self._end_loading()
 
     async def _load_adapter(self, buckets: Sequence[WeightBucket], version: int) -> None:
         """Replace the adapter, also for running requests."""
@@ -149,7 +151,7 @@ class VllmEngine:
         config = adapter_config(
             base=self.settings.model_path, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets
         )
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        await self._begin_loading()
         with tempfile.TemporaryDirectory(prefix="verl-adapter-") as folder:
             write_adapter(Path(folder), config, tensors)
             try:
@@ -164,6 +166,23 @@ class VllmEngine:
             # vLLM holds this id now, and does not look into the folder again.
             self._adapter = LoRARequest(f"version {version}", ADAPTER_ID, folder)
         await self._llm.update_weight_version(str(version))
+        await self._end_loading()
+
+    async def sleep(self) -> None:
+        """Free the weights and the cache. With an adapter the weights go to host memory: they are not sent again."""
+        await self._call(self._llm.sleep(level=2 if self.settings.adapter is None else 1, mode="keep"))
+        self._is_asleep = True
+
+    async def _begin_loading(self) -> None:
+        """Let no request run, and have memory for the weights; not yet for the cache: the trainer may be sending."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        if self._is_asleep:
+            await self._llm.wake_up(["weights"])
+
+    async def _end_loading(self) -> None:
+        if self._is_asleep:
+            await self._llm.wake_up(["kv_cache"])
+            self._is_asleep = False
         await self._llm.resume_generation()
 
     async def version(self) -> int:
@@ -180,7 +199,7 @@ class VllmEngine:
         await self._call(self._llm.init_weight_transfer_engine(request))
 
     async def start_weight_update(self) -> None:
-        await self._call(self._llm.pause_generation(mode="keep", clear_cache=True))
+        await self._call(self._begin_loading())
         await self._call(self._llm.start_weight_update())
 
     async def update_weights(self, request: Any) -> None:
@@ -188,7 +207,7 @@ class VllmEngine:
 
     async def finish_weight_update(self, weight_version: str | None = None) -> None:
         await self._call(self._llm.finish_weight_update(weight_version))
-        await self._call(self._llm.resume_generation())
+        await self._call(self._end_loading())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; raise if vLLM's process dies meanwhile, for which vLLM would wait forever."""
@@ -269,7 +288,7 @@ def _completion(final: Any) -> Completion:
     return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts)
 
 
-def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
+async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
     """Start vLLM with the engine arguments that rollout engines and reward models share, `arguments` and `kwargs`."""
     os.environ.update(environment(settings))
     from vllm import AsyncEngineArgs
@@ -286,8 +305,13 @@ def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
     }
     if settings.device != "cpu":
         common["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if settings.tensor_parallel_size > 1:
+        common["distributed_executor_backend"] = "mp"  # inside a placement group vLLM would choose Ray
     try:
-        return AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs))
+        if settings.tensor_parallel_size > 1:
+            await llm.collective_rpc("unlink_shared_memory")
+        return llm
     except Exception as error:  # the cause is on stderr, which vLLM's process shares with this one
         raise EngineError(f"vLLM cannot start with {settings.model_path}: {error}\n{stderr_tail()}") from error
 
@@ -302,6 +326,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
     }
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
+    if settings.sleeps and settings.device != "cpu":  # vLLM's CPU worker takes the calls, and frees nothing
+        arguments["enable_sleep_mode"] = True
     if settings.fp32_lm_head:
         arguments["hf_overrides"] = {"head_dtype": "float32"}
     if settings.routed_experts and settings.device == "cpu":

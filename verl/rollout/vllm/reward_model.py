@@ -55,7 +55,7 @@ class VllmRewardModel:
             )
         text = config.get_text_config()
         self._padding, self._vocabulary = text.pad_token_id, text.vocab_size
-        self._llm = start_vllm(settings, {"runner": "pooling"})
+        self._llm = await start_vllm(settings, {"runner": "pooling"})
         self._limit = self._llm.model_config.max_model_len
 
     def check_input(self, token_ids: Sequence[int]) -> str | None:

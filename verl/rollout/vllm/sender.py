@@ -44,13 +44,14 @@ EngineClient = Callable[[str, Callable[[int], tuple[Any, ...]]], None]
 class _Control:
     """vLLM's control-plane protocol on an `EngineClient`; sets the version when an update ends."""
 
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
+    def __init__(self, client: EngineClient, width: int) -> None:
+        self._client, self._width = client, width
         self.version = -1
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         def arguments(engine: int) -> tuple[Any, ...]:
-            shifted = {"rank_offset": init_info["rank_offset"] + engine} if "rank_offset" in init_info else {}
+            offset = engine * self._width
+            shifted = {"rank_offset": init_info["rank_offset"] + offset} if "rank_offset" in init_info else {}
             return (WeightTransferInitRequest(init_info=init_info | shifted),)
 
         self._client("init_weight_transfer_engine", arguments)
@@ -77,15 +78,16 @@ class VllmSender:
         *,
         dtype: torch.dtype,
         engines: int,
+        width: int,  # devices of an engine
         address: tuple[str, int],
     ) -> None:
         host, port = address
         info = (
-            NCCLTrainerInitInfo(host, port, engines + 1, rank=rank)
+            NCCLTrainerInitInfo(host, port, engines * width + 1, rank=rank)
             if backend == "nccl"
             else IPCTrainerInitInfo(rank=rank, packed=True)
         )
-        self._control = _Control(client)
+        self._control = _Control(client, width)
         self._sender = WeightTransferTrainerFactory.trainer_init(
             info, client=self._control, source=_Source(engine, dtype)
         )

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +34,17 @@ class WorkerExtension:
     """Mixed into vLLM's worker: what the rollout actor calls there. Importing this module also matters."""
 
     model_runner: Any
+
+    def unlink_shared_memory(self) -> None:
+        """Remove the names of the memory that tensor-parallel workers share, so that it is freed however they end.
+
+        Killed processes would leave it behind. It stays mapped, and no process has to open it again.
+        """
+        with open("/proc/self/maps") as file:
+            mapped = {fields[5] for line in file if len(fields := line.split(maxsplit=5)) == 6}
+        for path in mapped:
+            if path.startswith(("/dev/shm/vllm_dist", "/dev/shm/psm_")):
+                Path(path.strip()).unlink(missing_ok=True)
 
     def return_routed_experts(self) -> None:
         """Return the experts of every token with a response, on the CPU."""

@@ -1,0 +1,141 @@
+"""Where the processes of a run are placed: Ray with nodes of 8 GPUs that do not exist, real actors, no model.
+
+For engines of 1, 2, 4 and 8 devices on 4 nodes, with and without a reward model next to them: every train worker has a
+device of its own; the devices of an engine are on one node, and are those of train workers; no device is in more
+engines than it has shares for. What cannot be placed is refused in the settings, before anything starts, with a reason.
+`--short` (CI): 2 nodes of 2, engines of 1 and 2 devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections import Counter
+from typing import Any
+
+from _common import finish  # isort: skip - puts tests/ on the path
+
+import ray
+from ray.cluster_utils import Cluster
+
+from verl.cluster.device_pool import DevicePool
+from verl.config.batch_sizes import count_group_devices, count_train_ranks
+from verl.config.load import load_dict
+from verl.config.schema.root import Config
+from verl.errors import ConfigError
+from verl.trainer.placement import place_engines, place_reward_models
+from verl.workers.train import PolicyGroup
+
+IMPOSSIBLE = {
+    "rollout.tensor_model_parallel_size=3": "is not a multiple of it",
+    "rollout.tensor_model_parallel_size=16": "is not a multiple of it",
+    "rollout.num_engines=64": "must not exceed",
+}
+Device = tuple[str, str]  # node, accelerator
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--short", action="store_true")
+    options = parser.parse_args()
+    nodes, gpus = (2, 2) if options.short else (4, 8)
+    problems, placed = check_refusals(nodes, gpus), 0
+    cluster = Cluster()
+    for _ in range(nodes):
+        cluster.add_node(num_cpus=gpus, num_gpus=gpus, object_store_memory=80 * 2**20)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level="ERROR")
+    try:
+        for width in [width for width in (1, 2, 4, 8) if width <= gpus]:
+            for reward_width in (0, 1, width) if width > 1 else (0, 1):
+                config = configure(nodes, gpus, width, reward_width)
+                table = asyncio.run(place(config))
+                placed += len(table)
+                problems += check(table, config, f"width {width}, reward model {reward_width}")
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    for problem in problems:
+        print(problem)
+    finish("placement", not problems, devices=nodes * gpus, actors=placed, problems=len(problems))
+
+
+def configure(nodes: int, gpus: int, width: int, reward_width: int, *more: str) -> Config:
+    settings = [
+        "actor_rollout_ref.model.path=model",
+        "data.train_files=train.parquet",
+        "trainer.device=cuda",
+        f"trainer.nnodes={nodes}",
+        f"trainer.n_gpus_per_node={gpus}",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={width}",
+        *more,
+    ]
+    if reward_width:
+        model = "reward.reward_model"
+        settings += [f"{model}.enable=True", f"{model}.model_path=reward", f"{model}.rollout.name=vllm"]
+        settings += [f"{model}.rollout.tensor_model_parallel_size={reward_width}", f"{model}.replicas=2"]
+    return load_dict({}, settings).config
+
+
+async def place(config: Config) -> list[tuple[str, list[Device]]]:
+    """Return the devices of every actor."""
+    ranks, width = count_train_ranks(config), count_group_devices(config)
+    pool = DevicePool(ranks, "cuda", width=width, fix="add nodes")
+    policy = PolicyGroup.spawn(pool, ranks)
+    accelerators = await policy.visible_devices()
+    engines = place_engines(config, pool, "cuda", accelerators)
+    models = place_reward_models(config, pool, "cuda", accelerators)
+    try:
+        table = [
+            (f"train worker {rank}", await find_devices(actor, accelerators[rank]))
+            for rank, actor in enumerate(policy.actors)
+        ]
+        for remote in (*engines, *models):
+            table.append((str(remote.target), await find_devices(remote.actor)))
+        for name, devices in table:
+            print(f"{name:<18} {' '.join(f'{node}:{gpu}' for node, gpu in devices)}")
+        return table
+    finally:
+        for actor in (*policy.actors, *(remote.actor for remote in (*engines, *models))):
+            ray.kill(actor)
+        pool.close()
+
+
+async def find_devices(actor: Any, accelerators: str | None = None) -> list[Device]:
+    def look(instance: Any) -> tuple[str, str]:
+        return ray.get_runtime_context().get_node_id()[:6], getattr(instance, "_accelerators", "")
+
+    node, own = await actor.__ray_call__.remote(look)
+    return [(node, gpu) for gpu in (own if accelerators is None else accelerators).split(",")]
+
+
+def check(table: list[tuple[str, list[Device]]], config: Config, case: str) -> list[str]:
+    owned = Counter(device for name, devices in table if name.startswith("train") for device in devices)
+    used = Counter(device for name, devices in table if name.startswith("rollout") for device in devices)
+    problems = [f"{device} belongs to {count} train workers" for device, count in owned.items() if count > 1]
+    problems += [f"{device} is in {count} engines" for device, count in used.items() if count > 1]
+    if len(owned) != count_train_ranks(config) or set(used) != set(owned):
+        problems.append(f"{len(owned)} devices are trained on, engines use {len(used)}")
+    for name, devices in table:
+        width = 1 if name.startswith("train") else config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        if name.startswith("reward"):
+            width = config.reward.reward_model.rollout.tensor_model_parallel_size
+        if len(set(devices)) != width or not set(devices) <= set(owned):
+            problems.append(f"{name} has {devices} instead of {width} devices of one node")
+    return [f"{case}: {problem}" for problem in problems]
+
+
+def check_refusals(nodes: int, gpus: int) -> list[str]:
+    problems = []
+    for setting, reason in IMPOSSIBLE.items():
+        try:
+            configure(nodes, gpus, 1, 0, f"actor_rollout_ref.{setting}")
+            problems.append(f"{setting} was not refused")
+        except ConfigError as error:
+            print(error)
+            if reason not in str(error):
+                problems.append(f"{setting} was refused for another reason: {error}")
+    return problems
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""Engines of several devices are refused where they do not fit, before anything starts."""
+
+import pytest
+
+from verl.config.load import load_dict
+from verl.errors import ConfigError
+
+pytestmark = pytest.mark.unit
+
+R = "actor_rollout_ref.rollout"
+M = "reward.reward_model"
+
+
+def find_problems(*settings: str) -> list[str]:
+    required = ("actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8")
+    try:
+        load_dict({}, [*required, *settings])
+    except ConfigError as error:
+        return error.problems
+    return []
+
+
+@pytest.mark.parametrize("width", [1, 2, 4, 8])
+def test_widths_that_divide_a_node_are_accepted(width: int) -> None:
+    assert find_problems(f"{R}.tensor_model_parallel_size={width}", "trainer.nnodes=4") == []
+
+
+@pytest.mark.parametrize(("width", "fix"), [(3, 2), (6, 4), (16, 8)])
+def test_an_engine_must_not_span_nodes(width: int, fix: int) -> None:
+    [problem] = find_problems(f"{R}.tensor_model_parallel_size={width}", "trainer.nnodes=4")
+    assert "trainer.n_gpus_per_node=8 is not a multiple of it" in problem
+    assert problem.endswith(f"set {R}.tensor_model_parallel_size={fix}")
+
+
+def test_one_process_has_no_room_for_a_wide_engine() -> None:
+    [problem] = find_problems(f"{R}.tensor_model_parallel_size=2", "trainer.local=True")
+    assert "trainer.local=true runs all in one" in problem
+
+
+def test_a_reward_model_must_fit_too() -> None:
+    model = (f"{M}.enable=True", f"{M}.model_path=reward", f"{M}.rollout.name=vllm")
+    assert find_problems(*model, f"{M}.rollout.tensor_model_parallel_size=4") == []
+    [problem] = find_problems(*model, f"{M}.rollout.tensor_model_parallel_size=3")
+    assert problem.startswith(f"{M}.rollout.tensor_model_parallel_size: 3 is not possible")
+
+
+def test_engines_that_share_a_device_share_its_memory() -> None:
+    model = (f"{M}.enable=True", f"{M}.model_path=reward", f"{M}.rollout.name=vllm", "trainer.device=cuda")
+    [problem] = find_problems(*model, f"{R}.gpu_memory_utilization=0.6", f"{M}.rollout.gpu_memory_utilization=0.5")
+    assert "0.6 + 0.5 of the reward model on the same device" in problem
+    assert problem.endswith(f"set {R}.gpu_memory_utilization=0.4")
+
+
+def test_there_are_no_more_engines_than_devices_for_them() -> None:
+    wide = ("trainer.device=cuda", f"{R}.tensor_model_parallel_size=4")
+    assert find_problems(*wide, f"{R}.num_engines=2") == []
+    [problem] = find_problems(*wide, f"{R}.num_engines=3")
+    assert problem.endswith(f"4 for each; set {R}.num_engines=2")

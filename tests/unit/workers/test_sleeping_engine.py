@@ -1,0 +1,72 @@
+"""A rollout actor whose engine sleeps: requests wait, weights wake it. And the order of the calls to vLLM."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.fake_rollout_engine import FakeRolloutEngine
+from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
+from verl.types import SamplingParams
+from verl.workers import rollout
+from verl.workers.rollout import RolloutActor
+
+pytestmark = [pytest.mark.unit, pytest.mark.asyncio]
+
+
+class RecordingLlm:
+    """vLLM's client, which only writes down what it is asked for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        async def call(*args: Any, **kwargs: Any) -> None:
+            if name != "check_health":
+                self.calls.append(" ".join(map(str, (name, *args, *kwargs.values()))))
+
+        return call
+
+
+async def record(settings: VllmSettings) -> list[str]:
+    engine = VllmEngine(settings)
+    engine._llm = llm = RecordingLlm()  # type: ignore[assignment]
+    await engine.sleep()
+    await engine.start_weight_update()
+    await engine.finish_weight_update("1")
+    await engine.start_weight_update()
+    return llm.calls
+
+
+async def test_the_weights_have_their_memory_before_they_come_and_the_cache_after() -> None:
+    assert await record(VllmSettings("model", sleeps=True)) == [
+        "sleep 2 keep",
+        "pause_generation keep True",
+        "wake_up ['weights']",
+        "start_weight_update",
+        "finish_weight_update 1",
+        "wake_up ['kv_cache']",
+        "resume_generation",
+        "pause_generation keep True",  # awake
+        "start_weight_update",
+    ]
+
+
+async def test_weights_that_are_not_sent_again_stay_in_host_memory() -> None:
+    adapter = AdapterSettings(rank=8, alpha=16, targets="all-linear", max_rank=8)
+    assert (await record(VllmSettings("model", adapter=adapter, sleeps=True)))[0] == "sleep 1 keep"
+
+
+async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "make_engine", lambda *_: FakeRolloutEngine())
+    actor = RolloutActor("fake", {})
+    await actor.start()
+    await actor.load_weights([], 0)
+    await actor.enable(0)
+    await actor.sleep()
+    assert await actor.is_ready()
+    request = asyncio.create_task(actor.generate([1, 2], SamplingParams(max_tokens=2)))
+    await asyncio.sleep(0)
+    assert not request.done()
+    await actor.load_weights([], 1)
+    assert (await request).versions == [1, 1]

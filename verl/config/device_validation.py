@@ -1,0 +1,68 @@
+"""Checks that engines fit onto the devices, and that weights can reach them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl.config.batch_sizes import count_group_devices
+from verl.config.features import VLLM_LORA_RANKS
+from verl.config.schema import Config
+from verl.config.schema.reward import RewardRolloutConfig
+from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.rules import ROLLOUT
+
+
+def find_conflicts(config: Config) -> Iterator[str]:
+    """Yield settings of devices that cannot work together."""
+    yield from _check_transports(config)
+    yield from _check_widths(config)
+
+
+def _check_transports(config: Config) -> Iterator[str]:
+    """Check that weights and adapters can reach the engines."""
+    rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
+    transport, max_rank = rollout.weight_transport, VLLM_LORA_RANKS[-1]
+    is_direct = transport in ("nccl", "ipc")
+    if is_direct and (config.trainer.device == "cpu" or rollout.name == "hf"):
+        reason = f"rollout.name=vllm, but rollout.name={rollout.name}"
+        if config.trainer.device == "cpu":
+            reason = "accelerators, but trainer.device=cpu"
+        yield f"{ROLLOUT}.weight_transport: {transport} requires {reason}; set {ROLLOUT}.weight_transport=host"
+    if rank == 0 or rollout.lora_transport != "adapter":
+        return
+    for is_unfit, reason in (
+        (rollout.name == "hf", "rollout.name=hf loads full models"),
+        (is_direct, f"weight_transport={transport} sends full models"),
+        (rank > max_rank, f"vLLM supports ranks up to {max_rank}"),
+    ):
+        if is_unfit:
+            yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
+
+
+def _check_widths(config: Config) -> Iterator[str]:
+    """Check that engines of several devices fit onto the nodes, and onto the memory of the devices."""
+    rollout, model = config.actor_rollout_ref.rollout, config.reward.reward_model
+    engines: list[tuple[str, RolloutConfig | RewardRolloutConfig]] = [(ROLLOUT, rollout)]
+    if model.enable:
+        engines.append(("reward.reward_model.rollout", model.rollout))
+    per_node, widest = config.trainer.n_gpus_per_node, count_group_devices(config)
+    for section, engine in engines:
+        key, width = f"{section}.tensor_model_parallel_size", engine.tensor_model_parallel_size
+        if width > 1 and config.trainer.local:
+            yield f"{key}: {width} needs several processes, but trainer.local=true runs all in one; set {key}=1"
+        elif per_node % width or widest % width:
+            whole = per_node if per_node % width else widest
+            fitting = [size for size in range(1, width) if whole % size == 0]
+            reason = (
+                f"trainer.n_gpus_per_node={per_node} is not a multiple of it, and the devices of an engine have to be "
+                "on one node"
+                if per_node % width
+                else f"the devices of the widest engine, {widest}, are not a multiple of it"
+            )
+            yield f"{key}: {width} is not possible: {reason}; set {key}={fitting[-1]}"
+    used = [engine.gpu_memory_utilization for _, engine in engines if engine.name != "hf"]
+    if config.trainer.device == "cuda" and sum(used) > 1:
+        yield (
+            f"{ROLLOUT}.gpu_memory_utilization: {' + '.join(f'{share:g}' for share in used)} of the reward model on "
+            f"the same device is more than its memory; set {ROLLOUT}.gpu_memory_utilization={0.9 - used[-1]:.2g}"
+        )

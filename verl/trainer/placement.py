@@ -1,0 +1,68 @@
+"""Which devices the rollout engines and reward models of a run use.
+
+Ray assigns every device to one train worker. Engines and reward models on the same devices own none of them: they run
+on the node of these train workers and are told their accelerators. An engine of several devices uses adjacent ones of
+one node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl.cluster.device_pool import PlacementPool
+from verl.config.batch_sizes import count_engines
+from verl.config.features import scores_responses
+from verl.config.schema.root import Config
+from verl.trainer.worker_settings import deadlines, engine_settings, reward_model_settings
+from verl.workers.rewards import RemoteRewardModel
+from verl.workers.rollout import RemoteEngine
+
+
+def place_engines(
+    config: Config, pool: PlacementPool, device: str, accelerators: Sequence[str] | None = None, **changes: Any
+) -> list[RemoteEngine]:
+    """Spawn the rollout engines, spread over the devices; `changes` replace engine settings.
+
+    `accelerators` are those of the train workers, by rank; None: there are none, and engines own their devices.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    engines = []
+    for index in range(count_engines(config)):
+        width = rollout.tensor_model_parallel_size
+        first = index * width % pool.count
+        engine = RemoteEngine.spawn(
+            pool,
+            index,
+            rollout.name,
+            engine_settings(config, device, index) | changes,
+            ",".join((accelerators or ())[first : first + width]),
+            device=first,
+            share=width if accelerators is None else 0,
+            deadlines=deadlines(config),
+        )
+        engines.append(engine)
+    return engines
+
+
+def place_reward_models(
+    config: Config, pool: PlacementPool, device: str, accelerators: Sequence[str]
+) -> list[RemoteRewardModel]:
+    """Spawn the replicas of the reward model, from the last device down."""
+    model = config.reward.reward_model
+    if not model.enable or not scores_responses(config):
+        return []
+    width = model.rollout.tensor_model_parallel_size
+    models = []
+    for index in range(model.replicas):
+        first = pool.count - width - index * width % pool.count
+        replica = RemoteRewardModel.spawn(
+            pool,
+            index,
+            reward_model_settings(config, device, index),
+            ",".join(accelerators[first : first + width]),
+            device=first,
+            deadlines=deadlines(config),
+        )
+        models.append(replica)
+    return models
