@@ -57,7 +57,7 @@ def save(
 
     def write() -> dict[str, FileChecksum]:
         owned = (name for name, entry in index.tensors.items() for part in entry.parts if part.file == file)
-        return {file: write_shard(folder / file, {name: _local(leaves[name])[0] for name in owned})}
+        return {file: write_shard(folder / file, {name: get_local_part(leaves[name])[0] for name in owned})}
 
     def finish() -> dict[str, FileChecksum]:
         return {METADATA: write_index(folder, index)} if rank == 0 else {}
@@ -97,7 +97,7 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     with ShardFiles(directory) as files:
         for name, leaf in _flatten(wanted):
             if isinstance(leaf, Tensor):
-                files.fill(*_local(leaf), name, index.tensors[name])
+                files.fill(*get_local_part(leaf), name, index.tensors[name])
     _set_values(wanted, index.values)
     return wanted
 
@@ -108,7 +108,7 @@ def _describe(leaves: Mapping[str, Any], file: str) -> ShardIndex:
     values: dict[str, Any] = {}
     for name, leaf in leaves.items():
         if isinstance(leaf, Tensor):
-            local, offsets = _local(leaf)
+            local, offsets = get_local_part(leaf)
             tensors[name] = TensorEntry(leaf.dtype, tuple(leaf.shape), (Part(offsets, tuple(local.shape), file),))
             continue
         try:
@@ -193,7 +193,7 @@ def _check_fit(state: Mapping[str, Any], index: ShardIndex, directory: Path) -> 
         raise CheckpointError(f"checkpoint {directory} does not fit: {'; '.join(problems[:3])}{more}. {fix}")
 
 
-def _local(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+def get_local_part(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Return this rank's part of a tensor, and where it begins in the whole."""
     if isinstance(tensor, DTensor):
         _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -29,7 +29,7 @@ from verl.training.divergence import compute_norm, describe_nonfinite, make_prob
 from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
-from verl.training.model import PackedCausalLM
+from verl.training.model import PackedCausalLM, PackedModel
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
@@ -62,12 +62,11 @@ class FsdpEngine:
             gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
             trust_remote_code=settings.trust_remote_code,
             lora=settings.lora,
+            shard=self._shard,
+            compute_dtype=_dtype(settings.compute_dtype),
         )
-        if settings.lora is None or not settings.trainable:
-            self.model.requires_grad_(settings.trainable)
         self._routing = control_routing(self.model.layers(), settings)
         self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
-        self._shard()
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
             self.optimizer = build_optimizer(self.model, settings)
@@ -80,7 +79,10 @@ class FsdpEngine:
         self._moments = Offloader(lambda: iter_moments(self.optimizer), active=settings.optimizer_offload)
         self._weights.offload()
 
-    def _shard(self) -> None:
+    def _shard(self, model: PackedModel) -> torch.device:
+        """Shard a model, which may still be on the meta device; return the device of its shards."""
+        if self.settings.lora is None or not self.settings.trainable:
+            model.requires_grad_(self.settings.trainable)
         mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
         precision, on_device = _precision(self.settings), self.device.type != "cpu"
         options: dict[str, Any] = {
@@ -90,12 +92,13 @@ class FsdpEngine:
             if self.settings.offload_policy
             else OffloadPolicy(),
         }
-        for layer in self.model.layers():
+        for layer in model.layers():
             fully_shard(layer, mp_policy=precision, **options)
-        for module in self.model.fp32_modules():
+        for module in model.fp32_modules():
             fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
         options["reshard_after_forward"] = None  # torch has a default for the root
-        fully_shard(self.model, mp_policy=precision, **options)
+        fully_shard(model, mp_policy=precision, **options)
+        return torch.device("cpu") if self.settings.offload_policy else self.device
 
     def _compile(self, model: PackedCausalLM) -> None:
         model.kernels, error = compiled_kernels(self.device, _dtype(self.settings.compute_dtype))

@@ -44,13 +44,33 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
         lora_dropout=0.0,
         bias="none",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _without_meta(model):
         torch.manual_seed(settings.seed)
         inject_adapter_in_model(config, model.backbone, NAME)
     for name, parameter in model.hf.named_parameters():
         parameter.requires_grad_(is_trainable(name))
         if is_adapter(name):  # its updates are too small for less than float32
             parameter.data = parameter.data.float()
+
+
+@contextmanager
+def _without_meta(model: nn.Module) -> Iterator[None]:
+    """Replace parameters on the meta device by ones that repeat a single number in host memory.
+
+    PEFT moves an adapter to the device of the weight below it, where its initial values would be lost.
+    """
+    replaced: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                replaced.append((module, name, parameter))
+                repeated = torch.zeros((), dtype=parameter.dtype).expand(parameter.shape)
+                module._parameters[name] = nn.Parameter(repeated, requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, parameter in replaced:
+            module._parameters[name] = parameter
 
 
 def is_trainable(name: str) -> bool:

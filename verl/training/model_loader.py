@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -17,6 +21,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import EngineError
@@ -27,11 +33,26 @@ from verl.training.model import (
     PACKED_ATTENTION,
     PackedCausalLM,
     PackedValueModel,
+    PackedModel,
     ScoredBackbone,
     register_attention,
 )
 from verl.training.settings import Head, LoraSettings
+from verl.training.sharded_loading import (
+    SlicingError,
+    Sources,
+    compute_buffers,
+    fill,
+    find_files,
+    find_sources,
+    find_unused,
+    materialize,
+)
 from verl.weights.bucket import check_names
+
+
+logger = logging.getLogger(__name__)
+HOST = torch.device("cpu")
 
 
 def load_model(
@@ -44,8 +65,13 @@ def load_model(
     gradient_checkpointing: bool = False,
     trust_remote_code: bool = False,
     lora: LoraSettings | None = None,
+    shard: Callable[[PackedModel], torch.device] = lambda model: HOST,
+    compute_dtype: torch.dtype | None = None,
 ) -> PackedCausalLM | PackedValueModel:
-    """Load a model into host memory and verify that packing does not change its results.
+    """Load a model and verify that packing does not change its results, both on all ranks together.
+
+    `shard` is called with a model whose parameters are on the meta device; it returns the device for its shards. Each
+    rank then reads its own rows. Without `shard` the model stays whole, in host memory.
 
     Dropout is disabled, whatever the model's configuration says: an update must see the log-probs computed before it.
     """
@@ -53,28 +79,69 @@ def load_model(
         raise EngineError(problem)
     register_attention()
     disable_progress_bar()
-    try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        _zero_dropout_rates(config)
-        hf = select_model_class(config, head).from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation=MODEL_ATTENTION, trust_remote_code=trust_remote_code
-        )
-    except pickle.UnpicklingError as error:
-        raise EngineError(f"model {path}: {PICKLED}") from error
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise EngineError(f"model {path}: cannot be loaded: {error}") from error
+    hf, sources = _open(path, head, dtype=dtype, trust_remote_code=trust_remote_code)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     _check_layers(hf, path)
     check_names(hf, path)
+    names = {id(tensor): name for name, tensor in hf.state_dict(keep_vars=True).items()}
     model = PackedCausalLM(hf, chunk, fp32_head=fp32_head) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
-    _enable_packing(model.eval(), path)
+    model.eval()
     if lora is not None:
         add_adapter(model, lora, path)
     if gradient_checkpointing:
         model.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    pending = {name: names[id(parameter)] for name, parameter in model.named_parameters() if parameter.is_meta}
+    device = shard(model)
+    materialize(model, device)
+    for name, parameter in model.named_parameters():
+        if name in pending:
+            fill(parameter, sources[pending[name]])
+    _enable_packing(model, path, device, compute_dtype or dtype)
     return model
+
+
+def _open(path: str, head: Head, *, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Sources]:
+    """Return a model with its parameters on the meta device and where they are stored, or a whole model without."""
+    options: dict[str, Any] = {"attn_implementation": MODEL_ATTENTION, "trust_remote_code": trust_remote_code}
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        _zero_dropout_rates(config)
+        model_class = select_model_class(config, head)
+        try:
+            return _open_in_slices(path, config, model_class, dtype=dtype, **options)
+        except SlicingError as reason:
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                logger.warning("model %s: every rank loads it whole, because %s", path, reason)
+            return model_class.from_pretrained(path, config=config, dtype=dtype, **options), {}
+    except pickle.UnpicklingError as error:
+        raise EngineError(f"model {path}: {PICKLED}") from error
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise EngineError(f"model {path}: cannot be loaded: {error}") from error
+
+
+def _open_in_slices(
+    path: str, config: PreTrainedConfig, model_class: Any, *, dtype: torch.dtype, **options: Any
+) -> tuple[PreTrainedModel, Sources]:
+    if options["trust_remote_code"] and getattr(config, "auto_map", None):
+        raise SlicingError("its code is not part of transformers")
+    files = find_files(path)
+    with torch.device("meta"):
+        hf = model_class.from_config(config, dtype=dtype, **options)
+    if dtype != torch.float32 and (hf._keep_in_fp32_modules or hf._keep_in_fp32_modules_strict):
+        raise SlicingError(f"some of its modules stay in float32 in a model of {dtype}")
+    # What `from_pretrained` sets, for `to_hf`; without it, every call would search the model for conversions.
+    conversions = get_model_conversion_mapping(hf, add_legacy=False)
+    hf._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
+    sources = find_sources(hf, files)
+    if unused := find_unused(hf, files, sources):
+        logger.warning("model %s: %d tensors in its files are not used: %s", path, len(unused), ", ".join(unused[:3]))
+    compute_buffers(hf)
+    for name, buffer in hf.named_buffers():
+        if name in sources:
+            fill(buffer, sources[name])
+    return hf, sources
 
 
 _CLASSIFIERS = {
@@ -114,20 +181,28 @@ _SAMPLE_LENGTHS = (7, 4, 4)
 
 
 @torch.no_grad()
-def _enable_packing(model: PackedCausalLM | PackedValueModel, path: str) -> None:
+def _enable_packing(
+    model: PackedCausalLM | PackedValueModel, path: str, device: torch.device, dtype: torch.dtype
+) -> None:
     """Replace the model's attention, and verify on a sample that packed sequences give the same results as single ones.
 
-    Half of the digits of the weights' dtype must agree; the rest is left to rounding.
+    Half of the digits of `dtype`, in which the model computes, must agree; the rest is left to rounding. All ranks
+    compute the same sample, on shards if the model is sharded.
     """
+    for method in ("forward_unpacked", "forward_packed"):
+        register_fsdp_forward_method(model, method)
     lengths, config = _SAMPLE_LENGTHS, model.backbone.config
     # Token ids spread over the vocabulary, the same on every rank.
-    tokens = torch.arange(sum(lengths)) * 7919 % config.get_text_config().vocab_size
-    positions = torch.cat([torch.arange(length) for length in lengths])
+    tokens = torch.arange(sum(lengths), device=device) * 7919 % config.get_text_config().vocab_size
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])
     unpacked = [model.forward_unpacked(sequence) for sequence in tokens.split(list(lengths))]
     model.backbone.set_attn_implementation(PACKED_ATTENTION)
     expected, largest = torch.cat([values for values, _ in unpacked]), max(size for _, size in unpacked)
     gap = float((model.forward_packed(tokens, positions, lengths) - expected).abs().max())
-    limit = math.sqrt(torch.finfo(model.backbone.dtype).eps) * largest + 1e-5  # log-probs are float32
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    limit = math.sqrt(torch.finfo(dtype).eps) * largest + 1e-5  # log-probs are float32
     if not gap <= limit:
         raise EngineError(
             f"model {path} ({config.model_type}): {model.verified} of packed sequences differ from those of single "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
@@ -139,9 +140,13 @@ def _weigh(router: Any, logits: Tensor, chosen: Tensor) -> Tensor:
 @torch.no_grad()
 def _check_router(router: Any, path: str) -> None:
     """Raise unless the weights of a router's own choice are those of `_weigh`."""
-    weight = router.weight
-    states = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight.dtype)
-    output = router(states)
+    tensors = {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in (*router.named_parameters(), *router.named_buffers())
+    }
+    weight = tensors["weight"]
+    states = torch.randn(8, weight.shape[-1], generator=torch.Generator().manual_seed(0)).to(weight)
+    output = torch.func.functional_call(router, tensors, (states,))
     if len(output) != 3 or not torch.allclose(_weigh(router, output[0], output[2]), output[1], atol=1e-3):
         raise EngineError(
             f"model {path}: its router ({type(router).__name__}) does not weigh experts by a softmax over all of them; "
