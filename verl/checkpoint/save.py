@@ -22,11 +22,11 @@ from verl.checkpoint.shards import (
     ShardFiles,
     ShardIndex,
     TensorEntry,
-    read_index,
     shard_name,
     write_index,
     write_shard,
 )
+from verl.checkpoint.shared_index import SharedIndex, read_index_once
 from verl.errors import CheckpointError, VerlError
 
 T = TypeVar("T")
@@ -67,24 +67,20 @@ def save(
     return {name: checksum for part in written for name, checksum in part.items()}
 
 
-def load(state: dict[str, Any], directory: str | Path) -> dict[str, Any]:
+def load(state: dict[str, Any], directory: str | Path, index: SharedIndex | None = None) -> dict[str, Any]:
     """Fill `state`, which has the shapes that this rank needs, from `directory`; all ranks call it together.
 
-    Tensors are filled in place. Entries under "rng" that the checkpoint lacks are removed from the result: a rank that
-    did not exist when it was written keeps its random state.
+    `index` is that of the directory, if it has been read already. Tensors are filled in place. Entries under "rng" that
+    the checkpoint lacks are removed from the result: a rank that did not exist when it was written keeps its random
+    state.
     """
     loaded: dict[str, Any] = {}
-    _run_on_all_ranks(lambda: loaded.update(_load(state, Path(directory))), directory, "read")
+    contents = index or read_index_once(directory)
+    _run_on_all_ranks(lambda: loaded.update(_load(state, Path(directory), contents)), directory, "read")
     return loaded
 
 
-def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
-    if not directory.is_dir():
-        raise CheckpointError(
-            f"checkpoint {directory}: does not exist; the run that saved had no {directory.name}. Use the same "
-            "algorithm, or start from the beginning with trainer.resume_mode=disable"
-        )
-    index = read_index(directory)
+def _load(state: dict[str, Any], directory: Path, index: SharedIndex) -> dict[str, Any]:
     stored = [*index.tensors, *index.values]
     wanted = dict(state)
     absent = [rank for rank in state.get(PER_RANK, {}) if not any(n.startswith(f"{PER_RANK}.{rank}.") for n in stored)]
@@ -97,7 +93,8 @@ def _load(state: dict[str, Any], directory: Path) -> dict[str, Any]:
     with ShardFiles(directory) as files:
         for name, leaf in _flatten(wanted):
             if isinstance(leaf, Tensor):
-                files.fill(*get_local_part(leaf), name, index.tensors[name])
+                local, offsets = get_local_part(leaf)
+                files.fill(local, offsets, name, index.select(name, offsets, local.shape))
     _set_values(wanted, index.values)
     return wanted
 
@@ -158,7 +155,7 @@ def _run_on_all_ranks(
     return [result for result, _ in outcomes]
 
 
-def _check_fit(state: Mapping[str, Any], index: ShardIndex, directory: Path) -> None:
+def _check_fit(state: Mapping[str, Any], index: SharedIndex, directory: Path) -> None:
     parts = {name.partition(".")[0] for name in (*index.tensors, *index.values)}
     if "model" in state and "model" in parts and (BASE in state) != (BASE in parts):
         content = (

@@ -29,6 +29,7 @@ from verl.training.divergence import compute_norm, describe_nonfinite, make_prob
 from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
+from verl.training.metric_sums import MetricSums
 from verl.training.model import PackedCausalLM, PackedModel
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
@@ -71,6 +72,7 @@ class FsdpEngine:
         if settings.trainable:
             self.optimizer = build_optimizer(self.model, settings)
         self._scaler = LossScaler(settings.compute_dtype)
+        self._metrics = MetricSums()
         self._skipped_steps = 0  # in a row
         self.notes: list[str] = []  # for the user
         if settings.compile and isinstance(self.model, PackedCausalLM):
@@ -159,7 +161,7 @@ class FsdpEngine:
         }
         if self._scaler.is_active:
             metrics[f"{role}/loss_scale"] = self._scaler.scale
-        return self._sum_over_ranks(shares) | metrics
+        return self._metrics.reduce(shares) | metrics
 
     def advance_schedule(self) -> None:
         self.step += 1
@@ -345,13 +347,6 @@ class FsdpEngine:
                 f"{self._skipped_steps} updates in a row. Rerun with a lower learning rate (optim.lr) to resume from "
                 "the last checkpoint, or increase trainer.faults.max_skipped_steps if this is expected."
             )
-
-    def _sum_over_ranks(self, shares: dict[str, Tensor]) -> dict[str, float]:
-        gathered: list[dict[str, float]] = [{} for _ in range(self.world_size)]
-        # Objects, because a rank without samples does not know the names.
-        dist.all_gather_object(gathered, {name: float(value) for name, value in shares.items()})
-        names = dict.fromkeys(name for metrics in gathered for name in metrics)
-        return {name: sum(metrics.get(name, 0.0) for metrics in gathered) for name in names}
 
 
 class BaseModelReference:

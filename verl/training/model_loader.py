@@ -32,8 +32,8 @@ from verl.training.lora import add_adapter
 from verl.training.model import (
     PACKED_ATTENTION,
     PackedCausalLM,
-    PackedValueModel,
     PackedModel,
+    PackedValueModel,
     ScoredBackbone,
     register_attention,
 )
@@ -49,7 +49,6 @@ from verl.training.sharded_loading import (
     materialize,
 )
 from verl.weights.bucket import check_names
-
 
 logger = logging.getLogger(__name__)
 HOST = torch.device("cpu")

@@ -170,14 +170,16 @@ class BaseTrainWorker:
 
     def load(self, directory: str) -> None:
         from verl.checkpoint.save import load
-        from verl.checkpoint.shards import read_values
+        from verl.checkpoint.shared_index import read_index_once
         from verl.training.lora import check_base
 
         states = self._trained.states(self._settings.load_contents)
+        indices = {folder: read_index_once(Path(directory, folder)) for folder in states}
         for folder, state in states.items():
-            if "base" in state and (saved := read_values(Path(directory, folder), "base.")):
+            if "base" in state and (saved := indices[folder].values_below("base.")):
                 check_base(state["base"], saved)
-        self._trained.load_states({folder: load(state, Path(directory, folder)) for folder, state in states.items()})
+        loaded = {folder: load(state, Path(directory, folder), indices[folder]) for folder, state in states.items()}
+        self._trained.load_states(loaded)
 
 
 def explain_out_of_memory(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
