@@ -40,7 +40,7 @@ class MetricSums:
         values = [float(shares[name]) if name in shares else 0.0 for name in self._names]
         row = torch.tensor([has_new, *(name in shares for name in self._names), *values], dtype=torch.float64)
         rows = row.new_empty(dist.get_world_size(), len(row))
-        dist.all_gather_into_tensor(rows, row)
+        dist.all_gather(list(rows), row)
         return rows
 
     def _add_names(self, shares: Mapping[str, Tensor]) -> None:
