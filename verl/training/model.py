@@ -118,7 +118,7 @@ class PackedCausalLM(PackedModel):
 
     def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
         """Return log-probs [T], 0 at the first token of each sequence."""
-        return self.forward(tokens, positions, positions > 0, lengths, 1.0).logprobs
+        return cast(ModelOutput, self.forward(tokens, positions, positions > 0, lengths, 1.0)).logprobs
 
 
 class PackedValueModel(PackedModel):
