@@ -74,7 +74,7 @@ class FsdpEngine:
         self._scaler = LossScaler(settings.compute_dtype)
         self._metrics = MetricSums()
         self._skipped_steps = 0  # in a row
-        self.notes: list[str] = []  # for the user
+        self.notes = [self.model.note] if self.model.note and self.world_size > 1 else []  # for the user
         if settings.compile and isinstance(self.model, PackedCausalLM):
             self._compile(self.model)
         self._weights = Offloader(self.model.parameters, active=settings.param_offload)

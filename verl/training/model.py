@@ -32,6 +32,7 @@ class PackedModel(nn.Module):
     def __init__(self, hf: PreTrainedModel | ScoredBackbone) -> None:
         super().__init__()
         self.hf = hf
+        self.note = ""  # for the user, about how it was loaded
 
     @property
     def backbone(self) -> PreTrainedModel:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
@@ -78,7 +77,7 @@ def load_model(
         raise EngineError(problem)
     register_attention()
     disable_progress_bar()
-    hf, sources = _open(path, head, dtype=dtype, trust_remote_code=trust_remote_code)
+    hf, sources, note = _open(path, head, dtype=dtype, trust_remote_code=trust_remote_code)
     for module in hf.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -87,6 +86,7 @@ def load_model(
     names = {id(tensor): name for name, tensor in hf.state_dict(keep_vars=True).items()}
     model = PackedCausalLM(hf, chunk, fp32_head=fp32_head) if head == "tokens" else PackedValueModel(ScoredBackbone(hf))
     model.eval()
+    model.note = note
     if lora is not None:
         add_adapter(model, lora, path)
     if gradient_checkpointing:
@@ -101,19 +101,20 @@ def load_model(
     return model
 
 
-def _open(path: str, head: Head, *, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, Sources]:
-    """Return a model with its parameters on the meta device and where they are stored, or a whole model without."""
+def _open(
+    path: str, head: Head, *, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, Sources, str]:
+    """Return a model with its parameters on the meta device and where they are stored; or a whole model and why."""
     options: dict[str, Any] = {"attn_implementation": MODEL_ATTENTION, "trust_remote_code": trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
         _zero_dropout_rates(config)
         model_class = select_model_class(config, head)
         try:
-            return _open_in_slices(path, config, model_class, dtype=dtype, **options)
+            return *_open_in_slices(path, config, model_class, dtype=dtype, **options), ""
         except SlicingError as reason:
-            if dist.is_initialized() and dist.get_world_size() > 1:
-                logger.warning("model %s: every rank loads it whole, because %s", path, reason)
-            return model_class.from_pretrained(path, config=config, dtype=dtype, **options), {}
+            note = f"model {path}: every rank loads the whole model into host memory before it is sharded: {reason}"
+            return model_class.from_pretrained(path, config=config, dtype=dtype, **options), {}, note
     except pickle.UnpicklingError as error:
         raise EngineError(f"model {path}: {PICKLED}") from error
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:

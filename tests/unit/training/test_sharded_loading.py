@@ -48,15 +48,12 @@ def load_whole(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -
         return load_model(str(path), **options)
 
 
-def load_in_slices(monkeypatch: pytest.MonkeyPatch, path: Path, **options: object) -> torch.nn.Module:
+def load_in_slices(path: Path, **options: object) -> torch.nn.Module:
     """Load, and fail if the model was loaded whole."""
 
-    class NotSlicedError(Exception):
-        pass
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_loader, "SlicingError", NotSlicedError)
-        return load_model(str(path), **options)
+    model = load_model(str(path), **options)
+    assert not model.note
+    return model
 
 
 def assert_same(model: torch.nn.Module, expected: torch.nn.Module) -> None:
@@ -72,14 +69,14 @@ def assert_same(model: torch.nn.Module, expected: torch.nn.Module) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_read_in_slices_with_the_weights_and_buffers_of_from_pretrained(family, tmp_path, monkeypatch):
     path = Path(save_family(family, tmp_path))
-    sliced = load_in_slices(monkeypatch, path, dtype=torch.float32)
+    sliced = load_in_slices(path, dtype=torch.float32)
     assert_same(sliced, load_whole(monkeypatch, path, dtype=torch.float32))
 
 
 def test_weights_are_rounded_as_from_pretrained_rounds_them(tmp_path, monkeypatch):
     path = save_qwen2(tmp_path)
     options = {"dtype": torch.bfloat16, "lora": LoraSettings(4)}
-    assert_same(load_in_slices(monkeypatch, path, **options), load_whole(monkeypatch, path, **options))
+    assert_same(load_in_slices(path, **options), load_whole(monkeypatch, path, **options))
 
 
 @pytest.mark.parametrize("head", [True, False], ids=["stored head", "new head"])
@@ -88,7 +85,7 @@ def test_a_critic_with_an_adapter_is_the_same(head, tmp_path, monkeypatch):
     kind = Qwen2ForTokenClassification if head else Qwen2ForCausalLM
     kind(tiny_qwen2(num_labels=1, tie_word_embeddings=True)).save_pretrained(tmp_path)
     options = {"dtype": torch.float32, "head": "value", "lora": LoraSettings(2, seed=5)}
-    model = load_in_slices(monkeypatch, tmp_path, **options)
+    model = load_in_slices(tmp_path, **options)
     assert_same(model, load_whole(monkeypatch, tmp_path, **options))
     assert bool(model.hf.score.weight.any()) == head
 
@@ -96,7 +93,7 @@ def test_a_critic_with_an_adapter_is_the_same(head, tmp_path, monkeypatch):
 def test_several_files_and_tied_embeddings(tmp_path, monkeypatch):
     path = save_qwen2(tmp_path, shards="40KB", tie_word_embeddings=True)
     assert len(list(path.glob("*.safetensors"))) > 2
-    model = load_in_slices(monkeypatch, path, dtype=torch.float32)
+    model = load_in_slices(path, dtype=torch.float32)
     assert model.hf.lm_head.weight is model.hf.model.embed_tokens.weight
     assert_same(model, load_whole(monkeypatch, path, dtype=torch.float32))
 
@@ -115,7 +112,7 @@ def test_only_the_head_of_tied_weights_may_be_stored(tmp_path, monkeypatch):
     path = save_qwen2(tmp_path, tie_word_embeddings=True)
     embeddings = load_file(path / "model.safetensors")["model.embed_tokens.weight"]
     edit_weights(path, lm_head__weight=embeddings, model__embed_tokens__weight=None)
-    model = load_in_slices(monkeypatch, path, dtype=torch.float32)
+    model = load_in_slices(path, dtype=torch.float32)
     assert torch.equal(model.hf.model.embed_tokens.weight, embeddings)
 
 
@@ -130,7 +127,9 @@ def test_a_model_without_safetensors_is_loaded_whole(tmp_path):
     torch.save(load_file(path / "model.safetensors"), path / "pytorch_model.bin")
     expected = load_file(path / "model.safetensors")["model.norm.weight"]
     (path / "model.safetensors").unlink()
-    assert torch.equal(load_model(str(path), dtype=torch.float32).hf.model.norm.weight, expected)
+    model = load_model(str(path), dtype=torch.float32)
+    assert torch.equal(model.hf.model.norm.weight, expected)
+    assert "before it is sharded: it has no weights in safetensors format" in model.note
 
 
 def test_weights_that_do_not_fit_the_configuration_are_named(tmp_path):
