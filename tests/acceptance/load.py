@@ -84,7 +84,7 @@ def main() -> None:
         **{f"{name}_mib": max(each[name] for each in ranks) for name in ("reading", "after", "check", "forward")},
         **{f"{name}_mib": min(each[name] for each in ranks) for name in ("bound", "shard", "largest_layer", "whole")},
         tensors_compared=sum(each["tensors"] for each in ranks),
-        models_compared=len(engines),
+        models_compared=1 + len(engines),
         models_different=different,
         large=resolved,
     )
