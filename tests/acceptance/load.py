@@ -58,7 +58,7 @@ FILE_BYTES = 4_000_000_000
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--short", action="store_true", help="3 layers instead of 6, and fewer kinds of models")
+    parser.add_argument("--short", action="store_true", help="3 smaller layers instead of 6, and fewer kinds of models")
     short = parser.parse_args().short
     disable_progress_bar()
     torch.set_num_threads(1)
@@ -93,8 +93,9 @@ def main() -> None:
 def save_models(root: Path, *, short: bool) -> dict[str, tuple[str, dict[str, Any]]]:
     """Save models; return the engines to compare: name -> (folder, settings)."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 8, "num_key_value_heads": 2}
-    large = tiny_qwen2(vocab_size=4099, num_hidden_layers=3 if short else 6, dtype="bfloat16", **sizes)
+    layers, hidden, inner = (3, 768, 2304) if short else (6, 1024, 2816)
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers}
+    large = tiny_qwen2(vocab_size=4099, num_attention_heads=8, num_key_value_heads=2, dtype="bfloat16", **sizes)
     model = AutoModelForCausalLM.from_config(large, dtype=torch.bfloat16)
     model.save_pretrained(root / "large", max_shard_size="40MB")
     Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, vocab_size=67)).save_pretrained(root / "tied")

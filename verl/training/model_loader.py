@@ -20,8 +20,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import PrefixChange
 from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import EngineError
@@ -131,9 +129,6 @@ def _open_in_slices(
         hf = model_class.from_config(config, dtype=dtype, **options)
     if dtype != torch.float32 and (hf._keep_in_fp32_modules or hf._keep_in_fp32_modules_strict):
         raise SlicingError(f"some of its modules stay in float32 in a model of {dtype}")
-    # What `from_pretrained` sets, for `to_hf`; without it, every call would search the model for conversions.
-    conversions = get_model_conversion_mapping(hf, add_legacy=False)
-    hf._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]
     sources = find_sources(hf, files)
     if unused := find_unused(hf, files, sources):
         logger.warning("model %s: %d tensors in its files are not used: %s", path, len(unused), ", ".join(unused[:3]))

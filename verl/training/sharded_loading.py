@@ -21,6 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import PrefixChange
 from transformers.utils import cached_file
 
 from verl.checkpoint.save import get_local_part
@@ -85,6 +87,9 @@ def _find(path: str, name: str) -> str | None:
 
 def find_sources(hf: PreTrainedModel, files: Mapping[str, str]) -> Sources:
     """Return the stored tensors that fill each parameter and persistent buffer of a model on the meta device."""
+    # What `from_pretrained` sets, for `to_hf`; without it, every call would search the model for conversions.
+    conversions = get_model_conversion_mapping(hf, add_legacy=False)
+    hf._weight_conversions = [each for each in conversions if not isinstance(each, PrefixChange)]  # type: ignore[assignment]
     names: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, tensor in hf.state_dict(keep_vars=True).items():
