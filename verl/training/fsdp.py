@@ -37,6 +37,7 @@ from verl.training.optimizers import LossScaler, build_optimizer, optimizer_opti
 from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
 from verl.training.settings import FsdpSettings
+from verl.training.shared_prompts import find_shared_prompts
 from verl.weights.bucket import to_hf
 
 
@@ -65,6 +66,7 @@ class FsdpEngine:
             lora=settings.lora,
             shard=self._shard,
             compute_dtype=_dtype(settings.compute_dtype),
+            share_prompts=settings.share_prompts,
         )
         self._routing = control_routing(self.model.layers(), settings)
         self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
@@ -280,10 +282,11 @@ class FsdpEngine:
         if batch.num_tokens == 0:
             batch = FlatBatch(torch.zeros(1, dtype=torch.int64), torch.tensor([0, 1]), torch.zeros(1, dtype=torch.bool))
         lengths = batch.lengths.tolist()
-        batch = batch.to(self.device)
+        shared = find_shared_prompts(batch) if self.settings.share_prompts else None
+        batch, shared = batch.to(self.device), None if shared is None else shared.to(self.device)
         if self._routing is not None:
-            self._routing.begin(batch.routed_experts, self.world_size * self._scaler.scale)
-        return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, **options)
+            self._routing.begin(batch.routed_experts, self.world_size * self._scaler.scale, shared)
+        return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, shared, **options)
 
     def _backward(
         self, batch: FlatBatch, loss: Loss[Any], totals: Totals, reference: Any, teacher: Any

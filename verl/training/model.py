@@ -14,6 +14,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.errors import EngineError
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
+from verl.training.shared_prompts import SharedPrompts
 
 PACKED_ATTENTION = "verl_packed"
 """The value of `attn_implementation`."""
@@ -39,17 +40,28 @@ class PackedModel(nn.Module):
         """The model without its head."""
         return cast(PreTrainedModel, self.hf.base_model)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Return the last hidden states [T, D] of tokens [T], which form sequences of `lengths`.
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        lengths: Sequence[int],
+        shared: SharedPrompts | None = None,
+        *,
+        at: Tensor | None = None,
+    ) -> Tensor:
+        """Return the last hidden states of tokens [T], which form sequences of `lengths`: [T, D], or only those `at`.
 
-        positions [T] restart at 0 in each sequence.
+        positions [T] restart at 0 in each sequence. With `shared` prompts each of them is computed once.
         """
-        return self.backbone(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            **packing_kwargs(lengths, tokens.device),
+        if shared is None:
+            kwargs = packing_kwargs(lengths, tokens.device)
+        else:
+            tokens, positions, kwargs = tokens[shared.computed], positions[shared.computed], shared.attention_kwargs()
+            at = shared.rows if at is None else shared.rows[at]
+        states = self.backbone(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **kwargs
         ).last_hidden_state[0]
+        return states if at is None else states[at]
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, the units of sharding."""
@@ -85,6 +97,7 @@ class PackedCausalLM(PackedModel):
         mask: Tensor,
         lengths: Sequence[int],
         temperature: float,
+        shared: SharedPrompts | None = None,
         *,
         reference: LastLayer | None = None,
         teacher: LastLayer | None = None,
@@ -95,10 +108,10 @@ class PackedCausalLM(PackedModel):
         With a `reference` or a `teacher`, also return the KL to it. With `return_hidden`, return the last layer
         instead, which can be the `reference` or `teacher` of another model.
         """
-        states = self.hidden_states(tokens, positions, lengths)
         targets = mask.nonzero().squeeze(-1)
+        # A token is predicted from the one before it, in the same sequence.
+        previous = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
         head = self.hf.get_output_embeddings()
-        previous = states[targets - 1]  # a token is predicted from the one before it, in the same sequence
         layer = LastLayer(previous, head.weight, getattr(head, "bias", None), self.scale, self.softcap)
         if self.fp32_head:
             layer = layer.to(torch.float32)
@@ -117,9 +130,11 @@ class PackedCausalLM(PackedModel):
         logprobs = logits.log_softmax(-1).gather(-1, tokens[1:, None]).squeeze(-1)
         return torch.cat([logprobs.new_zeros(1), logprobs]), float(logits.abs().max())
 
-    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward_packed(
+        self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], shared: SharedPrompts | None = None
+    ) -> Tensor:
         """Return log-probs [T], 0 at the first token of each sequence."""
-        return cast(ModelOutput, self.forward(tokens, positions, positions > 0, lengths, 1.0)).logprobs
+        return cast(ModelOutput, self.forward(tokens, positions, positions > 0, lengths, 1.0, shared)).logprobs
 
 
 class PackedValueModel(PackedModel):
@@ -129,12 +144,18 @@ class PackedValueModel(PackedModel):
     hf: ScoredBackbone
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, mask: Tensor, lengths: Sequence[int], temperature: float
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        mask: Tensor,
+        lengths: Sequence[int],
+        temperature: float,
+        shared: SharedPrompts | None = None,
     ) -> ValueOutput:
         """Return the values [T] of the states before tokens [T] where mask [T] is True, 0 elsewhere."""
-        states = self.hidden_states(tokens, positions, lengths)
         targets = mask.nonzero().squeeze(-1)
-        values = self.hf.score(states[targets - 1].float()).squeeze(-1)
+        states = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
+        values = self.hf.score(states.float()).squeeze(-1)
         return ValueOutput(values.new_zeros(len(tokens)).index_copy(0, targets, values))
 
     def fp32_modules(self) -> list[nn.Module]:
@@ -146,9 +167,11 @@ class PackedValueModel(PackedModel):
         states = self.backbone(input_ids=tokens.unsqueeze(0), use_cache=False).last_hidden_state[0].float()
         return states, float(states.abs().max())
 
-    def forward_packed(self, tokens: Tensor, positions: Tensor, lengths: Sequence[int]) -> Tensor:
+    def forward_packed(
+        self, tokens: Tensor, positions: Tensor, lengths: Sequence[int], shared: SharedPrompts | None = None
+    ) -> Tensor:
         """Return hidden states [T, D]."""
-        return self.hidden_states(tokens, positions, lengths).float()
+        return self.hidden_states(tokens, positions, lengths, shared).float()
 
 
 class ScoredBackbone(nn.Module):
@@ -216,7 +239,7 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D].
 
-    `dropout` is ignored.
+    With `prefixes` and `key_rows` of `SharedPrompts`, also to the prompts that sequences share. `dropout` is ignored.
     """
     model = type(module).__name__
     if kwargs.get("runs") is None:
@@ -249,17 +272,22 @@ def _attend_by_runs(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
+    prefixes: Sequence[tuple[int, int] | None] | None = None,
     **_: Any,
 ) -> Tensor:
     """One batched call per run of equal lengths, on views of the flat arrays: [T, heads, D] -> [T, A, D]."""
     sizes = [count * length for count, length in runs]
     parts = []
-    for (count, length), *qkv in zip(runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+    for (count, length), prefix, *qkv in zip(
+        runs, prefixes or [None] * len(runs), query.split(sizes), key.split(sizes), value.split(sizes), strict=True
+    ):
         q, k, v = (states.unflatten(0, (count, length)).transpose(1, 2) for states in qkv)  # [n, heads, L, D]
+        if prefix is not None:
+            k, v = _prepend(key[slice(*prefix)], k), _prepend(value[slice(*prefix)], v)
         if softcap is not None:
             out = _attend_softcapped(q, k, v, scaling, window, softcap)
-        elif window is not None and length > window:
-            mask = _window_mask(length, window, q.device)
+        elif prefix is not None or (window is not None and length > window):
+            mask = _causal_mask(length, k.shape[2], window, q.device)
             out = F.scaled_dot_product_attention(q, k, v, mask, scale=scaling, enable_gqa=True)
         else:
             out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
@@ -267,10 +295,15 @@ def _attend_by_runs(
     return torch.cat(parts)
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the mask [L, L] by which a token attends to the last `window` tokens up to itself."""
-    ones = torch.ones(length, length, dtype=torch.bool, device=device)
-    return ones.tril() if window is None else ones.tril().triu(1 - window)
+def _prepend(prefix: Tensor, states: Tensor) -> Tensor:
+    """Return the states [n, heads, L, D] after those of a shared prefix [P, heads, D]."""
+    return torch.cat([prefix.transpose(0, 1).expand(len(states), -1, -1, -1), states], dim=2)
+
+
+def _causal_mask(length: int, keys: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the mask [L, K] by which the last L of K tokens attend to the last `window` tokens up to themselves."""
+    ones = torch.ones(length, keys, dtype=torch.bool, device=device).tril(keys - length)
+    return ones if window is None else ones.triu(keys - length + 1 - window)
 
 
 def _attend_softcapped(
@@ -281,7 +314,7 @@ def _attend_softcapped(
     k, v = (states.repeat_interleave(groups, dim=1) for states in (k, v))
     logits = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scaling is None else scaling)
     logits = softcap * torch.tanh(logits / softcap)
-    logits = logits.masked_fill(~_window_mask(q.shape[-2], window, q.device), float("-inf"))
+    logits = logits.masked_fill(~_causal_mask(q.shape[-2], k.shape[-2], window, q.device), float("-inf"))
     dtype = torch.promote_types(q.dtype, torch.float32)
     return logits.softmax(-1, dtype=dtype).to(q.dtype) @ v
 
@@ -295,16 +328,24 @@ def _attend_varlen(
     window: int | None,
     softcap: float | None,
     cu_seq_lens_q: Tensor,
+    cu_seq_lens_k: Tensor,
     max_length_q: int,
+    max_length_k: int,
+    key_rows: Tensor | None = None,
     **kwargs: Any,
 ) -> Tensor:
-    """The same in one call of torch's variable-length flash kernel, for GPUs. Untested: it needs one."""
+    """The same in one call of torch's variable-length flash kernel, for GPUs. Untested: it needs one.
+
+    If a sequence has more keys than queries, its queries are the last ones, as in the kernel.
+    """
     is_half = query.dtype in (torch.float16, torch.bfloat16)
     if softcap is not None or not is_half:
         return _attend_by_runs(query, key, value, scaling=scaling, window=window, softcap=softcap, **kwargs)
     from torch.nn.attention.varlen import varlen_attn  # only in builds of torch with flash attention
 
-    lengths = cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q
+    if key_rows is not None:
+        key, value = key[key_rows], value[key_rows]
+    lengths = cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k
     window_size = -1 if window is None else window - 1, 0
     out = varlen_attn(query, key, value, *lengths, scale=scaling, window_size=window_size, enable_gqa=True)
     assert isinstance(out, Tensor)

@@ -45,6 +45,7 @@ from verl.training.sharded_loading import (
     find_unused,
     materialize,
 )
+from verl.training.shared_prompts import check_shared_prompts
 from verl.weights.bucket import check_names
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,7 @@ def load_model(
     lora: LoraSettings | None = None,
     shard: Callable[[PackedModel], torch.device] = lambda model: HOST,
     compute_dtype: torch.dtype | None = None,
+    share_prompts: bool = False,
 ) -> PackedCausalLM | PackedValueModel:
     """Load a model and verify that packing does not change its results, both on all ranks together.
 
@@ -96,6 +98,11 @@ def load_model(
         if name in pending:
             fill(parameter, sources[pending[name]])
     _enable_packing(model, path, device, compute_dtype or dtype)
+    if share_prompts:
+        check_shared_prompts(model, path, device, compute_dtype or dtype)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return model
 
 
@@ -194,9 +201,6 @@ def _enable_packing(
     model.backbone.set_attn_implementation(PACKED_ATTENTION)
     expected, largest = torch.cat([values for values, _ in unpacked]), max(size for _, size in unpacked)
     gap = float((model.forward_packed(tokens, positions, lengths) - expected).abs().max())
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
     limit = math.sqrt(torch.finfo(dtype).eps) * largest + 1e-5  # log-probs are float32
     if not gap <= limit:
         raise EngineError(

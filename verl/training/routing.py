@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.training.settings import FsdpSettings
+from verl.training.shared_prompts import SharedPrompts
 
 
 def control_routing(layers: Sequence[nn.Module], settings: FsdpSettings) -> MixtureRouting | None:
@@ -70,12 +71,16 @@ class MixtureRouting:
         scale = self._experts / (len(self._routers) * float(tokens.clamp(min=1.0)) ** 2)
         self._load = (counts * scale).float().view(self._depth, self._experts)
 
-    def begin(self, experts: Tensor | None, gradient_scale: float = 1.0) -> None:
+    def begin(self, experts: Tensor | None, gradient_scale: float = 1.0, shared: SharedPrompts | None = None) -> None:
         """Prepare a forward pass on a batch with these `experts` [T, L, k]; -1 where the router decides itself.
 
-        `gradient_scale` multiplies the auxiliary loss in the backward pass. An empty batch has no experts.
+        `gradient_scale` multiplies the auxiliary loss in the backward pass. An empty batch has no experts. Tokens of
+        `shared` prompts are routed once, and count in the loss for each of their sequences.
         """
+        self._shared = shared
         self._given = experts if self._replays else None
+        if self._given is not None and shared is not None:
+            self._given = self._given[shared.computed]
         self._adds_loss = experts is not None and self._load is not None and torch.is_grad_enabled()
         self._gradient_scale = gradient_scale * self._coefficient
         self._chosen: dict[int, Tensor] = {}
@@ -84,7 +89,8 @@ class MixtureRouting:
     def recorded(self) -> Tensor:
         """Return the experts [T, L, k] that were used, as int16; 0 in layers without a router."""
         zeros = torch.zeros_like(next(iter(self._chosen.values())))
-        return torch.stack([self._chosen.get(index, zeros) for index in range(self._depth)], dim=1)
+        chosen = torch.stack([self._chosen.get(index, zeros) for index in range(self._depth)], dim=1)
+        return chosen if self._shared is None else chosen[self._shared.rows]
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the micro-batch's share of the auxiliary loss, before its coefficient."""
@@ -102,13 +108,14 @@ class MixtureRouting:
         if self._adds_loss:
             assert self._load is not None
             load, probabilities = self._load[index].to(logits.device), logits.softmax(-1, dtype=torch.float32)
-            self._losses[index] = (probabilities.detach() @ load).sum()
+            load = load.expand(len(logits), -1) if self._shared is None else self._shared.counts[:, None] * load
+            self._losses[index] = (probabilities.detach() * load).sum()
             scores = _AddGradient.apply(scores, probabilities, load * self._gradient_scale)
         return logits, scores, chosen
 
 
 class _AddGradient(torch.autograd.Function):
-    """Return `values` unchanged, and add `gradient` to the gradient of each row of `source`.
+    """Return `values` unchanged, and add `gradient` to the gradient of `source`.
 
     So the auxiliary loss enters the backward pass inside its layer, whose weights FSDP has gathered by then.
     """
@@ -116,13 +123,12 @@ class _AddGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, source: Tensor, gradient: Tensor) -> Tensor:
         ctx.save_for_backward(gradient)
-        ctx.rows = len(source)
         return values.view_as(values)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         (gradient,) = ctx.saved_tensors
-        return grads[0], gradient.expand(ctx.rows, -1), None
+        return grads[0], gradient, None
 
 
 def _find_routers(layer: nn.Module) -> list[Any]:

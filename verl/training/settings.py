@@ -93,6 +93,7 @@ class FsdpSettings:
     compile: bool = False  # compile the kernels of log-probs and entropies
     temperature: float = 1.0  # of the trained distribution
     logprob_chunk: int | None = None  # positions per chunk of logits
+    share_prompts: bool = False  # compute a prompt once for all sequences of a micro-batch that begin with it
     fp32_lm_head: bool = False  # compute logits in float32, whatever the layers compute in
     router_replay: bool = False  # use the experts given with a batch; forward passes return those used
     router_aux_loss_coef: float = 0.0  # of the load-balancing loss, for the experts given with a batch
