@@ -134,7 +134,8 @@ class SampleHandle:
     """What the controller knows about a sample: a reference to it, and what planning needs. No arrays.
 
     `tokens` counts prompt and response, `teacher_tokens` the same in the teacher's own chat template (0 without one),
-    `generated` the generated ones; `version` is the oldest weight version used.
+    `prompt_tokens` those before the first generated one (0 if unknown), `generated` the generated ones; `version` is
+    the oldest weight version used.
     `index` is the position of the response within its group: (group, index) identifies a sample of a run.
     `final_answer` is its vote among the responses to a validation prompt.
     """
@@ -152,4 +153,5 @@ class SampleHandle:
     index: int = 0
     final_answer: str = ""
     teacher_tokens: int = 0
+    prompt_tokens: int = 0
     engines: frozenset[int] = frozenset()

@@ -32,7 +32,7 @@ from ranks import free_port, run_ranks
 from tiny import chat_tokenizer, tiny_qwen2
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.sft.examples import Example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl.data.packing import balance, chunk, pack, pack_into
+from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.types import SampleHandle
 
 Ints = npt.NDArray[np.int32]
@@ -103,53 +103,6 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatchLimit:
-    """The maximum size of a micro-batch, in samples or in tokens."""
-
-    samples: int | None
-    tokens: int | None
-
-    def __post_init__(self) -> None:
-        if (self.samples is None) == (self.tokens is None):
-            raise ValueError(
-                f"micro_batch_samples={self.samples} and micro_batch_tokens={self.tokens}: give exactly one of them"
-            )
-        if (self.samples or self.tokens or 0) < 1:
-            raise ValueError(f"a micro-batch of {self.samples or self.tokens} must be at least 1")
-
-    def balance(self, lengths: Sequence[int], ranks: int) -> list[list[int]]:
-        """Return shares of equal token counts, one per rank.
-
-        With a limit on samples the count of each share is bounded as well, so that no rank needs more micro-batches
-        than equal counts would: otherwise a rank with many short samples keeps the others waiting.
-        """
-        if self.samples is None:
-            return balance(lengths, ranks)
-        micro_batches = -(-len(lengths) // (ranks * self.samples))
-        return balance(lengths, ranks, max_items=self.samples * micro_batches)
-
-    def split(self, lengths: Sequence[Sequence[int]]) -> list[list[list[int]]]:
-        """Return the micro-batches of every rank: the same number on each, heaviest first, so that those that run at
-        the same time have similar sizes."""
-        if self.tokens is not None:
-            count = max(len(pack(of_rank, self.tokens)) for of_rank in lengths)
-            return [pack_into(of_rank, self.tokens, count) if count else [] for of_rank in lengths]
-        assert self.samples is not None
-        chunks = [chunk(of_rank, self.samples) for of_rank in lengths]
-        count = max(map(len, chunks))
-        return [
-            sorted(parts, key=lambda part, of_rank=of_rank: -sum(map(of_rank.__getitem__, part)))  # type: ignore[misc]
-            + [[] for _ in range(count - len(parts))]
-            for of_rank, parts in zip(lengths, chunks, strict=True)
-        ]
-
-    def utilization(self, samples: int, tokens: int, micro_batches: int) -> float:
-        """Return the used share of the capacity of some micro-batches."""
-        used, limit = (samples, self.samples) if self.samples is not None else (tokens, self.tokens)
-        return used / (micro_batches * (limit or 1))
-
-
-@dataclass(frozen=True, slots=True)
 class UpdateSizes:
     """How a model is updated: prompts per optimizer step, over all ranks, and the size of a micro-batch."""
 
@@ -175,7 +128,8 @@ class Planner:
     use the size of forward passes unless they are given their own. With a `shuffle_seed` prompts are
     assigned to mini-batches at random, and every epoch after the first visits the mini-batches in a new order. A
     mini-batch keeps its prompts in all epochs, so that its tokens stay balanced over ranks. A critic is updated on the
-    same samples with its own sizes. `components` are the metrics of samples that the estimator sees.
+    same samples with its own sizes. `components` are the metrics of samples that the estimator sees. If engines
+    `share_prompts`, samples of a group run together where that is faster, and tokens are those computed.
     """
 
     def __init__(
@@ -188,34 +142,35 @@ class Planner:
         shuffle_seed: int | None = None,
         critic: UpdateSizes | None = None,
         components: Sequence[str] = (),
+        share_prompts: bool = False,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}, it must be at least 1")
         self.ranks, self.policy, self.critic = ranks, policy, critic
         self._update, self._forward = policy.limit, forward or policy.limit
         self._reference = reference or self._forward
-        self._shuffle_seed, self._components = shuffle_seed, components
+        self._shuffle_seed, self._components, self._share_prompts = shuffle_seed, components, share_prompts
 
     def plan(self, handles: Sequence[SampleHandle]) -> Plan:
         """Assign every sample to a rank, a mini-batch and micro-batches."""
         if not handles:
             raise ValueError("a step needs at least one sample to plan, got none")
-        lengths = [max(handle.tokens, handle.teacher_tokens) for handle in handles]
+        sizes = [_measure(handle, shares_prompt=self._share_prompts) for handle in handles]
         groups = np.fromiter((handle.group for handle in handles), np.int64, len(handles))
         scores = np.fromiter((handle.score for handle in handles), np.float64, len(handles))
         random = None
         if self._shuffle_seed is not None:
             random = np.random.default_rng([self._shuffle_seed, abs(int(groups.min()))])
         order = _order_by_group(groups, random)
-        shares = self._assign(order, lengths)
-        rank_lengths = [[lengths[i] for i in of_rank] for of_rank in shares.samples]
-        forward = self._forward.split(rank_lengths)
-        reference = forward if self._reference == self._forward else self._reference.split(rank_lengths)
-        policy = _plan_updates(self.policy, shares.mini_batches, shares.samples, lengths, random)
+        shares = self._assign(order, sizes)
+        rank_sizes = [[sizes[i] for i in of_rank] for of_rank in shares.samples]
+        forward = split_samples(self._forward, rank_sizes)
+        reference = forward if self._reference == self._forward else split_samples(self._reference, rank_sizes)
+        policy = _plan_updates(self.policy, shares.mini_batches, shares.samples, sizes, random)
         critic: Sequence[Updates | None] = [None] * self.ranks
         if self.critic is not None:
             mini_batches = order.mini_batches(self.critic.mini_batch_prompts)
-            critic = _plan_updates(self.critic, mini_batches, shares.samples, lengths, random)
+            critic = _plan_updates(self.critic, mini_batches, shares.samples, sizes, random)
         plans = [
             RankPlan(
                 rank=rank,
@@ -233,25 +188,32 @@ class Planner:
             for rank, samples in enumerate(shares.samples)
         ]
         micro_batches = len(policy[0].micro_batches)
+        computed = sum(
+            count_computed(of_rank[k] for k in part)
+            for of_rank, updates in zip(rank_sizes, policy, strict=True)
+            for part in updates.micro_batches
+        )
         metrics = {
             "plan/samples": float(len(handles)),
             "plan/tokens": float(sum(handle.tokens for handle in handles)),
             "plan/rank_tokens_min": float(min(shares.loads)),
             "plan/rank_tokens_max": float(max(shares.loads)),
-            "plan/imbalance": shares.slowest * self.ranks / max(sum(lengths), 1),
+            "plan/imbalance": shares.slowest * self.ranks / max(sum(shares.loads), 1),
             "plan/updates": float(len(policy[0])),
             "plan/micro_batches": float(micro_batches),
-            "plan/packing_efficiency": self._update.utilization(len(handles), sum(lengths), micro_batches * self.ranks),
+            "plan/packing_efficiency": self._update.utilization(len(handles), computed, micro_batches * self.ranks),
             **_describe_samples(handles, groups, scores),
         }
-        return Plan(plans, metrics, self._list_warnings(handles, lengths))
+        if self._share_prompts:
+            metrics["plan/computed_tokens"] = float(computed)
+        return Plan(plans, metrics, self._list_warnings(handles, [size.tokens for size in sizes]))
 
-    def _assign(self, order: _Order, lengths: list[int]) -> _Shares:
+    def _assign(self, order: _Order, sizes: list[SampleSize]) -> _Shares:
         """Assign the samples of each of the policy's mini-batches to ranks."""
         result = _Shares([[] for _ in range(self.ranks)], [0] * self.ranks)
         for members in order.mini_batches(self.policy.mini_batch_prompts):
-            shares = self._update.balance([lengths[i] for i in members], self.ranks)
-            weights = [sum(lengths[members[k]] for k in share) for share in shares]
+            shares = balance_samples(self._update, [sizes[i] for i in members], self.ranks)
+            weights = [count_computed(sizes[members[k]] for k in share) for share in shares]
             result.slowest += max(weights)
             # The heaviest share goes to the rank with the fewest tokens so far: ranks are even over the whole step too.
             heaviest_first = sorted(range(self.ranks), key=weights.__getitem__, reverse=True)
@@ -281,7 +243,7 @@ class _Shares:
     """The samples of each rank, while they are assigned."""
 
     samples: list[list[int]]  # of each rank, in local order
-    loads: list[int]  # tokens of each rank
+    loads: list[int]  # tokens that each rank computes
     mini_batches: list[list[int]] = field(default_factory=list)  # of the policy, each in local order
     slowest: int = 0  # tokens of the heaviest rank, summed over mini-batches
 
@@ -301,6 +263,13 @@ class _Order:
             yield members.tolist()
 
 
+def _measure(handle: SampleHandle, *, shares_prompt: bool) -> SampleSize:
+    """Return the tokens of a sample in the model that reads most of them."""
+    tokens = max(handle.tokens, handle.teacher_tokens)
+    response = handle.tokens - handle.prompt_tokens
+    return SampleSize(tokens, tokens - response if shares_prompt and handle.prompt_tokens else 0, handle.group)
+
+
 def _order_by_group(groups: npt.NDArray[np.int64], random: np.random.Generator | None) -> _Order:
     """Order samples by group id, not by arrival: otherwise the first mini-batch would hold the short responses."""
     ids, group = np.unique(groups, return_inverse=True)
@@ -314,7 +283,7 @@ def _plan_updates(
     sizes: UpdateSizes,
     mini_batches: Iterable[list[int]],
     samples: list[list[int]],
-    lengths: list[int],
+    tokens: list[SampleSize],
     random: np.random.Generator | None,
 ) -> list[Updates]:
     """Return the updates of a model on the `samples` of each rank."""
@@ -326,7 +295,8 @@ def _plan_updates(
         for sample in members:
             rank, k = location[sample]
             local[rank].append(k)
-        parts = sizes.limit.split([[lengths[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)])
+        by_rank = [[tokens[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)]
+        parts = split_samples(sizes.limit, by_rank)
         for rank, of_rank in enumerate(parts):
             micro_batches[rank].extend([local[rank][k] for k in part] for part in of_rank)
         counts.append(len(parts[0]))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.demo.assets import read_problems, write_weights
 from verl.demo.folder import RESPONSE_LENGTH, Assets
 from verl.errors import EngineError

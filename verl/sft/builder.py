@@ -12,7 +12,7 @@ from verl.config.batch_sizes import count_total_steps, count_train_ranks
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
 from verl.config.validation import find_sft_hints
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import PromptStream
 from verl.sft.data import SFTData, check_sft_files, read_sft_data
 from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
@@ -76,6 +76,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         gradient_checkpointing=model.enable_gradient_checkpointing,
         trust_remote_code=model.trust_remote_code,
         fp32_lm_head=model.fp32_lm_head,
+        logprob_chunk=model.logprob_chunk_size,
     )
     return RankSettings(
         actor=with_optimizer(settings, "optim", config.optim, steps),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import Sampler
 from verl.sft.data import ExampleDataset
 from verl.sft.examples import Example, RankBatch

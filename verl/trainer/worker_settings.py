@@ -32,7 +32,8 @@ from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefCon
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
-from verl.data.plan import MicroBatchLimit, Planner, UpdateSizes
+from verl.data.micro_batches import MicroBatchLimit
+from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.trainer.algorithm_settings import algorithm_settings
@@ -107,6 +108,8 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         trust_remote_code=model.trust_remote_code,
         fp32_lm_head=model.fp32_lm_head,
         compile=actor.use_torch_compile and device != "cpu",
+        logprob_chunk=model.logprob_chunk_size,
+        share_prompts=actor.use_prefix_grouper,
     )
     trained = replace(
         base,
@@ -151,6 +154,7 @@ def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSetti
         gradient_checkpointing=critic.model.enable_gradient_checkpointing,
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
+        share_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
     )
     return with_optimizer(settings, "critic.optim", critic.optim, total_steps)
 
@@ -217,6 +221,7 @@ def build_planner(config: Config, ranks: int) -> Planner:
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
         components=list(reward_components(config)),
+        share_prompts=actor.use_prefix_grouper,
     )
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from verl.private_files import get_user_folder
 
 CHUNK_ELEMENTS = 1 << 24
-"""Default number of logits per chunk: 64 MiB in float32."""
+"""Default number of logits per chunk on the CPU: 64 MiB in float32."""
+CHUNK_POSITIONS = 1024
+"""Default number of positions per chunk on accelerators, for which 110 (the above at 152k tokens) are too few."""
 
 
 class LastLayer(NamedTuple):
@@ -33,8 +35,8 @@ class LastLayer(NamedTuple):
     softcap: float | None = None
 
     def chunks(self, chunk: int | None) -> Iterator[tuple[slice, LastLayer]]:
-        """Split the positions into chunks of `chunk`, or of `CHUNK_ELEMENTS` logits."""
-        chunk = chunk or max(1, CHUNK_ELEMENTS // len(self.weight))
+        """Split the positions into chunks of `chunk`, or of a default for the device."""
+        chunk = chunk or default_chunk(self.hidden.device.type, len(self.weight))
         for start in range(0, len(self.hidden), chunk):
             rows = slice(start, start + chunk)
             yield rows, self._replace(hidden=self.hidden[rows])
@@ -64,6 +66,15 @@ class LastLayer(NamedTuple):
     def logprobs(self, temperature: float) -> Tensor:
         """Return the log-probs of the whole vocabulary, [N, V]."""
         return self.logits(temperature).log_softmax(-1)
+
+
+def default_chunk(device: str, vocabulary: int) -> int:
+    """Return the number of positions whose logits are computed at a time, on this type of device.
+
+    >>> default_chunk("cpu", 151_936), default_chunk("cuda", 151_936)
+    (110, 1024)
+    """
+    return max(1, CHUNK_ELEMENTS // vocabulary) if device == "cpu" else CHUNK_POSITIONS
 
 
 class Kernels(NamedTuple):

@@ -261,6 +261,7 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
         baseline=sample.baseline,
         index=index,
         failure=sample.failure,
+        prompt_tokens=int(sample.mask.argmax()) if len(generated) else len(sample.tokens),
         teacher_tokens=0 if sample.teacher_prompt is None else len(sample.teacher_prompt) + len(generated),
         engines=sample.engines,
     )

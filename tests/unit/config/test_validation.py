@@ -182,6 +182,7 @@ def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str],
         ([f"{R}.top_p=0.9"], f"set {R}.top_p=1.0"),
         ([f"{R}.top_k=50"], f"set {R}.top_k=-1"),
         ([f"{A}.use_torch_compile=true", "trainer.device=cpu"], "on CPU (trainer.device) nothing is compiled"),
+        ([f"{A}.use_prefix_grouper=true", f"{R}.n=1"], f"{R}.n=1: every prompt has one response"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_coef=0"], "computed but not used"),
     ],
 )

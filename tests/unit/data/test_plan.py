@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.data.plan import MicroBatchLimit, Plan, Planner, RaggedIndices, UpdateSizes
+from verl.data.micro_batches import MicroBatchLimit
+from verl.data.plan import Plan, Planner, RaggedIndices, UpdateSizes
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit

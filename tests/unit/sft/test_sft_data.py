@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny import chat_tokenizer
 
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.data.validate import find_file_problems
 from verl.errors import DataError
 from verl.sft.data import ExampleDataset

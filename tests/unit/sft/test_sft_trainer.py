@@ -14,7 +14,7 @@ import pytest
 import rich.console
 
 from verl.checkpoint.manifest import CheckpointDir
-from verl.data.plan import MicroBatchLimit
+from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import SequentialSampler, ShuffledSampler
 from verl.sft.examples import Example, RankBatch
 from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch

@@ -337,6 +337,28 @@ def test_the_reference_log_probs_use_their_own_micro_batch_size(
     assert (len(own.forward), len(own.reference)) == counts
 
 
+def test_every_model_of_a_train_worker_shares_prompts_and_the_planner_knows() -> None:
+    kl = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.rollout.n=4")
+    config = config_of(*PPO, *kl, "actor_rollout_ref.actor.use_prefix_grouper=True")
+    settings = train_settings(config, 10, "cpu")
+    assert settings.reference is not None
+    assert settings.critic is not None
+    assert all(model.share_prompts for model in (settings.actor, settings.reference, settings.critic))
+    handles = [SampleHandle(k, k // 4, 100, 50, score=0.0, version=0, prompt_tokens=50) for k in range(8)]
+    assert build_planner(config, ranks=1).plan(handles).metrics["plan/computed_tokens"] == 2 * 50 + 8 * 50
+    plain = config_of(*PPO, *kl)
+    assert not train_settings(plain, 10, "cpu").actor.share_prompts
+    assert "plan/computed_tokens" not in build_planner(plain, ranks=1).plan(handles).metrics
+
+
+def test_the_chunk_of_logits_is_a_setting_of_policy_and_reference() -> None:
+    chunk = ("actor_rollout_ref.actor.use_kl_loss=True", "actor_rollout_ref.model.logprob_chunk_size=2048")
+    settings = train_settings(config_of(*GRPO, *chunk), 10, "cuda")
+    assert settings.reference is not None
+    assert settings.actor.logprob_chunk == settings.reference.logprob_chunk == 2048
+    assert train_settings(config_of(*GRPO), 10, "cuda").actor.logprob_chunk is None
+
+
 def test_overlong_shaping_is_told_to_the_episodes() -> None:
     data: dict[str, DatasetSettings] = {}
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.acceptance import vocabulary
-from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
+from verl.training.logprobs import LastLayer, default_chunk, token_logprobs, vocabulary_kl
 
 pytestmark = pytest.mark.unit
 
@@ -129,3 +129,10 @@ def test_logits_in_float32_bring_half_precision_log_probs_closer_to_exact_ones(d
     assert [grad.dtype for grad in grads] == [dtype, dtype]
     for grad, expected in zip(grads, torch.autograd.grad(exact.sum(), [hidden, weight]), strict=True):
         torch.testing.assert_close(grad, expected, rtol=0.02, atol=0.02)
+
+
+def test_chunks_have_more_positions_on_accelerators_unless_their_size_is_given():
+    layer = LastLayer(torch.empty(3000, 8, device="meta"), torch.empty(151_936, 8, device="meta"))
+    assert [rows.stop - rows.start for rows, _ in layer.chunks(None)] == [1024] * 3
+    assert len(list(layer.chunks(2000))) == 2
+    assert default_chunk("cpu", 151_936) == 110

@@ -91,7 +91,6 @@ _SHARDING = {
     **{f"{section}.log_prob_use_dynamic_bsz": DYNAMIC for section in (_R, _REF)},
     **{f"{section}.entropy_checkpointing": CHUNKED for section in (_A, _REF)},
     **{f"{section}.entropy_from_logits_with_chunking": CHUNKED for section in (_A, _REF)},
-    f"{_A}.use_prefix_grouper": ignored("a prompt is computed once per response; the results are the same"),
     f"{_A}.calculate_sum_pi_squared": needs("the optimal token baseline", *OFF),
     "actor_rollout_ref.nccl_timeout": ignored("trainer.deadlines sets the time limits of workers"),
 }

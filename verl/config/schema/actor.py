@@ -7,7 +7,16 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl.config.schema.base import Count, CustomFunction, Dtype, Fraction, Positive, Section, section, setting
-from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, HAS_DEVICE_MEMORY, OnlyIf, needs, unless, unless_given
+from verl.config.schema.rules import (
+    BY_SAMPLES,
+    BY_TOKENS,
+    HAS_DEVICE_MEMORY,
+    ROLLOUT,
+    OnlyIf,
+    needs,
+    unless,
+    unless_given,
+)
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 _Kl = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
@@ -62,6 +71,11 @@ class ModelConfig(Section):
     )
     fp32_lm_head: bool = setting(
         False, "Compute logits in float32, whatever the model computes in; in the trainer and in vLLM."
+    )
+    logprob_chunk_size: Count | None = setting(
+        None,
+        "Positions whose logits exist at a time in training; null: 1,024 on accelerators, 64 MiB of logits on CPU.",
+        unit="tokens",
     )
 
 
@@ -204,6 +218,11 @@ class ActorConfig(Section):
     )
     ppo_max_token_len_per_gpu: Count = setting(
         16384, "Maximum tokens per micro-batch; longer samples run alone.", unit="tokens", only_if=BY_TOKENS
+    )
+    use_prefix_grouper: bool = setting(
+        False,
+        "Compute a prompt once for its responses in a micro-batch, in all models; does not change the gradient.",
+        only_if=unless(f"{ROLLOUT}.n", 1, reason=f"{ROLLOUT}.n=1: every prompt has one response"),
     )
     ppo_epochs: Count = setting(1, "Passes over the responses of a step.", unit="passes")
     shuffle: bool = setting(False, "Shuffle the samples of a step before they are split into mini-batches.")
