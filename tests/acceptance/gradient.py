@@ -47,6 +47,7 @@ from verl.data.packing import balance, chunk, pack
 from verl.training.fsdp import FsdpEngine, FsdpSettings
 from verl.training.policy import PolicyTrainer
 from verl.training.process_group import init_process_group
+from verl.training.shared_prompts import find_shared_prompts
 
 LIMIT = 1e-5
 LENGTH = 40.0
@@ -85,21 +86,22 @@ class Engines:
     """An actor, a critic, a mixture of experts, and two frozen models: a reference that differs from the actor, and a
     wider teacher."""
 
-    def __init__(self, directory):
-        self.actor = Recorder(FsdpSettings(str(directory / "model")))
-        self.critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic"))
+    def __init__(self, directory, **options):
+        self.actor = Recorder(FsdpSettings(str(directory / "model"), **options))
+        self.critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic", **options))
         self.reference, self.teacher = (
-            FsdpEngine(FsdpSettings(str(directory / name), trainable=False)) for name in ("reference", "teacher")
+            FsdpEngine(FsdpSettings(str(directory / name), trainable=False, **options))
+            for name in ("reference", "teacher")
         )
         path = str(directory / "mixture")
-        self.mixture = {term: Recorder(FsdpSettings(path, **routing)) for term, routing in MIXTURE.items()}
+        self.mixture = {term: Recorder(FsdpSettings(path, **routing, **options)) for term, routing in MIXTURE.items()}
 
     def of(self, term):
         return self.mixture.get(term, self.critic if term == "value" else self.actor)
 
     def gradient(self, term, micro_batches, objective):
         engine = self.of(term)
-        engine.update(
+        self.metrics = engine.update(
             micro_batches,
             objective,
             reference=self.reference if term == "kl full" else None,
@@ -155,16 +157,22 @@ def micro_batches(engine, mini_batch, pieces, term):
     return policy._run_prepass(prepass, parts, SimpleNamespace(indices=np.arange(SEQUENCES)), updated=True)[0]
 
 
-def random_mini_batch(engines):
-    """Return long-tailed sequences, one without generated tokens; other policies and values differ a little."""
-    generator = torch.Generator().manual_seed(3)
+def random_sequences(generator):
+    """Return long-tailed sequences, one without generated tokens."""
     lengths = (4 + 60 * torch.rand(SEQUENCES, generator=generator).pow(3)).long()
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
     total = int(lengths.sum())
     mask = torch.rand(total, generator=generator) < 0.7
     mask[offsets[:-1]] = False
     mask[offsets[5] : offsets[6]] = False
-    batch = FlatBatch(torch.randint(64, (total,), generator=generator), offsets, mask)
+    return FlatBatch(torch.randint(64, (total,), generator=generator), offsets, mask)
+
+
+def random_mini_batch(engines, make_sequences=random_sequences):
+    """Return sequences with other policies and values that differ a little."""
+    generator = torch.Generator().manual_seed(3)
+    batch = make_sequences(generator)
+    total = batch.num_tokens
     (output,), (worth,) = engines.actor.forward([batch]), engines.critic.forward([batch])
     own, replayed = random_experts(engines, batch, generator)
     mixture = engines.mixture["router replay"].forward([batch.with_(routed_experts=replayed)])[0]
@@ -188,11 +196,12 @@ def random_mini_batch(engines):
 
 
 def random_experts(engines, batch, generator):
-    """Return the experts that the routers choose, and others at random, some of them unknown."""
+    """Return the experts that the routers choose, and others at random, some unknown; the same for equal prompts."""
     own = engines.mixture["router balance"].forward([batch])[0].routed_experts
     others = torch.rand(*own.shape[:2], EXPERTS, generator=generator).argsort(-1)[..., :TOP].to(own.dtype)
     others[batch.offsets[1:] - 1] = -1  # engines do not return those of the last token
-    return own, others
+    shared = find_shared_prompts(batch)
+    return (own, others) if shared is None else [each[shared.computed][shared.rows] for each in (own, others)]
 
 
 def random_cut(lengths, world, seed):
@@ -343,6 +352,15 @@ def run(world, directory, cuts, stride):
     return json.loads((directory / f"found-{world}.json").read_text())
 
 
+def save_models(directory):
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
+    Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
+    teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80)  # 16 ids are padding
+    Qwen2ForCausalLM(teacher).save_pretrained(directory / "teacher")
+    save_family("Qwen3-MoE", directory / "mixture", norm_topk_prob=True)
+
+
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument(
@@ -355,12 +373,7 @@ def main():
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
-        Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
-        Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
-        teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80)  # 16 ids are padding
-        Qwen2ForCausalLM(teacher).save_pretrained(directory / "teacher")
-        save_family("Qwen3-MoE", directory / "mixture", norm_topk_prob=True)
+        save_models(directory)
         one, two = run(1, directory, cuts, stride), run(2, directory, cuts, stride)
         _, batches, references = torch.load(directory / "reference.pt", weights_only=False)
         by_padding = {key: [] for key in references}

@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -68,11 +70,11 @@ class SharedPrompts:
         key_lengths = [sum(stop - start for start, stop in parts) for parts in keys]
         lengths, device = [stop - start for start, stop in spans], self.computed.device
         runs = [(key, len(list(run))) for key, run in groupby(zip(prefixes, lengths, strict=True))]
-        rows = [torch.arange(start, stop) for parts in keys for start, stop in parts]
+        rows = np.concatenate([np.arange(start, stop) for parts in keys for start, stop in parts])
         return {
             "runs": tuple((count, length) for (_, length), count in runs),
             "prefixes": tuple(prefix for (prefix, _), _ in runs),
-            "key_rows": torch.cat(rows).to(device),
+            "key_rows": torch.from_numpy(rows).to(device),
             "cu_seq_lens_q": torch.tensor(starts, dtype=torch.int32, device=device),
             "cu_seq_lens_k": torch.tensor(_cumulate(key_lengths), dtype=torch.int32, device=device),
             "max_length_q": max(lengths),
@@ -88,14 +90,14 @@ def find_shared_prompts(batch: FlatBatch) -> SharedPrompts | None:
         return None
     segments = tuple(_lay_segments(groups, offsets))
     starts = _cumulate([segment.length for segment in segments])
-    rows = torch.empty(batch.num_tokens, dtype=torch.int64)
+    rows = np.empty(batch.num_tokens, np.int64)
     for segment, start in zip(segments, starts, strict=False):
-        rows[segment.start : segment.stop] = torch.arange(start, start + segment.length)
+        rows[segment.start : segment.stop] = np.arange(start, start + segment.length)
         if segment.prompt is not None:
             length, first = segments[segment.prompt].length, starts[segment.prompt]
-            rows[segment.start - length : segment.start] = torch.arange(first, first + length)
-    computed = torch.cat([torch.arange(segment.start, segment.stop) for segment in segments])
-    return SharedPrompts(segments, computed, rows)
+            rows[segment.start - length : segment.start] = np.arange(first, first + length)
+    computed = np.concatenate([np.arange(segment.start, segment.stop) for segment in segments])
+    return SharedPrompts(segments, torch.from_numpy(computed), torch.from_numpy(rows))
 
 
 def _group_by_prompt(batch: FlatBatch, offsets: Sequence[int]) -> list[tuple[int, list[int]]]:
@@ -105,12 +107,13 @@ def _group_by_prompt(batch: FlatBatch, offsets: Sequence[int]) -> list[tuple[int
     response, its sequence still joins those that begin with the true prompt. Every sequence keeps at least one token of
     its own. Replayed experts must be the same, too.
     """
-    tokens, experts = batch.tokens.numpy(), batch.routed_experts
-    lengths = [_prompt_length(batch.mask[start:stop]) for start, stop in pairwise(offsets)]
+    tokens, mask = batch.tokens.numpy(), batch.mask.numpy()
+    experts = None if batch.routed_experts is None else batch.routed_experts.numpy()
+    lengths = [_prompt_length(mask[start:stop]) for start, stop in pairwise(offsets)]
 
     def read(index: int, length: int) -> bytes:
         part = slice(offsets[index], offsets[index] + length)
-        return bytes(tokens[part].tobytes()) + (b"" if experts is None else experts[part].numpy().tobytes())
+        return tokens[part].tobytes() + (b"" if experts is None else experts[part].tobytes())
 
     groups: list[tuple[int, list[int]]] = []
     by_prompt: dict[bytes, list[int]] = {}
@@ -127,9 +130,9 @@ def _group_by_prompt(batch: FlatBatch, offsets: Sequence[int]) -> list[tuple[int
     return groups
 
 
-def _prompt_length(mask: Tensor) -> int:
+def _prompt_length(mask: npt.NDArray[np.bool_]) -> int:
     """Return the number of tokens before the first generated one, and at most all but one."""
-    return min(int(mask.int().argmax()) if bool(mask.any()) else len(mask), max(len(mask) - 1, 0))
+    return min(int(mask.argmax()) if mask.any() else len(mask), max(len(mask) - 1, 0))
 
 
 def _lay_segments(groups: Sequence[tuple[int, list[int]]], offsets: Sequence[int]) -> Iterator[Segment]:
@@ -146,7 +149,7 @@ def _lay_segments(groups: Sequence[tuple[int, list[int]]], offsets: Sequence[int
 
 
 def _cumulate(lengths: Sequence[int]) -> list[int]:
-    return torch.tensor([0, *lengths]).cumsum(0).tolist()
+    return [0, *accumulate(lengths)]
 
 
 _CHECKED = ((3, 1, 4, 1, 5), (3, 1, 4, 1, 5, 9), (2, 6), (3, 1, 4, 8, 9, 7, 9))
