@@ -16,7 +16,6 @@ import json
 import statistics
 import tempfile
 import time
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -44,15 +43,7 @@ from verl.training.process_group import init_process_group
 
 PROMPTS = (46, 1, 7, 21)  # tokens of the shared prompts; the other sequences have their own
 SLACK, MOST = 1.25, 1.05
-SIZES = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 8192,
-}
+WIDTHS = {46: 512, 512: 512, 4096: 256}  # hidden size of the measured model, by tokens of the prompt
 
 
 def grouped_sequences(generator):
@@ -170,15 +161,31 @@ def measure(engines, batch, rounds):
     return tokens, {stage: [statistics.median(each) for each in both] for stage, both in seconds.items()}
 
 
+def make_engines(width, directory):
+    """Return engines of a model with one layer, without and with sharing."""
+    config = Qwen2Config(
+        vocab_size=256,
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=1,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        max_position_embeddings=8192,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(directory)
+    engines = [FsdpEngine(FsdpSettings(directory, share_prompts=on)) for on in (False, True)]
+    measure(engines, groups_of_responses(46, [18])[0], rounds=1)  # a warm-up
+    return engines
+
+
 def measure_time(prompts, lengths, rounds):
     """Return one row of figures per prompt and lengths of responses."""
     rows = []
     init_process_group(0, 1, "127.0.0.1", free_port())
-    with tempfile.TemporaryDirectory() as directory:
-        Qwen2ForCausalLM(Qwen2Config(**SIZES)).save_pretrained(directory)
-        engines = [FsdpEngine(FsdpSettings(directory, share_prompts=on)) for on in (False, True)]
-        measure(engines, groups_of_responses(46, [18])[0], rounds=1)  # a warm-up
-        for prompt, (name, of_responses) in product(prompts, lengths.items()):
+    for prompt in prompts:
+        with tempfile.TemporaryDirectory() as directory:
+            engines = make_engines(WIDTHS[prompt], directory)
+        for name, of_responses in lengths.items():
             batch, expected = groups_of_responses(prompt, of_responses)
             tokens, seconds = measure(engines, batch, rounds)
             row = {"prompt": prompt, "responses": name, "tokens": tokens, "ratio": round(tokens[1] / tokens[0], 3)}
