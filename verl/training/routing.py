@@ -77,7 +77,7 @@ class MixtureRouting:
         `gradient_scale` multiplies the auxiliary loss in the backward pass. An empty batch has no experts. Tokens of
         `shared` prompts are routed once, and count in the loss for each of their sequences.
         """
-        self._shared = shared
+        self._shared, self._counts = shared, None if shared is None else shared.counts[:, None]
         self._given = experts if self._replays else None
         if self._given is not None and shared is not None:
             self._given = self._given[shared.computed]
@@ -108,7 +108,7 @@ class MixtureRouting:
         if self._adds_loss:
             assert self._load is not None
             load, probabilities = self._load[index].to(logits.device), logits.softmax(-1, dtype=torch.float32)
-            load = load.expand(len(logits), -1) if self._shared is None else self._shared.counts[:, None] * load
+            load = load.expand(len(logits), -1) if self._counts is None else self._counts * load
             self._losses[index] = (probabilities.detach() * load).sum()
             scores = _AddGradient.apply(scores, probabilities, load * self._gradient_scale)
         return logits, scores, chosen
