@@ -215,7 +215,7 @@ def main():
     start = time.monotonic()
     lengths = {"18": [18] * 8, "18 to 512": [18 + 494 * k // 7 for k in range(8)], "512": [512] * 8}
     if short:
-        rows = measure_time((46, 512), {"18": lengths["18"]}, rounds=1)
+        rows = measure_time((46,), {"18": lengths["18"]}, rounds=1)
     else:
         rows = measure_time((46, 512, 4096), lengths, rounds=3)
     results = compare_splits(*((4, 19) if short else (100, 8)))
