@@ -30,7 +30,7 @@ from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
 from verl.training.metric_sums import MetricSums
-from verl.training.model import PackedCausalLM, PackedModel
+from verl.training.model import PackedCausalLM, PackedModel, PackedValueModel
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
@@ -44,10 +44,13 @@ from verl.weights.bucket import to_hf
 class FsdpEngine:
     """A `TrainEngine` on the default process group, one rank per process; see `verl.training.process_group`.
 
-    Depending on `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`.
+    Depending on `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`. `load` builds the
+    model; `verl.budget` replaces it where there are no weights.
     """
 
-    def __init__(self, settings: FsdpSettings) -> None:
+    def __init__(
+        self, settings: FsdpSettings, load: Callable[..., PackedCausalLM | PackedValueModel] = load_model
+    ) -> None:
         if not dist.is_initialized():
             raise EngineError("FsdpEngine: this process is in no process group; call init_process_group(...) first")
         self.settings = settings
@@ -55,7 +58,7 @@ class FsdpEngine:
         self.device = torch.device(settings.device)
         self.schedule = settings.schedule
         self.step = 0
-        self.model = load_model(
+        self.model = load(
             settings.model_path,
             dtype=_dtype(settings.param_dtype),
             head=settings.head,

@@ -1,0 +1,166 @@
+"""Measures the memory of a training engine by running its code on fake tensors, as one rank of many.
+
+Sharding, forward, backward, optimizer, weight sync and saving are those of `FsdpEngine`. The tensors have sizes but no
+memory, and collectives return at once, so that a laptop can measure 72 billion parameters on 1,024 ranks.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from verl.algorithms.objective import PolicyObjective
+from verl.budget.ledger import FakeLedger, Ledger
+from verl.data.flat_batch import FlatBatch
+from verl.errors import EngineError
+from verl.training import model as attention
+from verl.training.fsdp import FsdpEngine
+from verl.training.model import PACKED_ATTENTION, PackedCausalLM, PackedModel, register_attention
+from verl.training.offload import Offloader
+from verl.training.settings import FsdpSettings
+
+PHASES = ("load", "log-probs", "update", "weight sync", "save")
+
+
+def measure(
+    config: Mapping[str, Any], settings: FsdpSettings, ranks: int, lengths: Sequence[int], *, prompt: int
+) -> dict[str, int]:
+    """Return the peak in bytes of rank 0 by phase, for a policy with a Hugging Face `config`.
+
+    A micro-batch has sequences of `lengths`, each with a prompt of `prompt` tokens; an update has two of them.
+    """
+    if settings.offload_policy or settings.lora is not None:
+        raise EngineError("fake tensors cannot measure offload_policy or an adapter; use the estimate")
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    ledger = FakeLedger(mode)
+    with _one_of(ranks), _attention_of_accelerators(), ledger.counting():
+        resident = replace(settings, compile=False, param_offload=False, optimizer_offload=False)
+        engine = FsdpEngine(resident, load=_Loader(config, mode))
+        engine._weights = _FakeOffloader(engine._weights._tensors, active=settings.param_offload)
+        engine._moments = _FakeOffloader(engine._moments._tensors, active=settings.optimizer_offload)
+        return measure_phases(engine, ledger, make_batch(lengths, prompt))
+
+
+def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch) -> dict[str, int]:
+    """Return the peak of `ledger`, which is counting, in the phases of a training step with the optimizer's state."""
+    ledger.add([*engine.model.parameters(), *engine.model.buffers()])
+    _end_phase(ledger)
+    peaks = {"load": ledger.live}
+    engine.update([batch.select([0])], PolicyObjective())  # creates the moments
+    _end_phase(ledger)
+    engine.forward([batch])
+    peaks["log-probs"] = _end_phase(ledger)
+    engine.update([batch, batch], PolicyObjective())
+    peaks["update"] = _end_phase(ledger)
+    for _ in engine.weights(torch.bfloat16):
+        pass
+    peaks["weight sync"] = _end_phase(ledger)
+    engine.state()
+    peaks["save"] = _end_phase(ledger)
+    return peaks
+
+
+def make_batch(lengths: Sequence[int], prompt: int) -> FlatBatch:
+    """Return a micro-batch of sequences, all of whose tokens after the prompt are trained."""
+    total, offsets = sum(lengths), torch.tensor([0, *lengths]).cumsum(0)
+    batch = FlatBatch(torch.zeros(total, dtype=torch.int64), offsets, torch.ones(total, dtype=torch.bool))
+    zeros = torch.zeros(total)
+    return batch.with_(mask=batch.positions >= prompt, old_logprobs=zeros, advantages=zeros)
+
+
+def _end_phase(ledger: Ledger) -> int:
+    gc.collect()
+    return ledger.reset_peak()
+
+
+class _Loader:
+    """Builds the model of a configuration, with fake weights; replaces `load_model`."""
+
+    def __init__(self, config: Mapping[str, Any], mode: FakeTensorMode) -> None:
+        self._config, self._mode = dict(config), mode
+
+    def __call__(
+        self,
+        path: str,
+        *,
+        dtype: torch.dtype,
+        chunk: int | None,
+        fp32_head: bool,
+        gradient_checkpointing: bool,
+        shard: Callable[[PackedModel], torch.device],
+        **_: Any,
+    ) -> PackedCausalLM:
+        kind = self._config.pop("model_type")
+        if kind not in CONFIG_MAPPING:
+            raise EngineError(f"model_type {kind}: this version of transformers does not have it")
+        register_attention()
+        with torch.device("meta"):
+            hf = AutoModelForCausalLM.from_config(
+                CONFIG_MAPPING[kind](**self._config), dtype=dtype, attn_implementation="eager"
+            )
+        with self._mode:
+            hf.to_empty(device="cpu")
+        hf.tie_weights()
+        model = PackedCausalLM(hf, chunk, fp32_head=fp32_head).eval()
+        model.backbone.set_attn_implementation(PACKED_ATTENTION)
+        if gradient_checkpointing:
+            model.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        shard(model)
+        return model
+
+
+class _FakeOffloader(Offloader):
+    """Empties and refills storages without copying their content, which fake tensors do not have."""
+
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], *, active: bool) -> None:
+        super().__init__(tensors, active=active)
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
+        self.offload()
+
+    def load(self) -> None:
+        for storage, size in self._emptied:
+            storage.resize_(size)
+        self._emptied = []
+
+    def offload(self) -> None:
+        if not self.active or self._users or self._emptied:
+            return
+        for tensor in self._tensors():
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            storage = local.untyped_storage()
+            if storage.nbytes():
+                self._emptied.append((storage, storage.nbytes()))
+                storage.resize_(0)
+
+
+@contextmanager
+def _one_of(ranks: int) -> Iterator[None]:
+    """Be rank 0 of a process group whose other ranks do not exist."""
+    dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _attention_of_accelerators() -> Iterator[None]:
+    """Use the kernel of GPUs for fake tensors on the CPU, which is the only device there is without a driver."""
+    kernels = dict(attention._KERNELS)
+    attention._KERNELS["cpu"] = attention._KERNELS["cuda"]
+    try:
+        yield
+    finally:
+        attention._KERNELS.clear()
+        attention._KERNELS.update(kernels)
