@@ -7,6 +7,7 @@ memory, and collectives return at once, so that a laptop can measure 72 billion 
 from __future__ import annotations
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -34,11 +35,18 @@ PHASES = ("load", "log-probs", "update", "weight sync", "save")
 
 
 def measure(
-    config: Mapping[str, Any], settings: FsdpSettings, ranks: int, lengths: Sequence[int], *, prompt: int
+    config: Mapping[str, Any],
+    settings: FsdpSettings,
+    ranks: int,
+    lengths: Sequence[int],
+    *,
+    prompt: int,
+    accumulates: bool = True,
 ) -> dict[str, int]:
     """Return the peak in bytes of rank 0 by phase, for a policy with a Hugging Face `config`.
 
-    A micro-batch has sequences of `lengths`, each with a prompt of `prompt` tokens; an update has two of them.
+    A micro-batch has sequences of `lengths`, each with a prompt of `prompt` tokens. If it `accumulates` gradients, an
+    update has a tiny micro-batch before it.
     """
     if settings.offload_policy or settings.lora is not None:
         raise EngineError("fake tensors cannot measure offload_policy or an adapter; use the estimate")
@@ -49,22 +57,24 @@ def measure(
         engine = FsdpEngine(resident, load=_Loader(config, mode))
         engine._weights = _FakeOffloader(engine._weights._tensors, active=settings.param_offload)
         engine._moments = _FakeOffloader(engine._moments._tensors, active=settings.optimizer_offload)
-        return measure_phases(engine, ledger, make_batch(lengths, prompt))
+        return measure_phases(engine, ledger, make_batch(lengths, prompt), accumulates=accumulates)
 
 
-def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch) -> dict[str, int]:
+def measure_phases(
+    engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accumulates: bool = True
+) -> dict[str, int]:
     """Return the peak of `ledger`, which is counting, in the phases of a training step with the optimizer's state."""
     ledger.add([*engine.model.parameters(), *engine.model.buffers()])
     _end_phase(ledger)
     peaks = {"load": ledger.live}
-    engine.update([batch.select([0])], PolicyObjective())  # creates the moments
+    engine.state()  # creates the moments
     _end_phase(ledger)
     engine.forward([batch])
     peaks["log-probs"] = _end_phase(ledger)
-    engine.update([batch, batch], PolicyObjective())
+    first = [make_batch([2], 1)] if accumulates else []  # it leaves gradients
+    engine.update([*first, batch], PolicyObjective())
     peaks["update"] = _end_phase(ledger)
-    for _ in engine.weights(torch.bfloat16):
-        pass
+    deque(engine.weights(torch.bfloat16), maxlen=0)
     peaks["weight sync"] = _end_phase(ledger)
     engine.state()
     peaks["save"] = _end_phase(ledger)

@@ -16,6 +16,7 @@ COMMANDS = {
     "eval": "score responses: mean@n, pass@k, maj@n",
     "merge": "convert a checkpoint to a Hugging Face model and verify it",
     "config": "print all settings with their documentation",
+    "plan": "estimate memory and time of a run, and propose settings with which it fits",
     "migrate": "turn a launch script or YAML of another setup into a command of verl",
     "env": "print versions and machine, for bug reports",
     "completion": "print a script that completes commands and settings in a shell",

@@ -1,0 +1,42 @@
+"""Public figures of accelerators, for estimates of memory and time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, in GiB, operations and bytes per second.
+
+    `flops` are dense bfloat16 operations; `link` connects the devices of a machine, `network` machines, per device and
+    direction; `host` is the connection to host memory.
+    """
+
+    name: str
+    memory_gib: float
+    flops: float
+    bandwidth: float
+    link: float
+    network: float
+    host: float = 25e9
+
+    @property
+    def memory(self) -> int:
+        """Bytes."""
+        return int(self.memory_gib * GIB)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        Device("A100", 80, 312e12, 2.0e12, 300e9, 25e9),
+        Device("H100", 80, 989e12, 3.35e12, 450e9, 50e9, host=50e9),
+        Device("H200", 141, 989e12, 4.8e12, 450e9, 50e9, host=50e9),
+        Device("B200", 180, 2250e12, 7.7e12, 900e9, 50e9, host=50e9),
+        Device("MI300X", 192, 1307e12, 5.3e12, 448e9, 50e9, host=50e9),
+    )
+}
+"""Name -> figures of the manufacturers, for the form with the fastest links (SXM, OAM)."""

@@ -1,0 +1,235 @@
+"""A closed-form estimate of the memory that a rank needs to train a model, by phase and content. Imports no torch.
+
+Its terms are the tensors that are alive at the peaks of `FsdpEngine`, found by `verl.budget.measure`, against which
+`make show-budget` checks it. Where a phase has several peaks, the estimate is the highest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+
+from verl.budget.model_shape import ModelShape
+from verl.training.settings import FsdpSettings
+
+PHASES = ("load", "log-probs", "update", "weight sync", "save")
+CHUNK_LOGITS = 1 << 24  # as verl.training.logprobs.CHUNK_ELEMENTS
+SYNC_BYTES = 2  # of a weight that is sent to an engine
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Bytes by content. `buffers` are gathered weights and those of collectives."""
+
+    weights: int = 0
+    gradients: int = 0
+    moments: int = 0
+    activations: int = 0
+    logits: int = 0
+    buffers: int = 0
+    engine_weights: int = 0
+    kv_cache: int = 0
+    reserved: int = 0  # by driver, communication library and allocator
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, field.name) for field in fields(self))
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+    def items(self) -> Iterator[tuple[str, int]]:
+        """Yield (content, bytes)."""
+        yield from ((field.name.replace("_", " "), getattr(self, field.name)) for field in fields(self))
+
+
+@dataclass(frozen=True, slots=True)
+class PassSize:
+    """The largest micro-batch of a pass: its tokens, and how many of them are trained or need log-probs."""
+
+    tokens: int
+    trained: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """The memory of one model, sharded over `ranks`, on one of them.
+
+    Args:
+        update: The largest micro-batch of an update, None for a model that is not trained.
+        forward: The largest micro-batch of a pass without gradients.
+        micro_batches: Micro-batches of an update; from the second on, gradients of the first are held.
+    """
+
+    shape: ModelShape
+    settings: FsdpSettings
+    ranks: int
+    forward: PassSize
+    update: PassSize | None = None
+    micro_batches: int = 2
+
+    def at_rest(self, *, with_moments: bool = True) -> Usage:
+        """Return what stays on the device while the model is idle."""
+        settings = self.settings
+        weights = 0 if settings.param_offload or settings.offload_policy else self._weights
+        is_held = with_moments and not (settings.optimizer_offload or settings.offload_policy)
+        return Usage(weights=weights, moments=self._moments if is_held else 0)
+
+    def peaks(self) -> dict[str, Usage]:
+        """Return the highest usage of each phase; a model that is not trained has no update and is not saved."""
+        phases = {"load": self.at_load(), "log-probs": self.in_logprobs()}
+        if self.update is not None:
+            phases |= {"update": self.in_update(), "weight sync": self.in_weight_sync(), "save": self.in_save()}
+        return phases
+
+    def at_load(self) -> Usage:
+        return self.at_rest(with_moments=False)
+
+    def in_logprobs(self) -> Usage:
+        """Return the usage of a pass without gradients: of a layer, or of the last layer's logits."""
+        size, b, shape = self.forward, self._compute, self.shape
+        root = b * shape.root_parameters
+        gathered = 2 * b * shape.layer_parameters  # the buffer of the collective, and the weights copied from it
+        start = Usage(activations=b * size.tokens * shape.width, buffers=2 * root + gathered)
+        layer = Usage(activations=size.tokens * self._forward_token_bytes, buffers=root + gathered)
+        head = Usage(
+            activations=b * shape.width * (2 * size.tokens + size.trained),
+            logits=3 * self._chunk_bytes,
+            buffers=root,
+        )
+        return self._in_use() + _highest(start, layer, head)
+
+    def in_update(self) -> Usage:
+        """Return the usage of an update: in the backward pass of the head, of a layer, or of the embeddings."""
+        assert self.update is not None
+        size, b, shape, settings = self.update, self._compute, self.shape, self.settings
+        held = self._in_use(with_gradients=self.micro_batches > 1)
+        kept = self._kept_activations(size)
+        root, layer = b * shape.root_parameters, b * shape.layer_parameters
+        weight = shape.vocabulary * shape.width * (0 if shape.has_value_head else 1)
+        trains_all = settings.lora is None
+        head_gradient = b * weight if trains_all else 0
+        head = Usage(
+            activations=kept + b * shape.width * (size.tokens + 3 * size.trained),
+            logits=5 * self._chunk_bytes + ((4 * weight + head_gradient) if trains_all else 0),
+            buffers=root,
+        )
+        reduced = 4 * shape.layer_parameters if trains_all else 0
+        backward = Usage(
+            activations=kept + size.tokens * self._backward_token_bytes,
+            buffers=root + head_gradient + 3 * layer + reduced,
+        )
+        end = Usage(buffers=2 * root + (4 * shape.root_parameters + reduced if trains_all else 0))
+        step = self._in_use(with_gradients=True, with_moments=True)
+        return _highest(held + head, held + backward, held + end, step)
+
+    def in_weight_sync(self) -> Usage:
+        """Return the usage while the weights are gathered one by one, each with the buffer of its all-gather."""
+        shape = self.shape
+        largest = max(shape.vocabulary * shape.width, max(1, shape.experts) * 2 * shape.width * shape.mlp)
+        return self._in_use() + Usage(buffers=2 * SYNC_BYTES * largest + SYNC_BYTES * largest // self.ranks)
+
+    def in_save(self) -> Usage:
+        """Return the usage while the state is copied to host memory."""
+        return self._in_use(with_moments=True)
+
+    @property
+    def _compute(self) -> int:
+        return _itemsize(self.settings.compute_dtype)
+
+    @property
+    def sharded_bytes(self) -> int:
+        """The bytes of all weights in the type in which they are gathered."""
+        return self._compute * self.shape.parameters
+
+    @property
+    def _weights(self) -> int:
+        return _itemsize(self.settings.param_dtype) * self.shape.parameters // self.ranks
+
+    @property
+    def _trained_parameters(self) -> int:
+        if not self.settings.trainable:
+            return 0
+        lora = self.settings.lora
+        return self.shape.parameters if lora is None else self._adapter_parameters(lora.rank)
+
+    def _adapter_parameters(self, rank: int) -> int:
+        """Return the parameters of an adapter on all linear modules; experts have none."""
+        shape = self.shape
+        sides = 2 * (shape.width + shape.attention_width) + 2 * (shape.width + shape.kv_width)
+        sides += 0 if shape.experts else 3 * (shape.width + shape.mlp)
+        return rank * sides * shape.layers
+
+    @property
+    def _moments(self) -> int:
+        """AdamW has two numbers per parameter; Muon one for the matrices of layers."""
+        size = 4 if self.settings.stochastic_rounding else _itemsize(self.settings.param_dtype)
+        trained, shape = self._trained_parameters, self.shape
+        total = {
+            "adamw": 2 * size * trained,
+            "adamw_8bit": 2.05 * trained,
+            "muon": size * (trained + min(trained, shape.root_parameters)),
+        }[self.settings.optimizer]
+        return int(total) // self.ranks
+
+    def _in_use(self, *, with_gradients: bool = False, with_moments: bool = False) -> Usage:
+        """Return what is on the device while the model computes, except for activations and buffers."""
+        settings = self.settings
+        if settings.offload_policy:
+            return Usage()
+        gradients = _itemsize(settings.param_dtype) * self._trained_parameters // self.ranks
+        return Usage(
+            weights=self._weights,
+            gradients=gradients if with_gradients else 0,
+            moments=self._moments if with_moments or not settings.optimizer_offload else 0,
+        )
+
+    @property
+    def _chunk_bytes(self) -> int:
+        """The logits of one chunk in float32."""
+        if self.shape.has_value_head:
+            return 0
+        chunk = self.settings.logprob_chunk
+        return 4 * (CHUNK_LOGITS if chunk is None else chunk * self.shape.vocabulary)
+
+    def _kept_activations(self, size: PassSize) -> int:
+        """Return what the forward pass keeps: the input of every layer, or without checkpointing all that it saves."""
+        shape = self.shape
+        if self.settings.gradient_checkpointing:
+            return self._compute * size.tokens * shape.width * shape.layers
+        return size.tokens * self._saved_token_bytes * (shape.layers - 1)
+
+    @property
+    def _rows(self) -> int:
+        """Rows of the MLPs per token."""
+        return self.shape.experts_per_token if self.shape.experts else 1
+
+    @property
+    def _forward_token_bytes(self) -> int:
+        """Bytes per token in the middle of a layer without gradients: in its MLP."""
+        b, shape = self._compute, self.shape
+        mixture = 2 * b * shape.width * self._rows if shape.experts else 0
+        return b * (3 * shape.mlp * self._rows + 4 * shape.width) + mixture
+
+    @property
+    def _saved_token_bytes(self) -> int:
+        """Bytes per token that a layer saves for its backward pass: of norms, attention and MLP."""
+        b, shape = self._compute, self.shape
+        norms = 2 * (4 + 2 * b) * shape.width
+        attention = b * (2 * shape.attention_width + 2 * shape.kv_width) + 4 * shape.heads
+        mlp = 4 * b * shape.mlp * self._rows + (2 * b * shape.width * self._rows if shape.experts else 0)
+        return norms + attention + mlp
+
+    @property
+    def _backward_token_bytes(self) -> int:
+        """Bytes per token at the peak of a layer's backward pass: what it saved, and gradients in its MLP."""
+        b, shape = self._compute, self.shape
+        return self._saved_token_bytes + b * (2 * shape.mlp * self._rows + 2 * shape.width)
+
+
+def _highest(*usages: Usage) -> Usage:
+    return max(usages, key=lambda usage: usage.total)
+
+
+def _itemsize(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2

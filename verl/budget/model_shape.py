@@ -1,0 +1,112 @@
+"""The shape of a language model, from its Hugging Face configuration: how many parameters it has, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder-only model: `layers` of attention and a gated MLP, or a mixture of `experts` such MLPs.
+
+    `width` is the size of the hidden states, `mlp` that of an MLP or expert. A token passes `experts_per_token` experts.
+    """
+
+    vocabulary: int
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    experts: int = 0
+    experts_per_token: int = 1
+    is_tied: bool = False  # the embeddings are also the weight of the last layer
+    has_value_head: bool = False  # a critic: one number instead of logits
+
+    @classmethod
+    def from_config(
+        cls, config: Mapping[str, Any], name: str = "config.json", *, has_value_head: bool = False
+    ) -> ModelShape:
+        """Read the shape from the content of a model's config.json; `name` is for messages."""
+        text = {**config, **(config.get("text_config") or {})}
+        required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [key for key in required if not text.get(key)]:
+            raise ConfigError([f"{name}: has no {', '.join(missing)}; memory can be estimated for decoder-only models"])
+        width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
+        experts = next((int(text[key]) for key in _EXPERT_COUNTS if text.get(key)), 0)
+        mlp = text.get("moe_intermediate_size") if experts else None
+        return cls(
+            vocabulary=int(text["vocab_size"]),
+            width=width,
+            mlp=int(mlp or text.get("intermediate_size") or 4 * width),
+            layers=int(text["num_hidden_layers"]),
+            heads=heads,
+            kv_heads=int(text.get("num_key_value_heads") or heads),
+            head_width=int(text.get("head_dim") or width // heads),
+            experts=experts,
+            experts_per_token=int(text.get("num_experts_per_tok") or 1),
+            is_tied=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", False))),
+            has_value_head=has_value_head,
+        )
+
+    @property
+    def attention_width(self) -> int:
+        """The size of all queries of a token."""
+        return self.heads * self.head_width
+
+    @property
+    def kv_width(self) -> int:
+        """The size of all keys of a token, and of all values."""
+        return self.kv_heads * self.head_width
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer, the unit of sharding."""
+        projections = self.width * (2 * self.attention_width + 2 * self.kv_width)
+        return projections + 2 * self.width + max(1, self.experts) * 3 * self.width * self.mlp + self._router
+
+    @property
+    def root_parameters(self) -> int:
+        """Parameters outside the layers: the embeddings and the last layer."""
+        is_single = self.is_tied or self.has_value_head
+        return self.vocabulary * self.width * (1 if is_single else 2) + self.width
+
+    @property
+    def parameters(self) -> int:
+        return self.layers * self.layer_parameters + self.root_parameters
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters that compute one token: without the embeddings, and only the experts that it passes."""
+        idle = max(0, self.experts - self.experts_per_token) * 3 * self.width * self.mlp
+        head = 0 if self.has_value_head else self.vocabulary * self.width
+        return self.layers * (self.layer_parameters - idle) + head
+
+    @property
+    def _router(self) -> int:
+        return self.experts * self.width
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def read_config(path: str) -> Mapping[str, Any] | None:
+    """Return the configuration of a model in a folder, or in a config.json; None if there is no such file."""
+    file = Path(path).expanduser()
+    file = file / "config.json" if file.is_dir() else file
+    if not file.is_file():
+        return None
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError([f"{file}: cannot be read as JSON: {error}"]) from error
+    if not isinstance(content, dict):
+        raise ConfigError([f"{file}: is no JSON object; give the config.json of a Hugging Face model"])
+    return content

@@ -1,0 +1,123 @@
+"""The memory of a device in every phase of an RL run: all models of a rank, and the rollout engine that shares it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+from verl.budget.devices import GIB
+from verl.budget.memory import ModelMemory, Usage
+from verl.budget.model_shape import ModelShape
+
+RESERVED = 2 * GIB  # driver and communication library of a train worker
+ASLEEP = 1 * GIB  # driver and graphs of a sleeping engine
+USABLE = 0.95  # of a device; the rest is lost to fragmentation
+ENGINE_ACTIVATIONS = 2 * GIB  # of vLLM's largest pass
+ENGINE_BYTES = 2  # of a weight, or a number in the cache
+
+
+@dataclass(frozen=True, slots=True)
+class EngineMemory:
+    """A rollout engine on `width` devices, of which it uses the fraction `share`.
+
+    An engine that `sleeps` frees its weights and its cache while models are trained on the same devices.
+    """
+
+    shape: ModelShape
+    share: float
+    width: int = 1
+    sleeps: bool = False
+    sequences: int = 256  # generated at once, at most
+    tokens: int = 1024  # of a sequence, at most
+
+    @property
+    def weights(self) -> int:
+        return ENGINE_BYTES * self.shape.parameters // self.width
+
+    @property
+    def token_bytes(self) -> int:
+        """Keys and values of a token on one device; heads that are fewer than the devices are copied."""
+        heads = max(self.shape.kv_heads / self.width, 1.0)
+        return int(2 * ENGINE_BYTES * self.shape.layers * heads * self.shape.head_width)
+
+    def cache(self, memory: int) -> int:
+        """Return what is left for keys and values; negative if the engine cannot start."""
+        return int(self.share * memory) - self.weights - ENGINE_ACTIVATIONS
+
+    def usage(self, memory: int) -> Usage:
+        """Return its usage while it generates."""
+        cache = max(0, self.cache(memory))
+        return Usage(engine_weights=self.weights, kv_cache=cache, reserved=ENGINE_ACTIVATIONS)
+
+
+@dataclass(frozen=True, slots=True)
+class RunMemory:
+    """The models on every rank, by name, of which "actor" is the policy, and the engine on the same device, if any.
+
+    `reserved_share` is the fraction of the device that another process uses, such as a reward model.
+    """
+
+    models: Mapping[str, ModelMemory]
+    engine: EngineMemory | None = None
+    reserved_share: float = 0.0
+
+    def phases(self, memory: int) -> dict[str, Usage]:
+        """Return the highest usage of each phase, in the order of a step, on a device with `memory` bytes."""
+        others = Usage(reserved=RESERVED + int(self.reserved_share * memory))
+        awake, asleep, loading = self._engine_states(memory)
+        actor = self.models["actor"]
+        trained = {name: model for name, model in self.models.items() if model.update is not None}
+        phases = {
+            "load": _sum(model.at_load() for model in self.models.values()) + asleep,
+            "generation": _sum(model.at_rest() for model in self.models.values()) + awake,
+            "log-probs": self._highest({name: model.in_logprobs() for name, model in self.models.items()}) + asleep,
+            "update": self._highest({name: model.in_update() for name, model in trained.items()}) + asleep,
+            "weight sync": self._highest({"actor": actor.in_weight_sync()}) + loading,
+            "save": self._highest({"actor": actor.in_save()}) + asleep,
+        }
+        return {phase: usage + others for phase, usage in phases.items()}
+
+    def _engine_states(self, memory: int) -> tuple[Usage, Usage, Usage]:
+        """Return the usage of the engine while it generates, while models are trained, and while it loads weights."""
+        if self.engine is None:
+            return Usage(), Usage(), Usage()
+        awake = self.engine.usage(memory)
+        if not self.engine.sleeps:
+            return awake, awake, awake
+        return awake, Usage(reserved=ASLEEP), Usage(engine_weights=awake.engine_weights, reserved=ASLEEP)
+
+    def problems(self, memory: int) -> dict[str, str]:
+        """Return phase -> why it does not fit; empty if all do."""
+        usable = int(USABLE * memory)
+        problems = {
+            phase: f"{usage.total / GIB:.1f} GiB of {usable / GIB:.1f}"
+            for phase, usage in self.phases(memory).items()
+            if usage.total > usable
+        }
+        if self.engine is not None and (room := self.engine.cache(memory)) < self.engine.tokens * self.engine.token_bytes:
+            have = "no memory" if room <= 0 else f"{room / GIB:.1f} GiB"
+            problems["generation"] = (
+                f"the engine has {have} left for its cache after {self.engine.weights / GIB:.1f} GiB of weights"
+            )
+        return problems
+
+    def shortfall(self, memory: int) -> int:
+        """Return the bytes by which the run does not fit, over all phases, and what an engine lacks for its cache."""
+        usable = int(USABLE * memory)
+        missing = sum(max(0, usage.total - usable) for usage in self.phases(memory).values())
+        if self.engine is not None:
+            missing += max(0, self.engine.tokens * self.engine.token_bytes - self.engine.cache(memory))
+        return missing
+
+    def _highest(self, active: Mapping[str, Usage]) -> Usage:
+        """Return the highest usage with one of the models active and the others at rest."""
+        totals = [
+            usage + _sum(model.at_rest() for other, model in self.models.items() if other != name)
+            for name, usage in active.items()
+        ]
+        return max(totals, key=lambda usage: usage.total)
+
+
+def _sum(usages: Iterable[Usage]) -> Usage:
+    return reduce(Usage.__add__, usages, Usage())

@@ -1,0 +1,111 @@
+"""An estimate of the time of a step, from operations and bytes against the figures of a device.
+
+It is an estimate: sequences have their maximum length, devices reach fixed fractions of their figures, and waiting for
+rewards, stragglers and other processes is not in it. Compare settings with it; do not expect its seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl.budget.devices import Device
+from verl.budget.memory import ModelMemory
+from verl.budget.run import ENGINE_BYTES, EngineMemory, RunMemory
+
+COMPUTE_EFFICIENCY = 0.4  # of the operations of a device, in training and prefill
+MEMORY_EFFICIENCY = 0.6  # of its bandwidth, in decoding
+LINK_EFFICIENCY = 0.7
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Machines with equal devices."""
+
+    device: Device
+    nodes: int
+    per_node: int
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.per_node
+
+    @property
+    def link(self) -> float:
+        """Bytes per second and device of collectives over all ranks."""
+        return LINK_EFFICIENCY * (self.device.link if self.nodes == 1 else self.device.network)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The sequences of a step, at their maximum length."""
+
+    sequences: int
+    prompt: int
+    response: int
+    epochs: int = 1
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * (self.prompt + self.response)
+
+
+def estimate_seconds(run: RunMemory, cluster: Cluster, load: Workload) -> dict[str, float]:
+    """Return the seconds of each phase of a step. Saving is the copy to host memory, which the run waits for."""
+    actor = run.models["actor"]
+    seconds = {}
+    if run.engine is not None:
+        seconds["generation"] = _generation(run.engine, cluster, load)
+    seconds["log-probs"] = sum(_pass(model, cluster, load, trains=False) for model in run.models.values())
+    trained = [model for model in run.models.values() if model.update is not None]
+    seconds["update"] = load.epochs * sum(_pass(model, cluster, load, trains=True) for model in trained)
+    sent = ENGINE_BYTES * actor.shape.parameters
+    seconds["weight sync"] = sent / (LINK_EFFICIENCY * cluster.device.host) + sent / cluster.link
+    seconds["save"] = actor.in_save().total / (LINK_EFFICIENCY * cluster.device.host)
+    return seconds
+
+
+def suggest_split(seconds: dict[str, float], ranks: int, multiple: int) -> tuple[int, int] | None:
+    """Return (rollout, training) devices with which both take equally long on disjoint devices.
+
+    None if there are too few devices to split. Both are multiples of `multiple`.
+    """
+    if ranks < 2 * multiple:
+        return None
+    training = seconds["log-probs"] + seconds["update"]
+    share = seconds.get("generation", 0.0) / (seconds.get("generation", 0.0) + training)
+    rollout = round(share * ranks / multiple) * multiple
+    rollout = min(max(rollout, multiple), ranks - multiple)
+    return rollout, ranks - rollout
+
+
+def _pass(model: ModelMemory, cluster: Cluster, load: Workload, *, trains: bool) -> float:
+    """Return the seconds of all micro-batches: computing, or gathering weights if that takes longer."""
+    shape, size = model.shape, model.update if trains and model.update is not None else model.forward
+    context = (load.prompt + load.response) / 2  # a token attends to half of its sequence on average
+    operations = 2 * shape.active_parameters + 4 * shape.layers * shape.attention_width * context
+    backward = 3 if model.settings.gradient_checkpointing else 2
+    factor = 1 + backward if trains else 1
+    tokens = load.tokens / cluster.ranks
+    computing = factor * operations * tokens / (COMPUTE_EFFICIENCY * cluster.device.flops)
+    gathered = model.sharded_bytes * ((2 if model.settings.reshard_after_forward else 1) if trains else 1)
+    reduced = 4 * shape.parameters if trains else 0
+    passes = max(1.0, tokens / max(1, size.tokens))
+    return max(computing, passes * (gathered + reduced) / cluster.link)
+
+
+def _generation(engine: EngineMemory, cluster: Cluster, load: Workload) -> float:
+    """Return the seconds to generate all responses: prefill by operations, decoding by bytes read per token."""
+    device, shape = cluster.device, engine.shape
+    engines = max(1, cluster.ranks // engine.width)
+    own = load.sequences / engines
+    fitting = engine.cache(device.memory) // max(1, engine.tokens * engine.token_bytes)
+    at_once = max(1.0, min(own, engine.sequences, fitting))
+    prefill = 2 * shape.active_parameters * own * load.prompt / (COMPUTE_EFFICIENCY * device.flops * engine.width)
+    context = load.prompt + load.response / 2
+    is_sparse = shape.experts and at_once * shape.experts_per_token < shape.experts
+    read = ENGINE_BYTES * shape.active_parameters * at_once / engine.width if is_sparse else engine.weights
+    per_token = (min(read, engine.weights) + at_once * context * engine.token_bytes) / (
+        MEMORY_EFFICIENCY * device.bandwidth
+    )
+    computing = 2 * shape.active_parameters * at_once / (COMPUTE_EFFICIENCY * device.flops * engine.width)
+    return prefill + max(per_token, computing) * load.response * max(1.0, own / at_once)

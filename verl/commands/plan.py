@@ -1,0 +1,148 @@
+"""`verl plan`: estimate the memory and the time of a run, and propose settings with which it fits."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from verl.budget.devices import DEVICES, GIB, Device
+from verl.budget.memory import Usage
+from verl.budget.run import USABLE, RunMemory
+from verl.budget.timing import Cluster, Workload, estimate_seconds, suggest_split
+from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
+from verl.config.load import load
+from verl.config.schema import Config
+from verl.errors import VerlError
+
+HELP = f"""\
+usage: verl plan [--nodes N] [--gpus N] [--device NAME] [--memory GIB] [--json] [settings]
+
+Estimate the memory of each phase and the time of a step of `verl train` with the same settings, and propose settings
+with which it fits. It needs the config.json of the model, no weights and no accelerator. All figures are estimates.
+
+options:
+  --nodes N               machines; default: trainer.nnodes
+  --gpus N                accelerators per machine; default: trainer.n_gpus_per_node
+  --device NAME           {", ".join(DEVICES)}; default: H100
+  --memory GIB            memory of an accelerator; default: that of the device
+  --json                  as one JSON object, in bytes and seconds
+
+{SETTINGS_HELP}
+example:
+  verl plan --nodes 4 --gpus 8 actor_rollout_ref.model.path=Qwen2.5-32B/config.json data.max_response_length=8192
+"""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan of a run; return 0 if it fits, with the given or the proposed settings, else 1."""
+    parser = ArgumentParser("verl plan")
+    parser.add_argument("--nodes", type=int)
+    parser.add_argument("--gpus", type=int)
+    parser.add_argument("--device", default="H100", choices=DEVICES)
+    parser.add_argument("--memory", type=float)
+    parser.add_argument("--json", action="store_true")
+    options, rest = parser.parse_known_args(list(argv))
+    counts = {"trainer.nnodes": options.nodes, "trainer.n_gpus_per_node": options.gpus}
+    runs = load([*rest, *(f"{key}={value}" for key, value in counts.items() if value is not None)], complete=False)
+    if len(runs) != 1:
+        raise VerlError("verl plan: takes one value per setting; leave out -m")
+    device = DEVICES[options.device]
+    if options.memory is not None:
+        device = replace(device, memory_gib=options.memory)
+    return _plan(runs[0].config, device, as_json=options.json)
+
+
+def _plan(config: Config, device: Device, *, as_json: bool) -> int:
+    # Imports Ray, after the settings have been checked.
+    from verl.trainer.run_budget import describe_current, format_changes, run_memory, run_workload, suggest_settings
+
+    run, load = run_memory(config), run_workload(config)
+    cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
+    problems = run.problems(device.memory)
+    changes = suggest_settings(config, device.memory) if problems else []
+    if as_json:
+        report = {
+            "parameters": run.models["actor"].shape.parameters,
+            "memory": {phase: dict(usage.items()) for phase, usage in run.phases(device.memory).items()},
+            "seconds": estimate_seconds(run, cluster, load),
+            "problems": problems,
+            "changes": format_changes(changes),
+        }
+        sys.stdout.write(json.dumps(report) + "\n")
+        return int(bool(problems) and not changes)
+    lines = [*_describe(run, cluster), "", *_memory_table(run, device), ""]
+    if not problems:
+        lines.append("Every phase fits.")
+    elif changes:
+        lines += ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
+        lines.append("With these settings it does:")
+        for change in changes:
+            setting = " ".join(format_changes([change]))
+            lines.append(f"  {setting}  (now {describe_current(config, change)}; {change.cost})")
+    else:
+        lines += ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
+        lines.append("No settings make it fit: use more accelerators (--nodes), shorter sequences, or an adapter")
+        lines.append("(actor_rollout_ref.actor.peft.lora_rank).")
+    lines += ["", *_time_table(run, cluster, load)]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return int(bool(problems) and not changes)
+
+
+def _describe(run: RunMemory, cluster: Cluster) -> list[str]:
+    actor, engine = run.models["actor"], run.engine
+    size = actor.update or actor.forward
+    lines = [
+        f"{actor.settings.model_path}: {actor.shape.parameters / 1e9:.2f} billion parameters, on {cluster.ranks} "
+        f"{cluster.device.name} with {cluster.device.memory_gib:g} GiB",
+        f"models on every rank: {', '.join(run.models)}; {size.tokens:,} tokens per micro-batch",
+    ]
+    if engine is not None:
+        state = "asleep during training" if engine.sleeps else "awake during training"
+        cache = max(0, engine.cache(cluster.device.memory))
+        full = cache // (engine.tokens * engine.token_bytes)
+        lines.append(
+            f"engine: {engine.share:.0%} of {engine.width} device{'s' * (engine.width > 1)}, {state}; its cache holds "
+            f"{full:,} sequences of {engine.tokens:,} tokens"
+        )
+    return lines
+
+
+_COLUMNS = {
+    "weights": "weights",
+    "gradients": "gradients",
+    "moments": "moments",
+    "activations": "activat.",
+    "logits": "logits",
+    "buffers": "buffers",
+    "engine weights": "engine",
+    "kv cache": "KV cache",
+    "reserved": "reserved",
+}
+
+
+def _memory_table(run: RunMemory, device: Device) -> list[str]:
+    header = f"{'GiB per rank':<14}" + "".join(f"{title:>10}" for title in _COLUMNS.values()) + f"{'total':>10}  fits"
+    return [header, *(_row(phase, usage, device) for phase, usage in run.phases(device.memory).items())]
+
+
+def _row(phase: str, usage: Usage, device: Device) -> str:
+    parts = dict(usage.items())
+    cells = "".join(f"{parts[name] / GIB:>10.1f}" if parts[name] else f"{'-':>10}" for name in _COLUMNS)
+    fits = "yes" if usage.total <= USABLE * device.memory else "no"
+    return f"{phase:<14}{cells}{usage.total / GIB:>10.1f}  {fits}"
+
+
+def _time_table(run: RunMemory, cluster: Cluster, load: Workload) -> list[str]:
+    seconds = estimate_seconds(run, cluster, load)
+    lines = [
+        f"Time of a step of {load.sequences:,} sequences at their maximum length, estimated from operations and bytes:",
+        "  " + "; ".join(f"{phase} {value:,.3g} s" for phase, value in seconds.items()),
+    ]
+    split = suggest_split(seconds, cluster.ranks, run.engine.width if run.engine is not None else 1)
+    if split is not None:
+        lines.append(
+            f"  On separate devices, {split[0]} for rollout and {split[1]} for training would take equally long."
+        )
+    return lines
