@@ -25,6 +25,7 @@ from verl.algorithms.objective import PolicyObjective
 from verl.budget.ledger import FakeLedger, Ledger
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
+from verl.model_safety import MODEL_ATTENTION
 from verl.training import model as attention
 from verl.training.fsdp import FsdpEngine
 from verl.training.model import PACKED_ATTENTION, PackedCausalLM, PackedModel, register_attention
@@ -45,24 +46,23 @@ def measure(
 ) -> dict[str, int]:
     """Return the peak in bytes of rank 0 by phase, for a policy with a Hugging Face `config`.
 
-    A micro-batch has sequences of `lengths`, each with a prompt of `prompt` tokens. If it `accumulates` gradients, an
-    update has a tiny micro-batch before it.
+    With `settings.device` other than the CPU, attention is that of accelerators. A micro-batch has sequences of
+    `lengths`, each with a prompt of `prompt` tokens. If it `accumulates` gradients, an update has a tiny micro-batch
+    before it.
     """
     if settings.offload_policy or settings.lora is not None:
         raise EngineError("fake tensors cannot measure offload_policy or an adapter; use the estimate")
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = FakeLedger(mode)
-    with _one_of(ranks), _attention_of_accelerators(), ledger.counting():
-        resident = replace(settings, compile=False, param_offload=False, optimizer_offload=False)
+    with _one_of(ranks), _attention_of(settings.device), ledger.counting():
+        resident = replace(settings, device="cpu", compile=False, param_offload=False, optimizer_offload=False)
         engine = FsdpEngine(resident, load=_Loader(config, mode))
         engine._weights = _FakeOffloader(engine._weights._tensors, active=settings.param_offload)
         engine._moments = _FakeOffloader(engine._moments._tensors, active=settings.optimizer_offload)
         return measure_phases(engine, ledger, make_batch(lengths, prompt), accumulates=accumulates)
 
 
-def measure_phases(
-    engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accumulates: bool = True
-) -> dict[str, int]:
+def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accumulates: bool = True) -> dict[str, int]:
     """Return the peak of `ledger`, which is counting, in the phases of a training step with the optimizer's state."""
     ledger.add([*engine.model.parameters(), *engine.model.buffers()])
     _end_phase(ledger)
@@ -111,14 +111,13 @@ class _Loader:
         shard: Callable[[PackedModel], torch.device],
         **_: Any,
     ) -> PackedCausalLM:
-        kind = self._config.pop("model_type")
+        kind = self._config.get("model_type")
         if kind not in CONFIG_MAPPING:
             raise EngineError(f"model_type {kind}: this version of transformers does not have it")
+        config = CONFIG_MAPPING[kind].from_dict(self._config)
         register_attention()
         with torch.device("meta"):
-            hf = AutoModelForCausalLM.from_config(
-                CONFIG_MAPPING[kind](**self._config), dtype=dtype, attn_implementation="eager"
-            )
+            hf = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=MODEL_ATTENTION)
         with self._mode:
             hf.to_empty(device="cpu")
         hf.tie_weights()
@@ -165,10 +164,11 @@ def _one_of(ranks: int) -> Iterator[None]:
 
 
 @contextmanager
-def _attention_of_accelerators() -> Iterator[None]:
-    """Use the kernel of GPUs for fake tensors on the CPU, which is the only device there is without a driver."""
+def _attention_of(device: str) -> Iterator[None]:
+    """Use the attention kernel of a device for fake tensors on the CPU; without its driver they can be on no other."""
     kernels = dict(attention._KERNELS)
-    attention._KERNELS["cpu"] = attention._KERNELS["cuda"]
+    if (kernel := kernels.get(torch.device(device).type)) is not None:
+        attention._KERNELS["cpu"] = kernel
     try:
         yield
     finally:

@@ -91,37 +91,61 @@ class ModelMemory:
         root = b * shape.root_parameters
         gathered = 2 * b * shape.layer_parameters  # the buffer of the collective, and the weights copied from it
         start = Usage(activations=b * size.tokens * shape.width, buffers=2 * root + gathered)
-        layer = Usage(activations=size.tokens * self._forward_token_bytes, buffers=root + gathered)
+        layer = Usage(
+            activations=size.tokens * self._forward_token_bytes, buffers=root + gathered + self._left_gathered
+        )
         head = Usage(
             activations=b * shape.width * (2 * size.tokens + size.trained),
             logits=3 * self._chunk_bytes,
-            buffers=root,
+            buffers=root + self._left_gathered,
         )
         return self._in_use() + _highest(start, layer, head)
 
     def in_update(self) -> Usage:
-        """Return the usage of an update: in the backward pass of the head, of a layer, or of the embeddings."""
+        """Return the usage of an update: in the backward pass of the head, a layer or the embeddings, or in the step."""
         assert self.update is not None
-        size, b, shape, settings = self.update, self._compute, self.shape, self.settings
         held = self._in_use(with_gradients=self.micro_batches > 1)
-        kept = self._kept_activations(size)
-        root, layer = b * shape.root_parameters, b * shape.layer_parameters
-        weight = shape.vocabulary * shape.width * (0 if shape.has_value_head else 1)
-        trains_all = settings.lora is None
-        head_gradient = b * weight if trains_all else 0
-        head = Usage(
+        return _highest(
+            held + self._head_backward(self.update),
+            held + self._layer_backward(self.update),
+            self._in_use(with_gradients=True) + self._root_backward(),
+            self._in_use(with_gradients=True, with_moments=True),
+        )
+
+    def _head_backward(self, size: PassSize) -> Usage:
+        """Return the usage while log-probs are differentiated, chunk by chunk.
+
+        Each chunk adds its gradient of the weight, in the type of the computation, to a sum in float32.
+        """
+        b, shape, chunk = self._compute, self.shape, self._chunk_bytes
+        part = self._head_gradient if b < 4 else 0
+        total = 4 * self._head_gradient // b
+        kept, _ = self._kept_activations(size)
+        return Usage(
             activations=kept + b * shape.width * (size.tokens + 3 * size.trained),
-            logits=5 * self._chunk_bytes + ((4 * weight + head_gradient) if trains_all else 0),
-            buffers=root,
+            logits=total + max(3 * chunk, chunk // 2 + part),
+            buffers=b * shape.root_parameters + self._left_gathered,
         )
-        reduced = 4 * shape.layer_parameters if trains_all else 0
-        backward = Usage(
-            activations=kept + size.tokens * self._backward_token_bytes,
-            buffers=root + head_gradient + 3 * layer + reduced,
+
+    def _layer_backward(self, size: PassSize) -> Usage:
+        """Return the usage of a layer near the end of the model.
+
+        It is gathered, the one before it is being gathered, and gradients of the one after it are being reduced.
+        """
+        b, shape = self._compute, self.shape
+        _, inputs = self._kept_activations(size)
+        return Usage(
+            activations=inputs + size.tokens * self._backward_token_bytes,
+            buffers=b * (shape.root_parameters + 3 * shape.layer_parameters)
+            + self._head_gradient
+            + self._reduced_layer
+            + self._left_gathered,
         )
-        end = Usage(buffers=2 * root + (4 * shape.root_parameters + reduced if trains_all else 0))
-        step = self._in_use(with_gradients=True, with_moments=True)
-        return _highest(held + head, held + backward, held + end, step)
+
+    def _root_backward(self) -> Usage:
+        """Return the usage while the gradients of embeddings and head are reduced, in float32, at the very end."""
+        reduced = 4 * self.shape.root_parameters + self._reduced_layer if self.settings.lora is None else 0
+        return Usage(buffers=2 * self._compute * self.shape.root_parameters + reduced)
 
     def in_weight_sync(self) -> Usage:
         """Return the usage while the weights are gathered one by one, each with the buffer of its all-gather."""
@@ -185,6 +209,25 @@ class ModelMemory:
         )
 
     @property
+    def _head_gradient(self) -> int:
+        """The gradient of the vocabulary projection, before it is reduced."""
+        if self.settings.lora is not None or self.shape.has_value_head:
+            return 0
+        return self._compute * self.shape.vocabulary * self.shape.width
+
+    @property
+    def _reduced_layer(self) -> int:
+        """The buffer in which a layer's gradients are reduced, in float32."""
+        return 4 * self.shape.layer_parameters if self.settings.lora is None else 0
+
+    @property
+    def _left_gathered(self) -> int:
+        """Weights of the other layers that stay gathered until the backward pass."""
+        if self.settings.reshard_after_forward:
+            return 0
+        return self._compute * self.shape.layer_parameters * (self.shape.layers - 1)
+
+    @property
     def _chunk_bytes(self) -> int:
         """The logits of one chunk in float32."""
         if self.shape.has_value_head:
@@ -192,12 +235,14 @@ class ModelMemory:
         chunk = self.settings.logprob_chunk
         return 4 * (CHUNK_LOGITS if chunk is None else chunk * self.shape.vocabulary)
 
-    def _kept_activations(self, size: PassSize) -> int:
-        """Return what the forward pass keeps: the input of every layer, or without checkpointing all that it saves."""
+    def _kept_activations(self, size: PassSize) -> tuple[int, int]:
+        """Return what the forward pass keeps, and how much of it remains for the layers before the last one."""
         shape = self.shape
         if self.settings.gradient_checkpointing:
-            return self._compute * size.tokens * shape.width * shape.layers
-        return size.tokens * self._saved_token_bytes * (shape.layers - 1)
+            inputs = self._compute * size.tokens * shape.width * shape.layers
+            return inputs, inputs
+        saved = size.tokens * self._saved_token_bytes
+        return saved * shape.layers, saved * (shape.layers - 1)
 
     @property
     def _rows(self) -> int:
@@ -224,7 +269,7 @@ class ModelMemory:
     def _backward_token_bytes(self) -> int:
         """Bytes per token at the peak of a layer's backward pass: what it saved, and gradients in its MLP."""
         b, shape = self._compute, self.shape
-        return self._saved_token_bytes + b * (2 * shape.mlp * self._rows + 2 * shape.width)
+        return self._saved_token_bytes + 2 * b * shape.mlp * self._rows
 
 
 def _highest(*usages: Usage) -> Usage:

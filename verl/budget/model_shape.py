@@ -15,7 +15,7 @@ from verl.errors import ConfigError
 class ModelShape:
     """A decoder-only model: `layers` of attention and a gated MLP, or a mixture of `experts` such MLPs.
 
-    `width` is the size of the hidden states, `mlp` that of an MLP or expert. A token passes `experts_per_token` experts.
+    `width` is the size of the hidden states, `mlp` of an MLP or expert. A token passes `experts_per_token` experts.
     """
 
     vocabulary: int

@@ -95,7 +95,10 @@ class RunMemory:
             for phase, usage in self.phases(memory).items()
             if usage.total > usable
         }
-        if self.engine is not None and (room := self.engine.cache(memory)) < self.engine.tokens * self.engine.token_bytes:
+        if (
+            self.engine is not None
+            and (room := self.engine.cache(memory)) < self.engine.tokens * self.engine.token_bytes
+        ):
             have = "no memory" if room <= 0 else f"{room / GIB:.1f} GiB"
             problems["generation"] = (
                 f"the engine has {have} left for its cache after {self.engine.weights / GIB:.1f} GiB of weights"

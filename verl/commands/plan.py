@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+from verl.budget.advice import Change
 from verl.budget.devices import DEVICES, GIB, Device
 from verl.budget.memory import Usage
 from verl.budget.run import USABLE, RunMemory
@@ -55,8 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _plan(config: Config, device: Device, *, as_json: bool) -> int:
-    # Imports Ray, after the settings have been checked.
-    from verl.trainer.run_budget import describe_current, format_changes, run_memory, run_workload, suggest_settings
+    from verl.trainer.run_budget import run_memory, run_workload, suggest_settings  # imports Ray, after the settings
 
     run, load = run_memory(config), run_workload(config)
     cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
@@ -68,26 +68,43 @@ def _plan(config: Config, device: Device, *, as_json: bool) -> int:
             "memory": {phase: dict(usage.items()) for phase, usage in run.phases(device.memory).items()},
             "seconds": estimate_seconds(run, cluster, load),
             "problems": problems,
-            "changes": format_changes(changes),
+            "changes": {key: value for change in changes for key, value in change.values.items()},
         }
         sys.stdout.write(json.dumps(report) + "\n")
-        return int(bool(problems) and not changes)
-    lines = [*_describe(run, cluster), "", *_memory_table(run, device), ""]
-    if not problems:
-        lines.append("Every phase fits.")
-    elif changes:
-        lines += ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
-        lines.append("With these settings it does:")
-        for change in changes:
-            setting = " ".join(format_changes([change]))
-            lines.append(f"  {setting}  (now {describe_current(config, change)}; {change.cost})")
     else:
-        lines += ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
-        lines.append("No settings make it fit: use more accelerators (--nodes), shorter sequences, or an adapter")
-        lines.append("(actor_rollout_ref.actor.peft.lora_rank).")
-    lines += ["", *_time_table(run, cluster, load)]
-    sys.stdout.write("\n".join(lines) + "\n")
+        lines = [*_describe(run, cluster), "", *_memory_table(run, device), "", *_verdict(config, problems, changes)]
+        if changes:
+            run = run_memory(_changed(config, changes))
+            lines += ["", *_memory_table(run, device)]
+        lines += ["", *_time_table(run, cluster, load)]
+        sys.stdout.write("\n".join(lines) + "\n")
     return int(bool(problems) and not changes)
+
+
+def _changed(config: Config, changes: Sequence[Change]) -> Config:
+    from verl.trainer.run_budget import change_settings
+
+    return change_settings(config, {key: value for change in changes for key, value in change.values.items()})
+
+
+def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[Change]) -> list[str]:
+    """Return what fits, and which settings to change."""
+    from verl.trainer.run_budget import describe_current, format_changes
+
+    if not problems:
+        return ["Every phase fits."]
+    lines = ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
+    if not changes:
+        return [
+            *lines,
+            "No settings make it fit: use more accelerators (--nodes), shorter sequences, or an adapter",
+            "(actor_rollout_ref.actor.peft.lora_rank).",
+        ]
+    rows = [
+        f"  {' '.join(format_changes([change]))}  (now {describe_current(config, change)}; {change.cost})"
+        for change in changes
+    ]
+    return [*lines, "It fits with:", *rows]
 
 
 def _describe(run: RunMemory, cluster: Cluster) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,12 @@ from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.reward_settings import reward_pool_settings
+from verl.trainer.run_budget import memory_note
 from verl.trainer.run_data import data_splits, load_sampler
 from verl.training.families import family_problems, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 async def check_rl_run(config: Config, reward: Callable[..., Any] | None = None) -> None:
@@ -61,6 +64,25 @@ async def check_reward(config: Config, reward: Callable[..., Any] | None = None)
     settings = reward_pool_settings(config, function=reward)
     with open_rewards(replace(settings, workers=min(1, settings.workers))) as pool:
         await pool.start()
+
+
+def memory_notes(config: Config, device: str) -> list[str]:
+    """Return a note if the run does not fit on the accelerators of this machine, by the estimate of `verl plan`.
+
+    It does not stop the run, because it is an estimate. Nothing is known on a machine without accelerators.
+    """
+    memory = None if device == "cpu" else read_device_memory()
+    note = None if memory is None else memory_note(config, memory)
+    return [] if note is None else [note]
+
+
+def read_device_memory() -> int | None:
+    """Return the bytes of this machine's smallest NVIDIA accelerator, without using it; None if there is none."""
+    try:
+        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True)
+        return min(int(line) for line in done.stdout.split()) << 20
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
 
 
 def raise_problems(problems: Sequence[VerlError]) -> None:

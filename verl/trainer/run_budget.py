@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.budget.advice import Change, find_changes
@@ -81,14 +81,12 @@ def memory_note(config: Config, memory: int) -> str | None:
     return f"by estimate, this run does not fit into the {memory / GIB:.0f} GiB of a device: {phases}{fix}"
 
 
-def format_changes(changes: list[Change]) -> list[str]:
+def format_changes(changes: Sequence[Change]) -> list[str]:
     """Return the changes as they are written on the command line."""
     return [f"{key}={format_value(value)}" for change in changes for key, value in change.values.items()]
 
 
-def _model(
-    config: Config, settings: FsdpSettings, update: PassSize, micro_batches: int | None
-) -> ModelMemory:
+def _model(config: Config, settings: FsdpSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
     content = read_config(settings.model_path)
     if content is None:
         raise ConfigError(
