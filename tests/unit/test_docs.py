@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from verl import cli, errors
-from verl.commands import data, demo, evaluate, generate
+from verl.commands import data, demo, evaluate, generate, plan
 from verl.config.load import load, load_sft
 
 pytestmark = pytest.mark.unit
@@ -82,6 +82,8 @@ def check_verl(arguments: list[str]) -> None:
         evaluate.read_arguments(rest)
     elif name == "migrate" and rest:
         assert [Path(argument).suffix for argument in rest[:1]] in ([".sh"], [".yaml"]), "verl migrate takes one file"
+    elif name == "plan" and rest:
+        plan.read_arguments(rest)
     elif name == "config":
         assert cli.main(["config", *rest]) == 0
     else:

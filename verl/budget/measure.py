@@ -111,7 +111,7 @@ class _Loader:
         shard: Callable[[PackedModel], torch.device],
         **_: Any,
     ) -> PackedCausalLM:
-        kind = self._config.get("model_type")
+        kind = str(self._config.get("model_type"))
         if kind not in CONFIG_MAPPING:
             raise EngineError(f"model_type {kind}: this version of transformers does not have it")
         config = CONFIG_MAPPING[kind].from_dict(self._config)

@@ -102,7 +102,7 @@ class ModelMemory:
         return self._in_use() + _highest(start, layer, head)
 
     def in_update(self) -> Usage:
-        """Return the usage of an update: in the backward pass of the head, a layer or the embeddings, or in the step."""
+        """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step."""
         assert self.update is not None
         held = self._in_use(with_gradients=self.micro_batches > 1)
         return _highest(

@@ -38,6 +38,12 @@ example:
 
 def main(argv: Sequence[str]) -> int:
     """Print the plan of a run; return 0 if it fits, with the given or the proposed settings, else 1."""
+    config, device, as_json = read_arguments(argv)
+    return _plan(config, device, as_json=as_json)
+
+
+def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
+    """Return the settings, the accelerator, and whether to print JSON."""
     parser = ArgumentParser("verl plan")
     parser.add_argument("--nodes", type=int)
     parser.add_argument("--gpus", type=int)
@@ -52,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
     device = DEVICES[options.device]
     if options.memory is not None:
         device = replace(device, memory_gib=options.memory)
-    return _plan(runs[0].config, device, as_json=options.json)
+    return runs[0].config, device, options.json
 
 
 def _plan(config: Config, device: Device, *, as_json: bool) -> int:

@@ -1,0 +1,82 @@
+"""Measuring with fake tensors: the ledger, and a tiny model as one rank of many."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny import tiny_qwen2
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from verl.budget.ledger import FakeLedger, Ledger
+from verl.budget.measure import measure
+from verl.budget.memory import PHASES
+from verl.budget.model_shape import ModelShape
+from verl.errors import EngineError
+from verl.training.settings import FsdpSettings, LoraSettings
+
+pytestmark = pytest.mark.unit
+
+
+def test_a_ledger_counts_live_storages_and_their_peak() -> None:
+    ledger, old = Ledger(), torch.zeros(100)
+    ledger.add([old, old.view(10, 10)])
+    assert ledger.live == 400
+    with ledger.counting():
+        new = torch.zeros(1000)
+        view = new[:10]
+        assert ledger.live == 4400
+        del new, view
+        gc.collect()
+        assert (ledger.live, ledger.reset_peak(), ledger.peak) == (400, 4400, 400)
+
+
+def test_a_ledger_sees_storages_that_are_emptied_and_refilled() -> None:
+    ledger = Ledger()
+    with ledger.counting():
+        tensor = torch.zeros(1000)
+        tensor.untyped_storage().resize_(0)
+        assert (ledger.live, ledger.peak) == (0, 4000)
+        tensor.untyped_storage().resize_(8000)
+        assert (ledger.live, ledger.peak) == (8000, 8000)
+
+
+def test_under_a_fake_ledger_floats_have_no_memory_and_integers_are_real() -> None:
+    ledger = FakeLedger(FakeTensorMode(allow_non_fake_inputs=True))
+    with ledger.counting():
+        huge, mask = torch.empty(1 << 40), torch.arange(5) > 2
+        assert isinstance(huge, FakeTensor)
+        assert huge[mask.nonzero().squeeze(-1)].shape == (2,)
+        assert float(huge.sum()) == 1.0
+        assert ledger.live >= 4 << 40
+
+
+def peaks(**settings: Any) -> dict[str, int]:
+    config = tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1, tie_word_embeddings=True)
+    return measure(config.to_dict(), FsdpSettings("tiny", **settings), 2, [24, 8], prompt=8, accumulates=False)
+
+
+def test_a_tiny_model_is_measured_as_one_of_two_ranks() -> None:
+    measured = peaks(optimizer_offload=True)
+    shape = ModelShape.from_config(tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1).to_dict())
+    shard = 4 * replace(shape, is_tied=True).parameters / 2
+    assert tuple(measured) == PHASES
+    assert measured["load"] == pytest.approx(shard, rel=0.02)
+    assert measured["save"] == pytest.approx(3 * shard, rel=0.02)  # the moments are back
+    gathered = 2 * 512 * 128 * 4
+    assert shard + gathered < measured["log-probs"] < 3 * shard + gathered  # and here they are not
+    assert measured["update"] >= 4 * shard
+    assert not dist.is_initialized()
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    for settings in ({"offload_policy": True}, {"lora": LoraSettings(4)}):
+        with pytest.raises(EngineError, match="use the estimate"):
+            peaks(**settings)
+    with pytest.raises(EngineError, match="model_type nothing"):
+        measure({"model_type": "nothing"}, FsdpSettings("tiny"), 2, [8], prompt=2)
+    assert not dist.is_initialized()
