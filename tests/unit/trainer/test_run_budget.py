@@ -19,6 +19,7 @@ from verl.trainer.run_budget import change_settings, memory_note, run_memory, su
 
 pytestmark = pytest.mark.unit
 Load = Callable[..., Config]
+_TOO_SMALL = "actor_rollout_ref.rollout.gpu_memory_utilization=0.3"  # for the weights of 14B
 
 
 @pytest.fixture
@@ -64,13 +65,14 @@ def test_7b_fits_at_the_defaults_and_larger_models_with_the_proposed_settings(co
 
 
 def test_a_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = config("Qwen2.5-14B")
+    settings = config("Qwen2.5-14B", _TOO_SMALL)
     assert memory_note(config("Qwen2.5-7B"), 80 * GIB) is None
-    note = memory_note(settings, 60 * GIB)
+    note = memory_note(settings, 80 * GIB)
     assert note is not None
-    assert "by estimate, this run does not fit into the 60 GiB of a device: " in note
+    assert "by estimate, this run does not fit into the 80 GiB of a device: " in note
+    assert "generation: the engine has no memory left for its cache after 27.5 GiB of weights" in note
     assert "it fits with actor_rollout_ref." in note
-    monkeypatch.setattr(preflight, "read_device_memory", lambda: 60 * GIB)
+    monkeypatch.setattr(preflight, "read_device_memory", lambda: 80 * GIB)
     assert preflight.memory_notes(settings, "cuda") == [note]
     assert preflight.memory_notes(settings, "cpu") == []
     monkeypatch.setattr(preflight, "read_device_memory", lambda: None)
@@ -90,7 +92,7 @@ def test_the_plan_is_printed(arguments: Callable[..., list[str]], capsys: pytest
     assert "7.62 billion parameters, on 8 H100 with 80 GiB" in text
     assert "Every phase fits." in text
     assert "estimated from operations and bytes" in text
-    assert main(["plan", "--gpus", "8", "--memory", "60", *arguments("Qwen2.5-14B")]) == 0
+    assert main(["plan", "--gpus", "8", *arguments("Qwen2.5-14B", _TOO_SMALL)]) == 0
     text = capsys.readouterr().out
     assert "It does not fit:" in text
     assert "It fits with:\n  actor_rollout_ref." in text
