@@ -32,8 +32,6 @@ from verl.training.model import PACKED_ATTENTION, PackedCausalLM, PackedModel, r
 from verl.training.offload import Offloader
 from verl.training.settings import FsdpSettings
 
-PHASES = ("load", "log-probs", "update", "weight sync", "save")
-
 
 def measure(
     config: Mapping[str, Any],
