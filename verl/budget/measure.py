@@ -63,8 +63,9 @@ def measure(
 def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accumulates: bool = True) -> dict[str, int]:
     """Return the peak of `ledger`, which is counting, in the phases of a training step with the optimizer's state."""
     ledger.add([*engine.model.parameters(), *engine.model.buffers()])
-    _end_phase(ledger)
-    peaks = {"load": ledger.live}
+    with engine._weights.on_device():
+        _end_phase(ledger)
+        peaks = {"load": ledger.live}
     engine.state()  # creates the moments
     _end_phase(ledger)
     engine.forward([batch])
@@ -74,6 +75,8 @@ def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accu
     peaks["update"] = _end_phase(ledger)
     deque(engine.weights(torch.bfloat16), maxlen=0)
     peaks["weight sync"] = _end_phase(ledger)
+    for offloader in (engine._weights, engine._moments):
+        offloader.active = False  # else `state` makes copies in host memory, which would be counted too
     engine.state()
     peaks["save"] = _end_phase(ledger)
     return peaks

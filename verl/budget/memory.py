@@ -83,7 +83,8 @@ class ModelMemory:
         return phases
 
     def at_load(self) -> Usage:
-        return self.at_rest(with_moments=False)
+        """Return the usage once the weights are read, before any of them are offloaded."""
+        return Usage(weights=0 if self.settings.offload_policy else self._weights)
 
     def in_logprobs(self) -> Usage:
         """Return the usage of a pass without gradients: of a layer, or of the last layer's logits."""

@@ -69,7 +69,8 @@ class RunMemory:
         actor = self.models["actor"]
         trained = {name: model for name, model in self.models.items() if model.update is not None}
         phases = {
-            "load": _sum(model.at_load() for model in self.models.values()) + asleep,
+            "load": self._highest({name: model.at_load() for name, model in self.models.items()}, is_first=True)
+            + asleep,
             "generation": _sum(model.at_rest() for model in self.models.values()) + awake,
             "log-probs": self._highest({name: model.in_logprobs() for name, model in self.models.items()}) + asleep,
             "update": self._highest({name: model.in_update() for name, model in trained.items()}) + asleep,
@@ -113,12 +114,10 @@ class RunMemory:
             missing += max(0, self.engine.tokens * self.engine.token_bytes - self.engine.cache(memory))
         return missing
 
-    def _highest(self, active: Mapping[str, Usage]) -> Usage:
-        """Return the highest usage with one of the models active and the others at rest."""
-        totals = [
-            usage + _sum(model.at_rest() for other, model in self.models.items() if other != name)
-            for name, usage in active.items()
-        ]
+    def _highest(self, active: Mapping[str, Usage], *, is_first: bool = False) -> Usage:
+        """Return the highest usage with one of the models active and the others at rest; at first without moments."""
+        resting = {name: model.at_rest(with_moments=not is_first) for name, model in self.models.items()}
+        totals = [usage + _sum(resting[other] for other in resting if other != name) for name, usage in active.items()]
         return max(totals, key=lambda usage: usage.total)
 
 
