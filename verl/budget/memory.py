@@ -97,7 +97,7 @@ class ModelMemory:
         )
         head = Usage(
             activations=b * shape.width * (2 * size.tokens + size.trained),
-            logits=3 * self._chunk_bytes,
+            logits=3 * self._chunk_bytes(size),
             buffers=root + self._left_gathered,
         )
         return self._in_use() + _highest(start, layer, head)
@@ -105,12 +105,14 @@ class ModelMemory:
     def in_update(self) -> Usage:
         """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step."""
         assert self.update is not None
-        held = self._in_use(with_gradients=self.micro_batches > 1)
+        trained = self._trained_parameters
+        earlier = trained if self.micro_batches > 1 else 0
+        held = self._in_use(gradients=earlier)
         return _highest(
             held + self._head_backward(self.update),
             held + self._layer_backward(self.update),
-            self._in_use(with_gradients=True) + self._root_backward(),
-            self._in_use(with_gradients=True, with_moments=True),
+            self._in_use(gradients=earlier or max(0, trained - self.shape.root_parameters)) + self._root_backward(),
+            self._in_use(gradients=trained, with_moments=True),
         )
 
     def _head_backward(self, size: PassSize) -> Usage:
@@ -118,7 +120,7 @@ class ModelMemory:
 
         Each chunk adds its gradient of the weight, in the type of the computation, to a sum in float32.
         """
-        b, shape, chunk = self._compute, self.shape, self._chunk_bytes
+        b, shape, chunk = self._compute, self.shape, self._chunk_bytes(size)
         part = self._head_gradient if b < 4 else 0
         total = 4 * self._head_gradient // b
         kept, _ = self._kept_activations(size)
@@ -145,8 +147,9 @@ class ModelMemory:
 
     def _root_backward(self) -> Usage:
         """Return the usage while the gradients of embeddings and head are reduced, in float32, at the very end."""
-        reduced = 4 * self.shape.root_parameters + self._reduced_layer if self.settings.lora is None else 0
-        return Usage(buffers=2 * self._compute * self.shape.root_parameters + reduced)
+        if self.settings.lora is not None:
+            return Usage()
+        return Usage(buffers=(self._compute + 4) * self.shape.root_parameters)
 
     def in_weight_sync(self) -> Usage:
         """Return the usage while the weights are gathered one by one, each with the buffer of its all-gather."""
@@ -197,15 +200,14 @@ class ModelMemory:
         }[self.settings.optimizer]
         return int(total) // self.ranks
 
-    def _in_use(self, *, with_gradients: bool = False, with_moments: bool = False) -> Usage:
-        """Return what is on the device while the model computes, except for activations and buffers."""
+    def _in_use(self, *, gradients: int = 0, with_moments: bool = False) -> Usage:
+        """Return what is on the device while the model computes, with the gradients of that many parameters."""
         settings = self.settings
         if settings.offload_policy:
             return Usage()
-        gradients = _itemsize(settings.param_dtype) * self._trained_parameters // self.ranks
         return Usage(
             weights=self._weights,
-            gradients=gradients if with_gradients else 0,
+            gradients=_itemsize(settings.param_dtype) * gradients // self.ranks,
             moments=self._moments if with_moments or not settings.optimizer_offload else 0,
         )
 
@@ -228,13 +230,12 @@ class ModelMemory:
             return 0
         return self._compute * self.shape.layer_parameters * (self.shape.layers - 1)
 
-    @property
-    def _chunk_bytes(self) -> int:
-        """The logits of one chunk in float32."""
+    def _chunk_bytes(self, size: PassSize) -> int:
+        """Return the bytes of one chunk of logits in float32."""
         if self.shape.has_value_head:
             return 0
-        chunk = self.settings.logprob_chunk
-        return 4 * (CHUNK_LOGITS if chunk is None else chunk * self.shape.vocabulary)
+        chunk = self.settings.logprob_chunk or max(1, CHUNK_LOGITS // self.shape.vocabulary)
+        return 4 * min(chunk, size.trained) * self.shape.vocabulary
 
     def _kept_activations(self, size: PassSize) -> tuple[int, int]:
         """Return what the forward pass keeps, and how much of it remains for the layers before the last one."""

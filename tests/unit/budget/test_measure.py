@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from verl.budget.ledger import FakeLedger, Ledger
 from verl.budget.measure import measure
-from verl.budget.memory import PHASES
+from verl.budget.memory import PHASES, ModelMemory, PassSize
 from verl.budget.model_shape import ModelShape
 from verl.errors import EngineError
 from verl.training.settings import FsdpSettings, LoraSettings
@@ -55,20 +54,23 @@ def test_under_a_fake_ledger_floats_have_no_memory_and_integers_are_real() -> No
         assert ledger.live >= 4 << 40
 
 
+TINY = tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1, tie_word_embeddings=True).to_dict()
+
+
 def peaks(**settings: Any) -> dict[str, int]:
-    config = tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1, tie_word_embeddings=True)
-    return measure(config.to_dict(), FsdpSettings("tiny", **settings), 2, [24, 8], prompt=8, accumulates=False)
+    return measure(TINY, FsdpSettings("tiny", **settings), 2, [24, 8], prompt=8, accumulates=False)
 
 
 def test_a_tiny_model_is_measured_as_one_of_two_ranks() -> None:
-    measured = peaks(optimizer_offload=True)
-    shape = ModelShape.from_config(tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1).to_dict())
-    shard = 4 * replace(shape, is_tied=True).parameters / 2
+    measured, size = peaks(optimizer_offload=True), PassSize(32, 16)
+    estimate = ModelMemory(
+        ModelShape.from_config(TINY), FsdpSettings("tiny", optimizer_offload=True), 2, size, size, micro_batches=1
+    )
+    shard = estimate.at_load().total
     assert tuple(measured) == PHASES
     assert measured["load"] == pytest.approx(shard, rel=0.02)
     assert measured["save"] == pytest.approx(3 * shard, rel=0.02)  # the moments are back
-    gathered = 2 * 512 * 128 * 4
-    assert shard + gathered < measured["log-probs"] < 3 * shard + gathered  # and here they are not
+    assert measured["log-probs"] == pytest.approx(estimate.in_logprobs().total, rel=0.1)  # and here they are not
     assert measured["update"] >= 4 * shard
     assert not dist.is_initialized()
 
