@@ -28,6 +28,7 @@ from verl.errors import EngineError
 from verl.model_safety import MODEL_ATTENTION
 from verl.training import model as attention
 from verl.training.fsdp import FsdpEngine
+from verl.training.logprobs import default_chunk
 from verl.training.model import PACKED_ATTENTION, PackedCausalLM, PackedModel, register_attention
 from verl.training.offload import Offloader
 from verl.training.settings import FsdpSettings
@@ -54,7 +55,7 @@ def measure(
     ledger = FakeLedger(mode)
     with _one_of(ranks), _attention_of(settings.device), ledger.counting():
         resident = replace(settings, device="cpu", compile=False, param_offload=False, optimizer_offload=False)
-        engine = FsdpEngine(resident, load=_Loader(config, mode))
+        engine = FsdpEngine(resident, load=_Loader(config, mode, settings.device))
         engine._weights = _FakeOffloader(engine._weights._tensors, active=settings.param_offload)
         engine._moments = _FakeOffloader(engine._moments._tensors, active=settings.optimizer_offload)
         return measure_phases(engine, ledger, make_batch(lengths, prompt), accumulates=accumulates)
@@ -98,8 +99,8 @@ def _end_phase(ledger: Ledger) -> int:
 class _Loader:
     """Builds the model of a configuration, with fake weights; replaces `load_model`."""
 
-    def __init__(self, config: Mapping[str, Any], mode: FakeTensorMode) -> None:
-        self._config, self._mode = dict(config), mode
+    def __init__(self, config: Mapping[str, Any], mode: FakeTensorMode, device: str) -> None:
+        self._config, self._mode, self._device = dict(config), mode, device
 
     def __call__(
         self,
@@ -122,6 +123,7 @@ class _Loader:
         with self._mode:
             hf.to_empty(device="cpu")
         hf.tie_weights()
+        chunk = chunk or default_chunk(self._device, config.get_text_config().vocab_size)
         model = PackedCausalLM(hf, chunk, fp32_head=fp32_head).eval()
         model.backbone.set_attn_implementation(PACKED_ATTENTION)
         if gradient_checkpointing:

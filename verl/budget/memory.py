@@ -13,7 +13,7 @@ from verl.budget.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")
-CHUNK_LOGITS = 1 << 24  # as verl.training.logprobs.CHUNK_ELEMENTS
+CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.logprobs, on the CPU and on accelerators
 SYNC_BYTES = 2  # of a weight that is sent to an engine
 
 
@@ -97,7 +97,7 @@ class ModelMemory:
         )
         head = Usage(
             activations=b * shape.width * (2 * size.tokens + size.trained),
-            logits=3 * self._chunk_bytes(size),
+            logits=2 * self._chunk_bytes(size),
             buffers=root + self._left_gathered,
         )
         return self._in_use() + _highest(start, layer, head)
@@ -126,7 +126,7 @@ class ModelMemory:
         kept, _ = self._kept_activations(size)
         return Usage(
             activations=kept + b * shape.width * (size.tokens + 3 * size.trained),
-            logits=total + max(3 * chunk, chunk // 2 + part),
+            logits=total + max(2 * chunk, chunk // 2 + part),
             buffers=b * shape.root_parameters + self._left_gathered,
         )
 
@@ -234,7 +234,8 @@ class ModelMemory:
         """Return the bytes of one chunk of logits in float32."""
         if self.shape.has_value_head:
             return 0
-        chunk = self.settings.logprob_chunk or max(1, CHUNK_LOGITS // self.shape.vocabulary)
+        default = max(1, CHUNK_LOGITS // self.shape.vocabulary) if self.settings.device == "cpu" else CHUNK_POSITIONS
+        chunk = self.settings.logprob_chunk or default
         return 4 * min(chunk, size.trained) * self.shape.vocabulary
 
     def _kept_activations(self, size: PassSize) -> tuple[int, int]:
