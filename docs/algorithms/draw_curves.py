@@ -3,6 +3,7 @@
 python tests/acceptance/algorithms.py --keep runs
 python tests/acceptance/distillation.py --keep runs
 python docs/algorithms/draw_curves.py runs
+python docs/algorithms/draw_curves.py docs/runs --target docs/runs
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CURVES = Path(__file__).parent / "curves"
-HELD_OUT, TRAINED = "val/addition/mean@1", "reward/mean"
+TRAINED = "reward/mean"
 Points = list[tuple[float, float]]
 
 WIDTH, HEIGHT = 640, 300
@@ -39,7 +40,8 @@ class Curve:
         def points(metric: str) -> Points:
             return [(line["step"], line[metric]) for line in lines if isinstance(line.get(metric), int | float)]
 
-        return cls(run.name, points(HELD_OUT), points(TRAINED))
+        held_out = {name for line in lines for name in line if name.startswith("val/") and name.endswith("/mean@1")}
+        return cls(run.name, points(min(held_out, default="")), points(TRAINED))
 
 
 @dataclass(frozen=True)
@@ -140,4 +142,6 @@ def draw(folder: Path, target: Path = CURVES) -> list[str]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="what `tests/acceptance/algorithms.py --keep` was given")
-    sys.stdout.write("drawn: " + " ".join(draw(parser.parse_args().folder)) + "\n")
+    parser.add_argument("--target", type=Path, default=CURVES)
+    options = parser.parse_args()
+    sys.stdout.write("drawn: " + " ".join(draw(options.folder, options.target)) + "\n")
