@@ -84,17 +84,18 @@ class Recorder(FsdpEngine):
 
 class Engines:
     """An actor, a critic, a mixture of experts, and two frozen models: a reference that differs from the actor, and a
-    wider teacher."""
+    wider teacher. `layout` are settings of all of them."""
 
-    def __init__(self, directory, **options):
-        self.actor = Recorder(FsdpSettings(str(directory / "model"), **options))
-        self.critic = Recorder(FsdpSettings(str(directory / "critic"), head="value", role="critic", **options))
+    def __init__(self, directory, **layout):
+        def settings(name, **changes):
+            return FsdpSettings(str(directory / name), **changes, **layout)
+
+        self.actor = Recorder(settings("model"))
+        self.critic = Recorder(settings("critic", head="value", role="critic"))
         self.reference, self.teacher = (
-            FsdpEngine(FsdpSettings(str(directory / name), trainable=False, **options))
-            for name in ("reference", "teacher")
+            FsdpEngine(settings(name, trainable=False)) for name in ("reference", "teacher")
         )
-        path = str(directory / "mixture")
-        self.mixture = {term: Recorder(FsdpSettings(path, **routing, **options)) for term, routing in MIXTURE.items()}
+        self.mixture = {term: Recorder(settings("mixture", **routing)) for term, routing in MIXTURE.items()}
 
     def of(self, term):
         return self.mixture.get(term, self.critic if term == "value" else self.actor)
@@ -352,13 +353,15 @@ def run(world, directory, cuts, stride):
     return json.loads((directory / f"found-{world}.json").read_text())
 
 
-def save_models(directory):
-    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True)).save_pretrained(directory / "model")
-    Qwen2ForTokenClassification(tiny_qwen2(num_labels=1)).save_pretrained(directory / "critic")
-    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False)).save_pretrained(directory / "reference")
-    teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80)  # 16 ids are padding
+def save_models(directory, **changes):
+    """Save the models of `Engines`, with other sizes than the smallest if wanted."""
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, **changes)).save_pretrained(directory / "model")
+    Qwen2ForTokenClassification(tiny_qwen2(num_labels=1, **changes)).save_pretrained(directory / "critic")
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=False, **changes)).save_pretrained(directory / "reference")
+    teacher = tiny_qwen2(hidden_size=96, num_hidden_layers=1, vocab_size=80, **changes)  # 16 ids are padding
     Qwen2ForCausalLM(teacher).save_pretrained(directory / "teacher")
-    save_family("Qwen3-MoE", directory / "mixture", norm_topk_prob=True)
+    save_family("Qwen3-MoE", directory / "mixture", norm_topk_prob=True, **changes)
 
 
 def main():
@@ -369,7 +372,6 @@ def main():
     short = parser.parse_args().short
     cuts, stride, sizes = (12, 12, (5,)) if short else (100, 8, (1, 5, SEQUENCES))
     disable_progress_bar()
-    torch.manual_seed(0)
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

@@ -25,7 +25,10 @@ _OPTIMIZERS = {"AdamW": "adamw", "FusedAdam": "adamw", "AdamW8bit": "adamw_8bit"
 _WARMUP_BY_RATIO = {"-1": None}
 _LOGGERS = {"file": "jsonl"}
 _STRATEGIES = {"fsdp": "fsdp2"}
-_ENGINE = ("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype", "dtype")
+_ENGINE = (
+    *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype", "dtype"),
+    "fsdp_size",
+)
 _FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats")
 """Names in the rollout section that are passed to vLLM."""
 _OLD_SCORERS = ("code", "format", "gsm8k", "json_schema", "math", "qa")

@@ -26,6 +26,7 @@ from verl.config.features import (
     uses_critic,
 )
 from verl.config.ignored import find_ignored_settings, find_unmet_condition
+from verl.config.parallelism import find_parallel_conflicts
 from verl.config.paths import get_value, is_overridden
 from verl.config.requirements import check_engine_arguments
 from verl.config.schema import Config, SftConfig
@@ -94,6 +95,7 @@ def find_conflicts(config: Config) -> Iterator[str]:
 def _find_run_conflicts(config: Config | SftConfig) -> Iterator[str]:
     """Yield conflicts of the settings that every run has."""
     trainer = config.trainer
+    yield from find_parallel_conflicts(config)
     section, checkpoint = get_checkpoint_settings(config)
     if saves_hf(config) and "model" not in checkpoint.save_contents:
         yield (

@@ -17,6 +17,7 @@ from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
 from verl.config.batch_sizes import count_group_devices, count_train_ranks
+from verl.config.parallelism import count_rank_multiple
 from verl.config.paths import set_path
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
@@ -51,9 +52,9 @@ async def _fit_to_devices(config: C, device: str, console: Console) -> C:
     if count >= wanted:
         return config
     left = f"the cluster has {count} of {wanted} devices left"
-    if count >= count_group_devices(config) and settings.on_lost_node == "shrink":
+    count -= count % count_rank_multiple(config)
+    if count and settings.on_lost_node == "shrink":
         console.advice(f"{left}: continuing with {count} train ranks (trainer.faults.on_lost_node=shrink)")
-        count -= count % count_group_devices(config)
         return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": count}})
     console.advice(
         f"{left}: waiting up to trainer.faults.node_wait={settings.node_wait:g} s for more; set "

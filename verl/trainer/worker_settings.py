@@ -168,6 +168,7 @@ def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSetting
         param_dtype=fsdp.model_dtype,
         stochastic_rounding=fsdp.stochastic_rounding,
         compute_dtype=_dtype(fsdp.dtype, device),
+        fsdp_size=fsdp.fsdp_size,
         reshard_after_forward=fsdp.reshard_after_forward,
         param_offload=can_offload and fsdp.param_offload and not policy,
         optimizer_offload=can_offload and fsdp.optimizer_offload and not policy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -16,8 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, count_totals
@@ -30,13 +30,14 @@ from verl.training.engine import Loss
 from verl.training.logprobs import LastLayer, compiled_kernels
 from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
 from verl.training.metric_sums import MetricSums
-from verl.training.model import PackedCausalLM, PackedModel, PackedValueModel
+from verl.training.model import PackedCausalLM, PackedValueModel
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
 from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
 from verl.training.settings import FsdpSettings
+from verl.training.sharding import parse_dtype, shard_model
 from verl.training.shared_prompts import find_shared_prompts
 from verl.weights.bucket import to_hf
 
@@ -60,15 +61,15 @@ class FsdpEngine:
         self.step = 0
         self.model = load(
             settings.model_path,
-            dtype=_dtype(settings.param_dtype),
+            dtype=parse_dtype(settings.param_dtype),
             head=settings.head,
             chunk=settings.logprob_chunk,
             fp32_head=settings.fp32_lm_head,
             gradient_checkpointing=settings.gradient_checkpointing and settings.trainable,
             trust_remote_code=settings.trust_remote_code,
             lora=settings.lora,
-            shard=self._shard,
-            compute_dtype=_dtype(settings.compute_dtype),
+            shard=partial(shard_model, settings=settings, world_size=self.world_size),
+            compute_dtype=parse_dtype(settings.compute_dtype),
             share_prompts=settings.share_prompts,
         )
         self._routing = control_routing(self.model.layers(), settings)
@@ -86,29 +87,8 @@ class FsdpEngine:
         self._moments = Offloader(lambda: iter_moments(self.optimizer), active=settings.optimizer_offload)
         self._weights.offload()
 
-    def _shard(self, model: PackedModel) -> torch.device:
-        """Shard a model, which may still be on the meta device; return the device of its shards."""
-        if self.settings.lora is None or not self.settings.trainable:
-            model.requires_grad_(self.settings.trainable)
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("dp",))
-        precision, on_device = _precision(self.settings), self.device.type != "cpu"
-        options: dict[str, Any] = {
-            "mesh": mesh,
-            "reshard_after_forward": self.settings.reshard_after_forward,
-            "offload_policy": CPUOffloadPolicy(pin_memory=on_device)
-            if self.settings.offload_policy
-            else OffloadPolicy(),
-        }
-        for layer in model.layers():
-            fully_shard(layer, mp_policy=precision, **options)
-        for module in model.fp32_modules():
-            fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
-        options["reshard_after_forward"] = None  # torch has a default for the root
-        fully_shard(model, mp_policy=precision, **options)
-        return torch.device("cpu") if self.settings.offload_policy else self.device
-
     def _compile(self, model: PackedCausalLM) -> None:
-        model.kernels, error = compiled_kernels(self.device, _dtype(self.settings.compute_dtype))
+        model.kernels, error = compiled_kernels(self.device, parse_dtype(self.settings.compute_dtype))
         if error is not None:
             self.notes.append(
                 "torch.compile failed, so the log-prob kernels run uncompiled, with the same results but somewhat "
@@ -383,19 +363,6 @@ class BaseModelReference:
 
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise EngineError(f"dtype: {name!r} is not a floating-point dtype; use float32 or bfloat16")
-    return dtype
-
-
-def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
-    """Reduce gradients in float32; cast parameters to the compute dtype where it differs from theirs."""
-    is_same = settings.compute_dtype == settings.param_dtype
-    return MixedPrecisionPolicy(None if is_same else _dtype(settings.compute_dtype), reduce_dtype=torch.float32)
 
 
 def _check_mask(batch: FlatBatch) -> None:

@@ -55,3 +55,9 @@ def close_process_group() -> None:
     """Leave the process group, if this process has joined one, so that it may join another."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def check_divides(name: str, size: int, world_size: int) -> None:
+    """Raise unless groups of `size` ranks cover all ranks."""
+    if size < 1 or world_size % size:
+        raise EngineError(f"{name}: {size} does not divide the {world_size} train ranks")

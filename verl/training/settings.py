@@ -86,6 +86,8 @@ class FsdpSettings:
     param_dtype: str = "float32"  # of stored parameters and optimizer state
     compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False
+    fsdp_size: int = -1  # ranks that share one copy of the weights, replicated over the others; -1: all
+    sequence_parallel_size: int = 1  # ranks that split every sequence between them, and get the same batches
     reshard_after_forward: bool = True  # free gathered layers before the backward pass
     param_offload: bool = False  # keep weights in host memory while the engine is idle
     optimizer_offload: bool = False  # keep optimizer state there except in optimizer steps

@@ -37,7 +37,7 @@ def problems_of(*settings: str, sft: bool = False) -> list[str]:
         ("+actor_rollout_ref.rollout.layered_summon=True", "gathered one at a time"),
         ("+actor_rollout_ref.rollout.multi_stage_wake_up=True", "for the weights first"),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "it turns off sequence parallelism"),
-        ("actor_rollout_ref.actor.fsdp_config.fsdp_size=-1", "hybrid sharding"),
+        ("actor_rollout_ref.ref.fsdp_config.fsdp_size=2", "sharded as the actor is"),
         ("global_profiler.tool=torch", "profiler"),
         ("actor_rollout_ref.actor=dp_actor", "no config groups"),
         ("~trainer.balance_batch", "not a setting here"),

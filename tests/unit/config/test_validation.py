@@ -57,6 +57,12 @@ def problem(*overrides: str) -> str:
         ([f"{R}.max_num_batched_tokens=100"], f"set {R}.max_num_seqs=100"),
         ([f"{R}.num_engines=9", "trainer.device=cuda"], f"set {R}.num_engines=8"),
         ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
+        ([f"{A}.fsdp_config.fsdp_size=3"], f"set {A}.fsdp_config.fsdp_size=2"),
+        ([GAE, "critic.fsdp_config.fsdp_size=0"], "set critic.fsdp_config.fsdp_size=1"),
+        (
+            [f"{A}.fsdp_config.{each}" for each in ("fsdp_size=4", "model_dtype=bfloat16", "stochastic_rounding=true")],
+            f"set {A}.fsdp_config.fsdp_size=-1",
+        ),
         ([f"{A}.router_replay.mode=R3", f"{R}.name=hf"], f"set {A}.router_replay.mode=R2"),
         (
             [f"{A}.router_replay.mode=R3", f"{R}.engine_kwargs.vllm.enable_prefix_caching=false"],

@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from verl.training.fsdp import FsdpSettings, _precision
+from verl.training.settings import FsdpSettings
+from verl.training.sharding import _precision
 
 pytestmark = pytest.mark.unit
 

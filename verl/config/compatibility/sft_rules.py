@@ -14,7 +14,6 @@ from verl.config.compatibility.train_rules import (
     ONE,
     PREFETCH,
     SEQUENCE_PARALLELISM,
-    SHARDING,
     SHARED_MEMORY,
 )
 
@@ -36,7 +35,6 @@ SFT_RULES = Rules(
         "engine.pp_size": needs("pipeline parallelism", *ONE),
         "engine.tp_size": needs("tensor parallelism in training", *ONE),
         "engine.ep_size": MOE_PARALLELISM,
-        "engine.fsdp_size": SHARDING,
         "engine.forward_prefetch": PREFETCH,
         "engine.use_remove_padding": NO_PADDING,
         "engine.use_torch_compile": ignored("`verl sft` compiles nothing; the results are the same"),

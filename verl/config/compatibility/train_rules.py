@@ -25,7 +25,6 @@ ORIG_PARAMS = always_on("FSDP2 keeps the original parameters")
 SHARED_MEMORY = ignored("models are read from where they are; copy them to fast storage yourself")
 PROFILER = ignored("settings of a profiler, which does not run here")
 RUN_PROFILER = needs("profiling", *OFF)
-SHARDING = needs("hybrid sharding", "-1")
 EXACT_LENGTHS = ignored("lengths follow data.max_prompt_length and data.max_response_length")
 TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engine of its own")
 CLAMPS = needs("clamping of the distillation loss")
@@ -74,7 +73,6 @@ _SHARDING = {
             "mixed_precision.buffer_dtype": BUFFER_DTYPE,
             "forward_prefetch": PREFETCH,
             "use_orig_params": ORIG_PARAMS,
-            "fsdp_size": SHARDING,
             "wrap_policy": ignored("every layer is sharded by itself"),
             "entropy_checkpointing": CHUNKED,
             "entropy_from_logits_with_chunking": CHUNKED,
@@ -85,6 +83,7 @@ _SHARDING = {
     f"{_REF}.fsdp_config.model_dtype": ignored(
         f"the reference is stored as the actor is ({_A}.fsdp_config.model_dtype)"
     ),
+    f"{_REF}.fsdp_config.fsdp_size": ignored(f"the reference is sharded as the actor is ({_A}.fsdp_config.fsdp_size)"),
     f"{_REF}.fsdp_config.optimizer_offload": ignored("the reference has no optimizer"),
     f"{_REF}.fsdp_config.reshard_after_forward": ignored("the reference follows the actor"),
     f"{_REF}.fsdp_config.offload_policy": ignored(f"use {_REF}.fsdp_config.param_offload to save memory"),

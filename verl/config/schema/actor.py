@@ -147,6 +147,12 @@ class FsdpConfig(Section):
         only_if=needs(".model_dtype", "bfloat16"),
     )
     dtype: Dtype = setting("auto", "Type of the computation; auto: bfloat16 on accelerators, float32 on CPU.")
+    fsdp_size: int = setting(
+        -1,
+        "Ranks over which one copy of the model is sharded; the other ranks hold further copies (HSDP); -1: all.",
+        unit="ranks",
+        ge=-1,
+    )
     reshard_after_forward: bool = setting(
         True, "Free a layer's gathered weights between forward and backward: less memory, more communication."
     )

@@ -1,0 +1,139 @@
+"""Four real ranks train like one in every layout, and a checkpoint of one layout resumes in another."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import free_port, run_ranks
+from tiny import save_family, tiny_qwen2
+from transformers import Qwen2ForCausalLM
+
+from verl.algorithms.objective import PolicyObjective
+from verl.algorithms.settings import AlgorithmSettings
+from verl.checkpoint.save import load, save
+from verl.data.flat_batch import FlatBatch
+from verl.errors import EngineError
+from verl.training.fsdp import FsdpEngine
+from verl.training.process_group import init_process_group
+from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
+
+OBJECTIVE = PolicyObjective(AlgorithmSettings(agg_mode="seq-mean-token-mean", entropy_coeff=0.1, loss_kl_coef=0.2))
+LAYOUTS = {
+    "fsdp": {},
+    "hsdp": {"fsdp_size": 2},
+}
+CASES = {
+    "adamw": {},
+    "muon": {"optimizer": "muon"},
+    "lora": {"lora": LoraSettings(4)},
+}
+PARTS = {
+    1: [[[0, 1, 2, 3, 4, 5, 6]]],
+    2: [[[6, 2], [0], [5, 1]], [[3, 4], [], []]],
+    4: [[[6, 2], []], [[0], [5]], [[], []], [[1], [3, 4]]],
+}
+SPARE = 1e-5
+"""How far numbers of order one may be apart: float32 sums in another order, and AdamW's eps is large."""
+
+
+def mini_batch():
+    generator = torch.Generator().manual_seed(1)
+    lengths = [5, 9, 9, 3, 12, 4, 7]
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    total = sum(lengths)
+    mask = torch.rand(total, generator=generator) < 0.6
+    mask[offsets[:-1]] = False
+    mask[offsets[3] : offsets[4]] = False
+    noise = [torch.randn(total, generator=generator) for _ in range(3)]
+    tokens = torch.randint(64, (total,), generator=generator)
+    return FlatBatch(tokens, offsets, mask, None, -4 + 0.3 * noise[0], -4 + 0.3 * noise[1], noise[2])
+
+
+def engine(root, case, layout):
+    options = {"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.0, **CASES[case], **LAYOUTS[layout]}
+    return FsdpEngine(FsdpSettings(str(root / "model"), **options))
+
+
+def train(engine, updates):
+    group = engine.settings.sequence_parallel_size
+    local = mini_batch().split(PARTS[engine.world_size // group][engine.rank // group])
+    logprobs = engine.forward(local)[0].logprobs
+    metrics = [engine.update(local, OBJECTIVE) for _ in range(updates)]
+    weights = {name: tensor.clone() for name, tensor in engine.weights()}
+    return {"logprobs": logprobs, "metrics": metrics, "weights": weights}
+
+
+def scenario(root, case, layout, *, resumed=""):
+    """Run two updates and save; or, from the checkpoint of another layout, two more."""
+    trained = engine(root, case, layout)
+    if resumed:
+        trained.load_state(load(trained.state(), root / f"{case}-{resumed}"))
+    result = train(trained, 2)
+    if not resumed:
+        save(trained.state(), root / f"{case}-{layout}")
+    return result
+
+
+def four_ranks(rank, port, root):
+    torch.set_num_threads(1)
+    init_process_group(rank, 4, "127.0.0.1", port)
+    names = list(LAYOUTS)
+    results = {}
+    for case in CASES:
+        results[case] = {layout: scenario(root, case, layout) for layout in names}
+        results[case] |= {
+            f"{before} -> {after}": scenario(root, case, after, resumed=before)
+            for before, after in zip(names, [*names[1:], names[0]], strict=True)
+        }
+    torch.save(results, root / f"results-{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """Run four updates on one rank here, and every layout on four ranks in separate processes."""
+    root = tmp_path_factory.mktemp("layouts")
+    torch.manual_seed(0)
+    sizes = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    Qwen2ForCausalLM(tiny_qwen2(tie_word_embeddings=True, **sizes)).save_pretrained(root / "model")
+    save_family("Qwen3-MoE", root / "mixture", **sizes)
+    init_process_group(0, 1, "127.0.0.1", 0)
+    try:
+        with pytest.raises(EngineError, match="does not divide the 1 train ranks"):
+            engine(root, "adamw", "hsdp")
+        one = {}
+        for case in CASES:
+            trained = engine(root, case, "fsdp")
+            one[case] = [train(trained, 2) for _ in range(2)]
+    finally:
+        dist.destroy_process_group()
+    run_ranks(four_ranks, 4, free_port(), root, deadline_s=800)
+    return one, [torch.load(root / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
+
+
+_NEXT = zip(LAYOUTS, [*list(LAYOUTS)[1:], next(iter(LAYOUTS))], strict=True)
+RESUMED = [f"{before} -> {after}" for before, after in _NEXT]
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", [*LAYOUTS, *RESUMED])
+def test_metrics_and_weights_are_those_of_one_rank(both, case, name):
+    one, four = both
+    expected, result = one[case][name in RESUMED], four[0][case][name]
+    for metrics, those in zip(result["metrics"], expected["metrics"], strict=True):
+        assert metrics == pytest.approx(those, rel=SPARE, abs=SPARE)
+        assert metrics["actor/grad_norm"] > 1e-3
+    assert result["weights"].keys() == expected["weights"].keys()
+    for weight, tensor in expected["weights"].items():
+        torch.testing.assert_close(result["weights"][weight], tensor, atol=SPARE, rtol=SPARE, msg=weight)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", [*LAYOUTS, *RESUMED])
+def test_all_ranks_report_the_same(both, case, name):
+    _, four = both
+    for other in four[1:]:
+        assert other[case][name]["metrics"] == four[0][case][name]["metrics"]
+        for weight, tensor in four[0][case][name]["weights"].items():
+            assert torch.equal(other[case][name]["weights"][weight], tensor), weight

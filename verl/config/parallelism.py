@@ -1,0 +1,44 @@
+"""Checks of how models are spread over the train ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from verl.config.batch_sizes import count_group_devices, count_train_ranks
+from verl.config.features import list_optimizers
+from verl.config.schema import Config, SftConfig
+
+
+def find_parallel_conflicts(config: Config | SftConfig) -> Iterator[str]:
+    """Yield sizes of groups of ranks that do not fit the run, and settings that do not work with them."""
+    ranks = count_train_ranks(config)
+    for _, _, section, fsdp in list_optimizers(config):
+        key, size = f"{section}.fsdp_size", fsdp.fsdp_size
+        if size == -1:
+            continue
+        if size == 0 or ranks % size:
+            yield (
+                f"{key}: {size} does not divide the {ranks} train ranks of the run (trainer.nnodes x "
+                f"trainer.n_gpus_per_node), and -1 means all of them; set {key}={_nearest_divisor(ranks, size)}"
+            )
+        elif fsdp.stochastic_rounding and size != ranks:
+            yield (
+                f"{key}: {size} is not supported with {section}.stochastic_rounding=true: the copies of the model "
+                f"would be rounded differently; set {key}=-1, or {section}.stochastic_rounding=false"
+            )
+
+
+def count_rank_multiple(config: Config | SftConfig) -> int:
+    """Return the number of which the count of train ranks must be a multiple."""
+    sizes = (max(1, fsdp.fsdp_size) for _, _, _, fsdp in list_optimizers(config))
+    return math.lcm(count_group_devices(config), *sizes)
+
+
+def _nearest_divisor(ranks: int, size: int) -> int:
+    """Return the largest divisor of `ranks` that is at most `size`.
+
+    >>> _nearest_divisor(8, 5)
+    4
+    """
+    return max(divisor for divisor in range(1, max(1, min(size, ranks)) + 1) if ranks % divisor == 0)

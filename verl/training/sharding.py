@@ -1,0 +1,66 @@
+"""How a model is spread over the ranks: the device mesh, and FSDP2 on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+from verl.errors import EngineError
+from verl.training.model import PackedModel
+from verl.training.process_group import check_divides
+from verl.training.settings import FsdpSettings
+
+
+def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> torch.device:
+    """Shard the parameters in place, which may still be on the meta device; return the device for the shards.
+
+    First the decoder layers, then the modules that compute in float32, then the rest.
+    """
+    if settings.lora is None or not settings.trainable:
+        model.requires_grad_(settings.trainable)
+    device = torch.device(settings.device)
+    precision = _precision(settings)
+    options: dict[str, Any] = {
+        "mesh": build_mesh(device.type, world_size, settings.fsdp_size),
+        "reshard_after_forward": settings.reshard_after_forward,
+        "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
+        if settings.offload_policy
+        else OffloadPolicy(),
+    }
+    for layer in model.layers():
+        fully_shard(layer, mp_policy=precision, **options)
+    for module in model.fp32_modules():
+        fully_shard(module, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32), **options)
+    options["reshard_after_forward"] = None  # torch has a default for the root
+    fully_shard(model, mp_policy=precision, **options)
+    return torch.device("cpu") if settings.offload_policy else device
+
+
+def build_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
+    """Return the mesh of FSDP: one dimension, or copies x shards if a copy is sharded over `fsdp_size` ranks (HSDP).
+
+    The ranks of a copy are adjacent, so that they are on one node if it has at least as many devices.
+    """
+    size = world_size if fsdp_size == -1 else fsdp_size
+    check_divides("fsdp_config.fsdp_size", size, world_size)
+    if size == world_size:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def parse_dtype(name: str) -> torch.dtype:
+    """Return torch's floating-point type of that name."""
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise EngineError(f"dtype: {name!r} is not a floating-point dtype; use float32 or bfloat16")
+    return dtype
+
+
+def _precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
+    """Reduce gradients in float32; cast parameters to the compute dtype where it differs from theirs."""
+    is_same = settings.compute_dtype == settings.param_dtype
+    compute_dtype = None if is_same else parse_dtype(settings.compute_dtype)
+    return MixedPrecisionPolicy(compute_dtype, reduce_dtype=torch.float32)
