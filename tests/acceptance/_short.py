@@ -21,10 +21,10 @@ FOLDER = Path(__file__).parent
 ROTATION = (
     ("kills", "families", "sleep"),
     ("lora", "api", "save_cost", "offload", "placement"),
-    ("optimizers", "algorithms", "routing"),
-    ("distillation", "reward_overlap", "poison", "reshard"),
+    ("optimizers", "algorithms", "routing", "budget"),
+    ("distillation", "reward_overlap", "poison", "reshard", "load"),
     ("trust", "stall", "real_model", "tp"),
-    ("dapo", "start", "dataplane", "hostile_rewards"),
+    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel"),
 )
 LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works
