@@ -27,9 +27,10 @@ def place_engines(
     `accelerators` are those of the train workers, by rank; None: there are none, and engines own their devices.
     """
     rollout = config.actor_rollout_ref.rollout
+    count, width = count_engines(config), rollout.tensor_model_parallel_size
+    at_once = -(-count * width // pool.count)  # engines on a device; several only on CPU cores
     engines = []
-    for index in range(count_engines(config)):
-        width = rollout.tensor_model_parallel_size
+    for index in range(count):
         first = index * width % pool.count
         engine = RemoteEngine.spawn(
             pool,
@@ -38,7 +39,7 @@ def place_engines(
             engine_settings(config, device, index) | changes,
             ",".join((accelerators or ())[first : first + width]),
             device=first,
-            share=width if accelerators is None else 0,
+            share=width / at_once if accelerators is None else 0,
             deadlines=deadlines(config),
         )
         engines.append(engine)
