@@ -94,3 +94,18 @@ def sized_for_addition(folder: Path) -> list[str]:
         f"trainer.default_local_dir={folder / 'run'}",
         "trainer.resume_mode=disable",
     ]
+
+
+def short_grpo(folder: Path, *, prompts: int, steps: int) -> list[str]:
+    """Settings of a GRPO run of few steps on additions, without validation and checkpoints."""
+    return [
+        *sized_for_addition(folder),
+        f"data.train_batch_size={prompts}",
+        "actor_rollout_ref.actor.optim.lr=3e-4",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+        "actor_rollout_ref.rollout.n=4",
+        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=-1",
+        "trainer.val_before_train=False",
+    ]

@@ -99,7 +99,9 @@ def compare(before: float, after: float, count: int) -> tuple[float, float]:
 def tokens_per_second(steps: list[dict[str, Any]]) -> dict[str, float]:
     generated = [step["plan/samples"] * step["response_length/mean"] / step["timing_s/gen"] for step in steps]
     trained = [step["plan/tokens"] / step["timing_s/update"] for step in steps]
-    return {"generation": round(median(generated), 1), "update": round(median(trained), 1)}
+    computed = [step["plan/computed_tokens"] / step["timing_s/update"] for step in steps]  # shared prompts count once
+    rates = {"generation": generated, "update": trained, "update_computed": computed}
+    return {name: round(median(values), 1) for name, values in rates.items()}
 
 
 def median_of(steps: list[dict[str, Any]], name: str) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 import psutil
 
-from _common import finish, metrics_of, sized_for_addition  # isort: skip - puts tests/ on the path
+from _common import finish, metrics_of, short_grpo  # isort: skip - puts tests/ on the path
 from simulated_run import Violation, run_seed
 from simulated_scenario import Scenario
 
@@ -47,7 +47,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-sleep-") as directory:
         folder = Path(directory)
         make_assets(folder)
-        events = asyncio.run(train(settings(folder, steps), kills))
+        settings = [*short_grpo(folder, prompts=32, steps=steps), "actor_rollout_ref.rollout.free_cache_engine=True"]
+        events = asyncio.run(train(settings, kills))
         lines = [line for line in metrics_of(folder / "run") if METRIC in line]
     recovered = sum(event.state is EngineState.READY and event.previous is EngineState.PROBING for event in events)
     gap = max(line[METRIC] for line in lines)
@@ -115,21 +116,6 @@ def kill_engine() -> None:
             print(f"killing vLLM's process {process.pid}", flush=True)
             return process.kill()
     raise SystemExit("there is no process of vLLM to kill")
-
-
-def settings(folder: Path, steps: int) -> list[str]:
-    return [
-        *sized_for_addition(folder),
-        "data.train_batch_size=32",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=32",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.free_cache_engine=True",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
-        "trainer.val_before_train=False",
-    ]
 
 
 if __name__ == "__main__":

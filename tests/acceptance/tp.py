@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from _common import ROOT, finish, metrics_of, sized_for_addition  # isort: skip - puts tests/ on the path
+from _common import ROOT, finish, metrics_of, short_grpo  # isort: skip - puts tests/ on the path
 import torch
 from tiny import tiny_qwen2
 from transformers import Qwen2ForSequenceClassification
@@ -45,7 +45,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="verl-tp-") as directory:
         folder = Path(directory)
         make_assets(folder)
-        killed = asyncio.run(train(settings(folder, steps)))
+        two_devices = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+        killed = asyncio.run(train([*short_grpo(folder, prompts=16, steps=steps), two_devices]))
         lines = [line for line in metrics_of(folder / "run") if METRIC in line]
         gap = max(line[METRIC] for line in lines)
         restarts = max(line.get("faults/engine_restarts", 0) for line in lines)
@@ -113,21 +114,6 @@ def compare_reward_models(folder: Path) -> float:
 
     one, two = (asyncio.run(score(width)) for width in (1, 2))
     return max(abs(a - b) for a, b in zip(one, two, strict=True))
-
-
-def settings(folder: Path, steps: int) -> list[str]:
-    return [
-        *sized_for_addition(folder),
-        "data.train_batch_size=16",
-        "actor_rollout_ref.actor.optim.lr=3e-4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=16",
-        "actor_rollout_ref.rollout.n=4",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
-        "trainer.val_before_train=False",
-    ]
 
 
 if __name__ == "__main__":

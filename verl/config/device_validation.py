@@ -64,5 +64,6 @@ def _check_widths(config: Config) -> Iterator[str]:
     if config.trainer.device == "cuda" and sum(used) > 1:
         yield (
             f"{ROLLOUT}.gpu_memory_utilization: {' + '.join(f'{share:g}' for share in used)} of the reward model on "
-            f"the same device is more than its memory; set {ROLLOUT}.gpu_memory_utilization={0.9 - used[-1]:.2g}"
+            f"the same device is more than its memory; set {ROLLOUT}.gpu_memory_utilization=0.5 and "
+            "reward.reward_model.rollout.gpu_memory_utilization=0.4"
         )

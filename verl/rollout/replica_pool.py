@@ -48,7 +48,7 @@ class Replica(Generic[M]):
 
 
 @dataclass(eq=False)
-class PromptHome:
+class PromptAffinity:
     """The replica that has a prompt in its cache, while responses to the prompt are requested."""
 
     index: int | None = None
@@ -104,7 +104,7 @@ class ReplicaPool(ABC, Generic[M]):
         max_losses: int,
         *,
         preferred: int | None = None,
-        home: PromptHome | None = None,
+        affinity: PromptAffinity | None = None,
         requests: int = 1,
     ) -> T:
         """Send to one replica after another until one replies. A batch (`preferred`: its replica) runs alone there.
@@ -114,8 +114,8 @@ class ReplicaPool(ABC, Generic[M]):
         """
         while len(losses) < max_losses:
             replica = await self._select(preferred)
-            if home is not None:
-                replica = self._stay_home(replica, home, tokens)
+            if affinity is not None:
+                replica = self._prefer_cached(replica, affinity, tokens)
             with self._occupy(replica, tokens, is_batch=preferred is not None):
                 if losses and not await self._check_ready(replica):
                     continue
@@ -147,13 +147,13 @@ class ReplicaPool(ABC, Generic[M]):
             with suppress(asyncio.TimeoutError):
                 await with_timeout(self._changed.wait(), timeout_s)
 
-    def _stay_home(self, least_loaded: Replica[M], home: PromptHome, tokens: int) -> Replica[M]:
+    def _prefer_cached(self, least_loaded: Replica[M], affinity: PromptAffinity, tokens: int) -> Replica[M]:
         """Return the replica that knows the prompt, unless it has too much to do; the prompt then moves."""
-        if home.index is not None:
-            known = self._replicas[home.index]
+        if affinity.index is not None:
+            known = self._replicas[affinity.index]
             if known.is_ready and known.load - least_loaded.load <= SPILL * tokens:
                 return known
-        home.index = least_loaded.index
+        affinity.index = least_loaded.index
         return least_loaded
 
     def _distance(self, replica: Replica[M]) -> int:
@@ -247,7 +247,7 @@ class EnginePool(ReplicaPool[PooledEngine]):
         )
         self._stall_timeout_s = stall_timeout_s
         self._last_finish = [float("-inf")] * len(engines)
-        self._homes: dict[tuple[int, ...], PromptHome] = {}
+        self._affinities: dict[tuple[int, ...], PromptAffinity] = {}
 
     async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
@@ -256,20 +256,20 @@ class EnginePool(ReplicaPool[PooledEngine]):
         async def send(replica: Replica[PooledEngine]) -> Completion:
             return replace(await replica.handle.generate(token_ids, sampling), engine=replica.index)
 
-        with self._home_of(token_ids) as home:
-            return await self._request(send, tokens, [token_ids], home=home)
+        with self._share_affinity(token_ids) as affinity:
+            return await self._request(send, tokens, [token_ids], affinity=affinity)
 
     @contextmanager
-    def _home_of(self, token_ids: Sequence[int]) -> Iterator[PromptHome]:
+    def _share_affinity(self, token_ids: Sequence[int]) -> Iterator[PromptAffinity]:
         prompt = tuple(token_ids)
-        home = self._homes.setdefault(prompt, PromptHome())
-        home.users += 1
+        affinity = self._affinities.setdefault(prompt, PromptAffinity())
+        affinity.users += 1
         try:
-            yield home
+            yield affinity
         finally:
-            home.users -= 1
-            if not home.users:
-                del self._homes[prompt]
+            affinity.users -= 1
+            if not affinity.users:
+                del self._affinities[prompt]
 
     async def generate_all(self, requests: Sequence[Request]) -> list[Completion]:
         """Run request i on engine i modulo their count, each engine's in one call: nothing depends on timing.
@@ -306,11 +306,11 @@ class EnginePool(ReplicaPool[PooledEngine]):
         tokens: int,
         prompts: Sequence[Sequence[int]],
         preferred: int | None = None,
-        home: PromptHome | None = None,
+        affinity: PromptAffinity | None = None,
     ) -> T:
         try:
             return await self._request_with_retry(
-                send, tokens, [], MAX_LOSSES, preferred=preferred, home=home, requests=len(prompts)
+                send, tokens, [], MAX_LOSSES, preferred=preferred, affinity=affinity, requests=len(prompts)
             )
         except PoisonRequestError as losses:
             subject = f"{len(prompts)} requests, the first" if len(prompts) > 1 else "a request"

@@ -46,7 +46,8 @@ class RLTrainer:
             with timer(times, "plan"):
                 plan = self.planner.plan(samples)  # balance tokens over ranks, cut mini-batches
                 self._advise(plan.warnings)
-            await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
+            with timer(times, "sleep"):
+                await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
             with timer(times, "prep"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):

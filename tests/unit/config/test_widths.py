@@ -48,7 +48,7 @@ def test_engines_that_share_a_device_share_its_memory() -> None:
     model = (f"{M}.enable=True", f"{M}.model_path=reward", f"{M}.rollout.name=vllm", "trainer.device=cuda")
     [problem] = find_problems(*model, f"{R}.gpu_memory_utilization=0.6", f"{M}.rollout.gpu_memory_utilization=0.5")
     assert "0.6 + 0.5 of the reward model on the same device" in problem
-    assert problem.endswith(f"set {R}.gpu_memory_utilization=0.4")
+    assert problem.endswith(f"set {R}.gpu_memory_utilization=0.5 and {M}.rollout.gpu_memory_utilization=0.4")
 
 
 def test_there_are_no_more_engines_than_devices_for_them() -> None:

@@ -288,4 +288,4 @@ async def test_a_prompt_with_many_responses_spills_over_to_idle_engines() -> Non
 async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
     pool = EnginePool([Engine(), Engine()])
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
-    assert not pool._homes
+    assert not pool._affinities
