@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl.types import Completion, SamplingParams
-from verl.weights.bucket import WeightBucket
+from verl.weights.bucket import SharedBucket, WeightBucket
 
 
 class FakeRolloutEngine:
@@ -49,9 +49,14 @@ class FakeRolloutEngine:
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return [-float(np.log(self.vocabulary))] * (len(token_ids) - 1)
 
-    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        self._version = version
+    async def start_weight_update(self) -> None:
         self.is_asleep = False
+
+    async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
+        """Its responses do not depend on the weights."""
+
+    async def finish_weight_update(self, version: int) -> None:
+        self._version = version
 
     async def sleep(self) -> None:
         self.is_asleep = True

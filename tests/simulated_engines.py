@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol, TypeVar
@@ -22,6 +22,7 @@ LONGEST_S = 40_000.0  # of a run; those that end take a few hundred to a few tho
 SYNC_S = 300.0
 GARBAGE = -1e6  # the weights of a new process
 DEVICE, WEIGHTS, CACHE = 10, 3, 4  # memory, in parts: of a device, of the weights and the cache of an engine
+BUCKETS = 3  # of the weights
 TRAINING, SENDING = 8, 2  # of the trainer, while it trains, and while it packs or probes weights
 
 
@@ -62,6 +63,7 @@ class Process:
         self.was_probed_wrong = False
         self.slowness = 1.0
         self.weights, self.version, self.verified_weights = GARBAGE, -1, GARBAGE
+        self.loaded: list[float] | None = None  # the buckets of an update that has begun
         self.memory = 0  # of its device, in parts of it
         self.loading = asyncio.Lock()
         self._thawed = asyncio.Event()
@@ -164,25 +166,51 @@ class SimulatedEngine:
 
         return await self._call(answer, SYNC_S)
 
-    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
-        async def load(process: Process) -> None:
-            _demand(process.is_started and not process.is_cut_off, "not started, or cannot reach the weights")
+    async def start_weight_update(self) -> None:
+        async def start(process: Process) -> None:
+            _demand(process.is_started, "not started")
             async with process.loading:
                 process.occupy(max(process.memory, WEIGHTS))
-                await process.work(self._fate.draw.expovariate(0.5))
+                await process.work(self._fate.delay())
+                await self._fate.maybe_die(process, "waking")
+                process.loaded = []
+
+        await self._call(start, SYNC_S)
+
+    async def load_bucket(self, bucket: float) -> None:
+        async def load(process: Process) -> None:
+            _demand(process.loaded is not None, "another process, in which no update has begun")
+            _demand(not process.is_cut_off, "cannot reach the weights")
+            async with process.loading:
+                await process.work(self._fate.draw.expovariate(0.5 * BUCKETS))
                 await self._fate.maybe_die(process, "loading")
                 if process.dies_when_it_loads:
                     self.die()
                     await asyncio.sleep(0)
                 await self._until_it_does_not_hang(process)
+                assert process.loaded is not None
+                process.loaded.append(bucket)
+
+        await self._call(load, SYNC_S)
+
+    async def finish_weight_update(self, version: int) -> None:
+        async def finish(process: Process) -> None:
+            _demand(process.loaded is not None, "another process, in which no update has begun")
+            async with process.loading:
+                await process.work(self._fate.draw.expovariate(1.0))
+                await self._fate.maybe_die(process, "finishing")
+                assert process.loaded is not None
+                whole = len(process.loaded) == BUCKETS and len(set(map(str, process.loaded))) == 1
+                self._fate.check(whole, f"an engine uses the parts {process.loaded} of different weights")
                 if process.is_deaf or process.mislabels:
                     self.failures += 1
                 if not process.is_deaf:
-                    [process.weights] = buckets
+                    process.weights = process.loaded[0]
+                process.loaded = None
                 process.version = version - process.mislabels
                 process.occupy(WEIGHTS + CACHE)
 
-        await self._call(load, SYNC_S)
+        await self._call(finish, SYNC_S)
 
     async def sleep(self) -> None:
         async def sleep(process: Process) -> None:
@@ -326,9 +354,11 @@ class SimulatedModel:
         self.failures = 0
         self.memory = 0  # of each device
 
-    async def pack_weights(self) -> Sequence[float]:
-        with self.using(SENDING):
-            return [await self._steady(1.0)]
+    async def pack_weights(self) -> AsyncGenerator[float, None]:
+        for _ in range(BUCKETS):
+            with self.using(SENDING):
+                bucket = await self._steady(1.0 / BUCKETS)
+            yield bucket
 
     @contextmanager
     def using(self, memory: int) -> Iterator[None]:

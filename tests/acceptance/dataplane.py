@@ -27,6 +27,7 @@ from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.data.samplers import PromptStream, ShuffledSampler
+from verl.rollout.engine import load_weights
 from verl.trainer.buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
 from verl.workers.episodes import put_sample
@@ -53,7 +54,7 @@ class SyntheticEpisodes:
         self._runner = EpisodeRunner(EnginePool([self._engine]).generate, score, lambda tokens: "")
 
     async def start(self) -> None:
-        await self._engine.load_weights([], version=0)
+        await load_weights(self._engine, [], 0)
 
     async def run(self, group: int, tokens: int) -> list[SampleHandle]:
         prompt = Prompt(row=group, token_ids=[1] * PROMPT_TOKENS)

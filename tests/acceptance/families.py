@@ -31,6 +31,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.commands.merge import main as merge
 from verl.data.flat_batch import FlatBatch
 from verl.errors import VerlError
+from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.settings import FsdpSettings, Schedule
 from verl.weights.bucket import pack
@@ -70,7 +71,7 @@ def distance(one, other):
 
 async def published(engine, worker, version, probe):
     """Return the difference between trainer and engine after a weight sync."""
-    await engine.load_weights([*pack(worker._policy.actor.weights(), max_bytes=1 << 20)], version)
+    await load_weights(engine, [*pack(worker._policy.actor.weights(), max_bytes=1 << 20)], version)
     return distance(worker.compute_logprobs(probe), [await engine.compute_logprobs(sequence) for sequence in probe])
 
 

@@ -16,7 +16,7 @@ import asyncio
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -116,10 +116,11 @@ async def run(config: Any, folder: Path) -> dict[str, Any]:
     published: list[int] = []
     pack = PolicyGroup.pack_weights
 
-    async def counted(self: PolicyGroup) -> Sequence[Any]:
-        buckets = await pack(self)
-        published.append(sum(bucket.data.nbytes for bucket in [await each for each in buckets]))
-        return buckets
+    async def counted(self: PolicyGroup) -> AsyncGenerator[Any, None]:
+        published.append(0)
+        async for bucket in pack(self):
+            published[-1] += bucket.size
+            yield bucket
 
     PolicyGroup.pack_weights = counted  # type: ignore[method-assign]
     async with build_trainer(config, Console()) as loop:

@@ -19,6 +19,7 @@ from _common import finish, metrics_of, sized_for_addition, train
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.errors import WeightSyncError
+from verl.rollout.engine import load_weights
 from verl.tracking.console import Console
 from verl.trainer.rl_builder import build_trainer
 from verl.weights.sync import HostTransport, Receiver, Source
@@ -65,7 +66,7 @@ async def run_with_skipped_sync(overrides: list[str]) -> str:
     async def skip(self: HostTransport, source: Source, receivers: Sequence[Receiver], version: int) -> list[Any]:
         if version == 0:
             return list(await send(self, source, receivers, version))
-        return await asyncio.gather(*(receiver.load_weights([], version) for receiver in receivers))
+        return await asyncio.gather(*(load_weights(receiver, [], version) for receiver in receivers))
 
     HostTransport.send = skip  # type: ignore[method-assign]
     try:

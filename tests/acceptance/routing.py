@@ -27,6 +27,7 @@ from verl.agents.episode import Transcript
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, UpdateSizes
+from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.fsdp import FsdpEngine
 from verl.training.policy import PolicyTrainer
@@ -82,7 +83,7 @@ async def train(engine, model, *, replay, updates):
     settings = FsdpSettings(model, compute_dtype="bfloat16", schedule=Schedule(1e-3), router_replay=replay)
     policy, gaps, share = PolicyTrainer(FsdpEngine(settings), AlgorithmSettings()), [], None
     for step in range(updates + 1):  # the last one only measures
-        await engine.load_weights([*pack(policy.actor.weights(torch.bfloat16), max_bytes=1 << 20)], step)
+        await load_weights(engine, [*pack(policy.actor.weights(torch.bfloat16), max_bytes=1 << 20)], step)
         samples, plan = plan_step(await generate(engine, step))
         gaps.append(policy.prepare(samples, plan)[GAP])
         share = disagreement(policy.actor, samples) if replay else None

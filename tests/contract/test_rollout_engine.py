@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from tests.fake_rollout_engine import FakeRolloutEngine
 from verl.errors import WeightSyncError
-from verl.rollout.engine import RolloutEngine
+from verl.rollout.engine import RolloutEngine, load_weights
 from verl.rollout.hf import HfEngine
 from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 from verl.types import SamplingParams
@@ -65,7 +65,7 @@ async def engine(request: pytest.FixtureRequest, model: PreTrainedModel) -> Asyn
 
 async def sync(engine: RolloutEngine, model: PreTrainedModel, version: int) -> None:
     weights = dict(model.named_parameters())  # tied ones once
-    await engine.load_weights(list(pack(weights.items(), max_bytes=20_000)), version)
+    await load_weights(engine, list(pack(weights.items(), max_bytes=20_000)), version)
 
 
 def expected(model: PreTrainedModel, tokens: list[int]) -> torch.Tensor:
@@ -194,7 +194,7 @@ async def sync_adapter(engine: RolloutEngine, peft_model: PeftModel, version: in
             if ".lora_" in name:
                 parameter.copy_(0.1 * torch.randn(parameter.shape, generator=random))
     tensors = {name.replace(".default", ""): p for name, p in peft_model.named_parameters() if ".lora_" in name}
-    await engine.load_weights(list(pack(tensors.items(), max_bytes=20_000)), version)
+    await load_weights(engine, list(pack(tensors.items(), max_bytes=20_000)), version)
 
 
 async def test_an_adapter_is_a_version_and_its_log_probs_are_pefts(

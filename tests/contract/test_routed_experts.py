@@ -12,6 +12,7 @@ from ranks import free_port
 from tiny import save_family
 
 from verl.data.flat_batch import FlatBatch
+from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, _sampling
 from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
@@ -55,7 +56,7 @@ async def test_experts_are_the_trainers_own_with_a_cached_prefix_and_after_new_w
     prompt = torch.randint(3, 64, (200,)).tolist()  # longer than a block of the cache
     prompts = [prompt, prompt, prompt[:170] + prompt[:40]]
     for version in range(2):
-        await engine.load_weights([*pack(trainer.weights(), max_bytes=1 << 20)], version)
+        await load_weights(engine, [*pack(trainer.weights(), max_bytes=1 << 20)], version)
         cached = []
         for tokens in prompts:
             final = await engine._result(await engine._add(tokens, _sampling(SamplingParams(8, seed=0))))

@@ -78,6 +78,7 @@ TRAIN_ALIASES = Aliases(
         f"{_MODEL}.lora.alpha": f"{_ACTOR}.peft.lora_alpha",
         f"{_MODEL}.lora.target_modules": f"{_ACTOR}.peft.target_modules",
         f"{_MODEL}.lora.merge": f"{_ROLLOUT}.lora_transport",
+        f"{_ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes": f"{_ROLLOUT}.update_weights_bucket_megabytes",
         # generation
         **{f"{_ROLLOUT}.{name}": f"{_ROLLOUT}.engine_kwargs.vllm.{name}" for name in _FORWARDED},
         f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",

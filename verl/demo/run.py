@@ -105,8 +105,7 @@ async def _read_weights(source: Source) -> AsyncIterator[tuple[str, torch.Tensor
 
     from verl.weights.bucket import unpack
 
-    for reference in await source.pack_weights():
-        bucket = await reference
+    async for bucket in source.pack_weights():
         for name, tensor in unpack(bucket.slots, torch.from_numpy(bucket.data.copy())):
             yield name, tensor
 

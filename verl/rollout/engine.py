@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from verl.types import Completion, SamplingParams
 
 if TYPE_CHECKING:  # buckets import torch, which many users of this interface do not need
-    from verl.weights.bucket import WeightBucket
+    from verl.weights.bucket import SharedBucket, WeightBucket
 
 
 class RolloutEngine(Protocol):
@@ -33,12 +33,23 @@ class RolloutEngine(Protocol):
         """Return log-probs of `token_ids[1:]` at temperature 1, each given the tokens before it; for the probe."""
         ...
 
-    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        """Replace all weights by those in `buckets` and become `version`. Caches of the old weights are dropped."""
+    async def start_weight_update(self) -> None:
+        """Prepare to replace all weights; no request runs until it is finished. One that was not finished is dropped.
+
+        An engine that sleeps wakes as far as it needs to.
+        """
+        ...
+
+    async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
+        """Load a part of the weights. The bucket may be gone afterwards."""
+        ...
+
+    async def finish_weight_update(self, version: int) -> None:
+        """Use the new weights, as `version`. Caches of the old ones are dropped."""
         ...
 
     async def sleep(self) -> None:
-        """Free the device's memory, weights included; the next `load_weights` wakes the engine.
+        """Free the device's memory, weights included; the next update of the weights wakes the engine.
 
         No requests may be running, and none may follow before that.
         """
@@ -51,3 +62,11 @@ class RolloutEngine(Protocol):
     async def close(self) -> None:
         """End the engine and every process that it started."""
         ...
+
+
+async def load_weights(engine: RolloutEngine, buckets: Iterable[WeightBucket], version: int) -> None:
+    """Replace all weights of an engine in this process."""
+    await engine.start_weight_update()
+    for bucket in buckets:
+        await engine.load_bucket(bucket)
+    await engine.finish_weight_update(version)

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.errors import WeightSyncError
 from verl.model_safety import attention_for
 from verl.types import Completion, SamplingParams
-from verl.weights.bucket import WeightBucket, load_hf, to_hf, unpack
+from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpack
 
 
 class HfEngine:
@@ -34,6 +34,7 @@ class HfEngine:
         self._device = torch.device(device)
         self._lock = asyncio.Lock()
         self._version = -1
+        self._new_weights: dict[str, Tensor] = {}
 
     async def start(self) -> None:
         config = AutoConfig.from_pretrained(self._path, trust_remote_code=self._trust)
@@ -63,9 +64,15 @@ class HfEngine:
                 logits = self._model(tokens[None]).logits[0, :-1].float()
             return logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0].tolist()
 
-    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
+    async def start_weight_update(self) -> None:
+        self._new_weights = {}
+
+    async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
+        self._new_weights |= dict(unpack(bucket.slots, torch.from_numpy(bucket.data.copy())))
+
+    async def finish_weight_update(self, version: int) -> None:
         async with self._lock:
-            weights = {name: w for b in buckets for name, w in unpack(b.slots, torch.from_numpy(b.data.copy()))}
+            weights, self._new_weights = self._new_weights, {}
             expected = {name for name, _ in to_hf(self._model, self._model.named_parameters())}
             if wrong := expected ^ weights.keys():
                 missing, unexpected = sorted(wrong & expected), sorted(wrong - expected)

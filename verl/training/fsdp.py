@@ -165,6 +165,14 @@ class FsdpEngine:
             weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
         return to_hf(self.model.hf, weights) if isinstance(self.model, PackedCausalLM) else weights
 
+    def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `weights` yields, on the meta device and without communication."""
+        named = [(name, each) for name, each in self.model.hf.named_parameters() if not is_adapter(name)]
+        shapes = (
+            (original_name(name), torch.empty(w.shape, dtype=dtype or w.dtype, device="meta")) for name, w in named
+        )
+        return to_hf(self.model.hf, shapes) if isinstance(self.model, PackedCausalLM) else shapes
+
     def adapter_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield only the tensors of the adapter, with their PEFT names."""
         for name, tensor in self._gather_weights(is_adapter, dtype):

@@ -1,12 +1,15 @@
 """Weights as an engine receives them: named as in a Hugging Face checkpoint, and in buckets of plain bytes.
 
-A bucket is a buffer in host memory and a table of the tensors in it. transformers may hold in one tensor what a
+A bucket is a buffer in host memory and a table of the tensors in it. Processes of one node share its buffer as a file
+in memory; others receive it through the object store. transformers may hold in one tensor what a
 checkpoint has in several, such as the experts of a mixture; `to_hf` and `load_hf` convert one parameter at a time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,24 +44,97 @@ class WeightBucket:
     data: npt.NDArray[np.uint8]
 
 
+@dataclass(frozen=True, slots=True)
+class SharedBucket:
+    """A bucket in a `SharedBuffer` of another process on the same node, which keeps it open."""
+
+    slots: tuple[TensorSlot, ...]
+    path: str
+    size: int
+
+    @property
+    def data(self) -> npt.NDArray[np.uint8]:
+        return np.memmap(self.path, np.uint8, "r", shape=(self.size,))
+
+
+class SharedBuffer:
+    """A file in memory that other processes of this user can map by its path.
+
+    Its memory is used as far as it is written to, and freed when no process has it open or mapped any more, however
+    they end.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._descriptor = os.memfd_create("verl-weights")
+        os.truncate(self._descriptor, size)
+        self.path = f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        self.data: npt.NDArray[np.uint8] = np.memmap(self.path, np.uint8, "r+", shape=(size,))
+
+    def close(self) -> None:
+        os.close(self._descriptor)
+
+
+@contextmanager
+def share(bucket: WeightBucket | SharedBucket) -> Iterator[SharedBucket]:
+    """Give a bucket to processes of this node that cannot see the object store."""
+    if isinstance(bucket, SharedBucket):
+        yield bucket
+        return
+    buffer = SharedBuffer(bucket.data.nbytes)
+    try:
+        buffer.data[:] = bucket.data
+        yield SharedBucket(bucket.slots, buffer.path, bucket.data.nbytes)
+    finally:
+        buffer.close()
+
+
+Allocate = Callable[[int], npt.NDArray[np.uint8]]
+
+
+def allocate_memory(size: int) -> npt.NDArray[np.uint8]:
+    return np.empty(size, np.uint8)
+
+
 def pack(
-    weights: Iterable[tuple[str, Tensor]], *, max_bytes: int, dtype: torch.dtype | None = None
+    weights: Iterable[tuple[str, Tensor]],
+    *,
+    max_bytes: int,
+    dtype: torch.dtype | None = None,
+    allocate: Allocate = allocate_memory,
 ) -> Iterator[WeightBucket]:
     """Pack (name, tensor) into buckets of at most `max_bytes`; a larger tensor gets its own.
 
-    `dtype` converts floating-point tensors, so that an engine in bfloat16 is not sent twice the bytes.
+    `dtype` converts floating-point tensors. `allocate` returns the buffer of a bucket, of which only the first part
+    may be used. Each tensor is copied before the next one is taken.
     """
-    pending: list[tuple[str, Tensor]] = []
-    size = 0
+    slots: list[TensorSlot] = []
+    data, size = allocate_memory(0), 0
     for name, tensor in weights:
-        tensor = tensor.detach().to(device="cpu", dtype=dtype if tensor.is_floating_point() else None).contiguous()
-        if pending and size + tensor.nbytes > max_bytes:
-            yield _make_bucket(pending)
-            pending, size = [], 0
-        pending.append((name, tensor))
+        tensor = tensor.detach().to(dtype if tensor.is_floating_point() else None)
+        if slots and size + tensor.nbytes > max_bytes:
+            yield WeightBucket(tuple(slots), data[:size])
+            slots, size = [], 0
+        if not slots:
+            data = allocate(max(max_bytes, _align(tensor.nbytes)))
+        slot = TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)
+        for _, target in unpack([slot], torch.from_numpy(data)):
+            target.copy_(tensor)
+        slots.append(slot)
         size += _align(tensor.nbytes)
-    if pending:
-        yield _make_bucket(pending)
+    if slots:
+        yield WeightBucket(tuple(slots), data[:size])
+
+
+def count_buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[None]:
+    """Yield where `pack` yields a bucket, without copying: for ranks that only take part in gathering."""
+    size = 0
+    for _, tensor in weights:
+        if size and size + tensor.nbytes > max_bytes:
+            yield
+            size = 0
+        size += _align(tensor.nbytes)
+    if size:
+        yield
 
 
 def unpack(slots: Iterable[TensorSlot], data: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -67,17 +143,6 @@ def unpack(slots: Iterable[TensorSlot], data: Tensor) -> Iterator[tuple[str, Ten
         dtype = getattr(torch, slot.dtype)
         size = dtype.itemsize * int(np.prod(slot.shape, dtype=np.int64))
         yield slot.name, data[slot.offset : slot.offset + size].view(dtype).view(slot.shape)
-
-
-def _make_bucket(tensors: list[tuple[str, Tensor]]) -> WeightBucket:
-    slots, offset = [], 0
-    for name, tensor in tensors:
-        slots.append(TensorSlot(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), offset))
-        offset += _align(tensor.nbytes)
-    data = np.empty(offset, np.uint8)
-    for slot, (_, tensor) in zip(slots, tensors, strict=True):
-        data[slot.offset : slot.offset + tensor.nbytes] = tensor.view(-1).view(torch.uint8).numpy()
-    return WeightBucket(tuple(slots), data)
 
 
 def _align(size: int) -> int:

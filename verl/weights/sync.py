@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from random import Random
 from typing import Any, Protocol, TypeVar, cast
@@ -22,8 +22,11 @@ TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
 class Source(Protocol):
     """The trained model."""
 
-    async def pack_weights(self) -> Sequence[Any]:
-        """Return the weights as buckets, or references to buckets."""
+    def pack_weights(self) -> AsyncGenerator[Any, None]:
+        """Yield the weights in buckets, or in references to buckets.
+
+        A bucket exists until the next one is asked for, which is packed in the meantime.
+        """
         ...
 
     async def send_weights(self, backend: str, receivers: Sequence[Receiver], version: int) -> None:
@@ -38,25 +41,37 @@ class Source(Protocol):
 class Receiver(Protocol):
     """A rollout engine."""
 
-    async def load_weights(self, buckets: Sequence[Any], version: int) -> None: ...
+    async def start_weight_update(self) -> None: ...
+    async def load_bucket(self, bucket: Any) -> None: ...
+    async def finish_weight_update(self, version: int) -> None: ...
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]: ...
     async def version(self) -> int: ...
 
 
 class HostTransport:
-    """Sends through host memory: the source packs once, every receiver loads. Works everywhere."""
+    """Sends through host memory: the source packs a bucket while every receiver loads the one before it."""
 
     supports_sync_one = True  # a single receiver, whose process is new, can be reached
 
     async def send(self, source: Source, receivers: Sequence[Receiver], version: int) -> list[ProcessLostError | None]:
         """Return for each receiver how it was lost, or None if it has the weights."""
-        buckets = await source.pack_weights()
-        loads = (receiver.load_weights(buckets, version) for receiver in receivers)
-        outcomes = await asyncio.gather(*loads, return_exceptions=True)
-        for outcome in outcomes:
-            if outcome is not None and not isinstance(outcome, ProcessLostError):
-                raise outcome
-        return cast(list[ProcessLostError | None], outcomes)
+        losses: list[ProcessLostError | None] = [None] * len(receivers)
+
+        async def call(index: int, method: str, *args: Any) -> None:
+            try:
+                await getattr(receivers[index], method)(*args)
+            except ProcessLostError as error:
+                losses[index] = error
+
+        async def call_all(method: str, *args: Any) -> None:
+            await asyncio.gather(*(call(index, method, *args) for index, loss in enumerate(losses) if loss is None))
+
+        await call_all("start_weight_update")
+        async with aclosing(source.pack_weights()) as buckets:
+            async for bucket in buckets:
+                await call_all("load_bucket", bucket)
+        await call_all("finish_weight_update", version)
+        return losses
 
 
 class DeviceTransport:

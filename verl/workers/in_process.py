@@ -41,6 +41,7 @@ from verl.errors import ConfigError, EngineError, RewardError
 from verl.rewards.pool.pool import InProcessRewards
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
+from verl.rollout.engine import load_weights
 from verl.training.fsdp import FsdpEngine
 from verl.training.policy import PolicyTrainer
 from verl.training.process_group import close_process_group, init_process_group
@@ -51,10 +52,10 @@ from verl.workers.episodes import put_sample
 from verl.workers.inputs import check_model, find_tokenizer
 from verl.workers.optimizer_state import expose_moments, load_moments, read_optimizer
 from verl.workers.rollout import make_engine
-from verl.workers.train import BUCKET_BYTES
 
 T = TypeVar("T")
 ENGINES = ("vllm", "hf")
+BUCKET_BYTES = 512 * 2**20
 _GROUPS = itertools.count()
 """Group numbers of prompts, unique over all workers."""
 
@@ -175,7 +176,7 @@ class RolloutWorker:
         buckets = list(pack(weights, max_bytes=BUCKET_BYTES, dtype=self._dtype))
         if (checksums := [zlib.crc32(bucket.data.data) for bucket in buckets]) == self._checksums:
             return
-        await self._engine.load_weights(buckets, self._version + 1)
+        await load_weights(self._engine, buckets, self._version + 1)
         self._version, self._checksums = self._version + 1, checksums
 
     async def _start_scoring(self) -> EpisodeScorer:

@@ -27,6 +27,7 @@ class RolloutActor:
         self._loading = asyncio.Lock()
         self._awake = asyncio.Event()
         self._awake.set()
+        self._is_updating = False
 
     async def has_started(self) -> bool:
         return self._started_engine is not None
@@ -66,6 +67,12 @@ class RolloutActor:
         return self._started_engine
 
     @property
+    def _updating(self) -> Any:
+        if not self._is_updating:
+            raise ProcessLostError("its process was replaced during an update of its weights")
+        return self._engine
+
+    @property
     def _enabled(self) -> Any:
         if self._disabled_reason:
             raise ProcessLostError(f"it is disabled: {self._disabled_reason}")
@@ -74,9 +81,19 @@ class RolloutActor:
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self._engine.compute_logprobs(token_ids)
 
-    async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
+    async def start_weight_update(self) -> None:
         async with self._loading:  # serially, even if the first caller has gone
-            await self._engine.load_weights(await asyncio.gather(*buckets), version)
+            await self._engine.start_weight_update()
+            self._is_updating = True
+
+    async def load_bucket(self, bucket: Any) -> None:
+        async with self._loading:
+            await self._updating.load_bucket(bucket)
+
+    async def finish_weight_update(self, version: int) -> None:
+        async with self._loading:
+            await self._updating.finish_weight_update(version)
+            self._is_updating = False
             self._awake.set()
 
     async def sleep(self) -> None:
@@ -90,10 +107,10 @@ class RolloutActor:
 
     async def weight_transfer(self, method: str, *args: Any) -> None:
         """Run a step of vLLM's weight-transfer handshake, driven by its trainer-side engine."""
+        if method in ("start_weight_update", "finish_weight_update"):
+            return await getattr(self, method)(*args)
         async with self._loading:
             await getattr(self._engine, method)(*args)
-            if method == "finish_weight_update":
-                self._awake.set()
 
     async def close(self) -> None:
         if self._started_engine is not None:
@@ -144,8 +161,14 @@ class RemoteEngine(RemoteActor):
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:
         return await self._call("compute_logprobs", token_ids, deadline=self.deadlines.weights)
 
-    async def load_weights(self, buckets: Sequence[Any], version: int) -> None:
-        await self._call("load_weights", buckets, version, deadline=self.deadlines.weights)
+    async def start_weight_update(self) -> None:
+        await self._call("start_weight_update", deadline=self.deadlines.weights)
+
+    async def load_bucket(self, bucket: Any) -> None:
+        await self._call("load_bucket", bucket, deadline=self.deadlines.weights)
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._call("finish_weight_update", version, deadline=self.deadlines.weights)
 
     async def sleep(self) -> None:
         await self._call("sleep", deadline=self.deadlines.weights)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, wraps
@@ -15,7 +16,6 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.cluster.actors import ActorGroup, free_port, get_node_address, get_objects
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTarget, Deadlines
-from verl.cluster.object_store import put
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.tracking.metrics import resident_gib
@@ -24,8 +24,7 @@ from verl.training.settings import FsdpSettings
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.background import BackgroundWriter
     from verl.checkpoint.files import FileChecksum
-
-BUCKET_BYTES = 512 * 1024 * 1024
+    from verl.workers.weight_packer import WeightPacker
 
 G = TypeVar("G", bound="RankGroup")
 P = ParamSpec("P")
@@ -255,6 +254,8 @@ class TrainSettings(RankSettings):
     teacher: FsdpSettings | None = None
     sync_dtype: str = "bfloat16"
     sync_adapter_only: bool = False  # the engines load the base model themselves
+    sync_bucket_bytes: int = 512 * 2**20
+    is_one_node: bool = True  # on which all engines are, too
     shares_devices: bool = False  # with engines, which use the memory that is freed here
     engine_width: int = 1  # devices of an engine
 
@@ -324,18 +325,28 @@ class TrainWorker(BaseTrainWorker):
             return self._policy.compute_logprobs(sequences)
 
     @explain_out_of_memory
-    def pack_weights(self) -> list[Any]:
-        """Gather the weights, or only the adapter; rank 0 puts them into the object store and returns references."""
-        from verl.weights.bucket import pack
+    def pack_bucket(self, is_first: bool) -> Any:
+        """Gather the next weights, or those of the adapter; rank 0 returns them in a bucket, and None at the end."""
+        with self._freeing_memory():
+            if is_first:
+                self._packer.start()
+            return self._packer.pack_next()
+
+    def free_buckets(self) -> None:
+        self._packer.free()
+
+    @cached_property
+    def _packer(self) -> WeightPacker:
+        from verl.workers.weight_packer import WeightPacker
 
         actor: Any = self._policy.actor
-        with self._freeing_memory():
-            weights = actor.adapter_weights() if self._settings.sync_adapter_only else actor.weights()
-            if self._rank > 0:
-                for _ in weights:  # gathering is collective
-                    pass
-                return []
-            return [put(bucket) for bucket in pack(weights, max_bytes=BUCKET_BYTES, dtype=self._sync_dtype)]
+        gather = actor.adapter_weights if self._settings.sync_adapter_only else actor.weights
+        return WeightPacker(
+            lambda: gather(self._sync_dtype),
+            self._rank,
+            max_bytes=self._settings.sync_bucket_bytes,
+            is_one_node=self._settings.is_one_node,
+        )
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:
         """Send the weights by vLLM's trainer-side engine. Needs GPUs, so that CI does not run it."""
@@ -345,15 +356,17 @@ class TrainWorker(BaseTrainWorker):
             replies = [engine.weight_transfer.remote(method, *arguments(k)) for k, engine in enumerate(engines)]
             get_objects(replies, action=method, target=CallTarget("rollout engines"), deadline=self._deadlines.weights)
 
+        actor: Any = self._policy.actor
         if not hasattr(self, "_sender"):
             self._sender = VllmSender(
                 backend,
                 client,
-                self._policy.actor,
+                actor,
                 self._rank,
                 dtype=self._sync_dtype,
                 engines=len(engines),
                 width=self._settings.engine_width,
+                bucket_bytes=self._settings.sync_bucket_bytes,
                 address=(get_node_address(), free_port()),
             )
         with self._freeing_memory():
@@ -384,8 +397,18 @@ class PolicyGroup(RankGroup):
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
 
-    async def pack_weights(self) -> Sequence[Any]:
-        return (await self.call("pack_weights", deadline=self._deadlines.weights))[0]
+    async def pack_weights(self) -> AsyncGenerator[Any, None]:
+        packing = asyncio.ensure_future(self._pack_bucket(is_first=True))
+        try:
+            while (bucket := await packing) is not None:
+                packing = asyncio.ensure_future(self._pack_bucket(is_first=False))
+                yield bucket
+            await self.call("free_buckets", deadline=self._deadlines.weights)
+        finally:
+            packing.cancel()  # no effect once it is done
+
+    async def _pack_bucket(self, *, is_first: bool) -> Any:
+        return (await self.call("pack_bucket", is_first, deadline=self._deadlines.weights))[0]
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]

@@ -8,6 +8,7 @@ from tiny import FAMILIES, WINDOW, save_family, tiny_family
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from verl.rewards.models.hf import HfRewardModel
+from verl.rollout.engine import load_weights
 from verl.rollout.hf import HfEngine
 from verl.weights.bucket import pack, to_hf
 
@@ -27,7 +28,7 @@ async def test_log_probs_are_those_of_the_models_own_attention(tmp_path: Path, f
     await engine.start()
     if load_format == "dummy":
         weights = to_hf(own, ((name, each.detach()) for name, each in own.named_parameters()))
-        await engine.load_weights(list(pack(weights, max_bytes=1 << 20)), 0)
+        await load_weights(engine, list(pack(weights, max_bytes=1 << 20)), 0)
     logprobs_of_engine = torch.tensor(await engine.compute_logprobs(TOKENS))
     expected = logprobs[:-1].gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
     assert torch.allclose(logprobs_of_engine, expected, atol=1e-4)

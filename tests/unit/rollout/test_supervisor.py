@@ -1,7 +1,7 @@
 """An engine that is lost is ended, started, synced, probed and enabled; or given up, with an error."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from typing import Any
 
 import pytest
@@ -23,11 +23,11 @@ class Model:
     def __init__(self) -> None:
         self.weight, self.packed, self.is_gone = 0.0, 0, False
 
-    async def pack_weights(self) -> Sequence[float]:
+    async def pack_weights(self) -> AsyncGenerator[float, None]:
         if self.is_gone:
             raise ProcessLostError("train worker 1: pack_weights: its process has died")
         self.packed += 1
-        return [self.weight]
+        yield self.weight
 
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         raise AssertionError("not this way")
@@ -75,14 +75,20 @@ class Engine:
             raise EngineError("out of memory")
         self._begin()
 
-    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
+    async def start_weight_update(self) -> None:
+        await self._reach()
+
+    async def load_bucket(self, bucket: float) -> None:
         await self._reach()
         await asyncio.sleep(2)
         if self.dies_in_load:
             self.dies_in_load, self.is_up = False, False
         await self._reach()
         if not self.loads_nothing:
-            [self.weight] = buckets
+            self.weight = bucket
+
+    async def finish_weight_update(self, version: int) -> None:
+        await self._reach()
         self.held, self.is_asleep = version, False
 
     async def compute_logprobs(self, token_ids: Sequence[int]) -> list[float]:

@@ -1,11 +1,14 @@
 """Weights are unchanged by packing, whatever their shapes, dtypes and number of buckets."""
 
+from collections.abc import Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.weights.bucket import pack, unpack
+from verl.weights.bucket import count_buckets, pack, share, unpack
 
 pytestmark = pytest.mark.unit
 
@@ -23,7 +26,7 @@ def test_what_is_unpacked_is_what_was_packed(shapes: list[tuple[int, ...]], max_
         assert torch.equal(tensor, weights[name])
 
 
-def test_a_parcel_exceeds_its_size_only_for_a_tensor_that_is_larger_alone() -> None:
+def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_is_larger_alone() -> None:
     weights = [(f"w{i}", torch.zeros(n)) for i, n in enumerate([10, 10, 100, 10])]
     buckets = list(pack(weights, max_bytes=128))
     assert [[slot.name for slot in bucket.slots] for bucket in buckets] == [["w0", "w1"], ["w2"], ["w3"]]
@@ -39,3 +42,29 @@ def test_a_sliced_tensor_is_packed_by_value() -> None:
     [bucket] = pack([("column", square[:, 1])], max_bytes=1000)
     [(_, column)] = unpack(bucket.slots, torch.from_numpy(bucket.data))
     assert column.tolist() == [1.0, 4.0, 7.0]
+
+
+@given(shapes=shapes, max_bytes=st.integers(1, 500))
+def test_ranks_that_only_gather_stop_where_buckets_end(shapes: list[tuple[int, ...]], max_bytes: int) -> None:
+    taken: list[int] = []
+
+    def gather() -> Iterator[tuple[str, torch.Tensor]]:
+        for index, shape in enumerate(shapes):
+            taken.append(index)
+            yield f"w{index}", torch.zeros(shape)
+
+    packed = [len(taken) for _ in pack(gather(), max_bytes=max_bytes)]
+    taken.clear()
+    assert [len(taken) for _ in count_buckets(gather(), max_bytes=max_bytes)] == packed
+
+
+def test_a_bucket_is_shared_by_its_path_until_it_is_closed() -> None:
+    [bucket] = pack([("w", torch.arange(5.0))], max_bytes=1000)
+    with share(bucket) as shared:
+        mapped = shared.data
+        [(name, tensor)] = unpack(shared.slots, torch.from_numpy(mapped.copy()))
+        assert (name, tensor.tolist()) == ("w", [0.0, 1.0, 2.0, 3.0, 4.0])
+        with share(shared) as same:
+            assert same is shared
+    assert not Path(shared.path).exists()
+    assert mapped.tobytes() == bucket.data.tobytes(), "who has mapped it keeps it"

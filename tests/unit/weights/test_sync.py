@@ -1,11 +1,13 @@
 """A weight sync ends only when the probe has verified every engine."""
 
+import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 
 import pytest
 
 from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, WeightSyncError
+from verl.rollout.engine import load_weights
 from verl.weights.sync import DeviceTransport, HostTransport, Probe, Transport, WeightSync, compare_logprobs
 
 pytestmark = pytest.mark.unit
@@ -19,8 +21,8 @@ class Model:
     def __init__(self) -> None:
         self.weight = 0.0
 
-    async def pack_weights(self) -> Sequence[float]:
-        return [self.weight]
+    async def pack_weights(self) -> AsyncGenerator[float, None]:
+        yield self.weight
 
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         raise AssertionError("not this way")
@@ -34,9 +36,15 @@ class Engine(Model):
         super().__init__()
         self._loses, self._keeps, self._version = loses_weights, keeps_version, -1
 
-    async def load_weights(self, buckets: Sequence[float], version: int) -> None:
+    async def start_weight_update(self) -> None:
+        self._loaded = self.weight
+
+    async def load_bucket(self, bucket: float) -> None:
+        self._loaded = bucket
+
+    async def finish_weight_update(self, version: int) -> None:
         if not self._loses or version == 0:
-            [self.weight] = buckets
+            self.weight = self._loaded
         if not self._keeps:
             self._version = version
 
@@ -163,7 +171,7 @@ async def test_while_all_engines_are_away_nothing_is_said_to_be_proved() -> None
 
 async def test_without_a_supervisor_a_lost_engine_ends_the_sync() -> None:
     class Dying(Engine):
-        async def load_weights(self, buckets: Sequence[float], version: int) -> None:
+        async def load_bucket(self, bucket: float) -> None:
             raise ProcessLostError("it has died")
 
     with pytest.raises(ProcessLostError, match="it has died"):
@@ -172,7 +180,7 @@ async def test_without_a_supervisor_a_lost_engine_ends_the_sync() -> None:
 
 async def test_weights_that_do_not_fit_end_the_sync_with_any_membership() -> None:
     class Refusing(Engine):
-        async def load_weights(self, buckets: Sequence[float], version: int) -> None:
+        async def load_bucket(self, bucket: float) -> None:
             raise WeightSyncError("weights do not fit")
 
     with pytest.raises(WeightSyncError, match="do not fit"):
@@ -188,7 +196,7 @@ class Sending(Model):
 
     async def send_weights(self, backend: str, receivers: Sequence[object], version: int) -> None:
         for receiver in receivers:
-            await receiver.load_weights([self.weight], version)  # type: ignore[attr-defined]
+            await load_weights(receiver, [self.weight], version)  # type: ignore[arg-type, list-item]
         self.sent.append((len(receivers), version))
 
 
@@ -229,3 +237,34 @@ async def test_an_engine_that_comes_back_joins_through_host_memory() -> None:
     model.weight, engines[1].weight = 0.0, 7.0
     await weight_sync.sync_one(1)
     assert engines[1].weight == 0.0
+
+
+async def test_an_engine_that_was_replaced_after_it_had_the_weights_is_left_to_its_restart() -> None:
+    class Replaced(Engine):
+        async def version(self) -> int:
+            membership.numbers = [0]  # by the supervisor, which brings it back by `sync_one`
+            return -1
+
+    membership = Present(0, 1)
+    sync = WeightSync(Model(), [Engine(), Replaced()], HostTransport(), PROBE, membership)
+    assert (await sync.sync(0))["weights/probe_gap"] == 0
+    assert sync.outliers == []
+
+
+async def test_a_bucket_is_asked_for_when_all_engines_have_the_one_before() -> None:
+    order: list[str] = []
+
+    class Slow(Engine):
+        async def load_bucket(self, bucket: float) -> None:
+            for _ in range(3):
+                await asyncio.sleep(0)
+            order.append(f"loaded {bucket}")
+
+    class Packing(Model):
+        async def pack_weights(self) -> AsyncGenerator[float, None]:
+            for bucket in (1.0, 2.0):
+                order.append(f"packed {bucket}")
+                yield bucket
+
+    await HostTransport().send(Packing(), [Slow(), Slow()], 0)
+    assert order == ["packed 1.0", *["loaded 1.0"] * 2, "packed 2.0", *["loaded 2.0"] * 2]

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.unit
 
 
 class Rank:
-    """An actor whose `prepare` returns when it is released, and `pack_weights` at once."""
+    """An actor whose `prepare` returns when it is released, and `pack_bucket` at once."""
 
     def __init__(self) -> None:
         self.released, self.calls = asyncio.Event(), list[str]()
@@ -31,9 +31,12 @@ class Rank:
             raise self.error
         return {}
 
-    async def _pack_weights(self) -> list[Any]:
-        self.calls.append("pack_weights")
-        return ["bucket"]
+    async def _pack_bucket(self, is_first: bool) -> str | None:
+        self.calls.append("pack_bucket")
+        return "bucket" if is_first else None
+
+    async def _free_buckets(self) -> None:
+        self.calls.append("free_buckets")
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"_{method}").__get__(self))
@@ -41,6 +44,10 @@ class Rank:
 
 def group_of(*ranks: Rank) -> PolicyGroup:
     return PolicyGroup(ranks)
+
+
+async def pack(group: PolicyGroup) -> list[Any]:
+    return [bucket async for bucket in group.pack_weights()]
 
 
 PLAN: Any = SimpleNamespace(ranks=[None, None])
@@ -56,7 +63,7 @@ async def test_a_deadline_starts_when_the_ranks_are_free() -> None:
     group = group_of(*ranks)
     preparing = asyncio.ensure_future(group.prepare(PLAN))
     await settled()
-    packing = asyncio.ensure_future(group.pack_weights())
+    packing = asyncio.ensure_future(pack(group))
     await settled()
     assert {call.action for call in PENDING_CALLS.list_calls()} == {"prepare"}, (
         "the call for weights would time out first"
@@ -66,7 +73,7 @@ async def test_a_deadline_starts_when_the_ranks_are_free() -> None:
         rank.released.set()
     assert await packing == ["bucket"]
     assert await preparing == {}
-    assert ranks[0].calls == ["prepare", "pack_weights"]
+    assert ranks[0].calls == ["prepare", "pack_bucket", "pack_bucket", "free_buckets"]
 
 
 async def test_ranks_can_be_called_after_a_failure() -> None:
@@ -77,7 +84,7 @@ async def test_ranks_can_be_called_after_a_failure() -> None:
         rank.released.set()
     with pytest.raises(ProcessLostError):
         await group.prepare(PLAN)
-    assert await group.pack_weights() == ["bucket"]
+    assert await pack(group) == ["bucket"]
 
 
 def test_rank_0_listens_from_the_moment_its_port_is_known() -> None:

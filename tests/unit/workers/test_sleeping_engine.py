@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.fake_rollout_engine import FakeRolloutEngine
+from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 from verl.types import SamplingParams
 from verl.workers import rollout
@@ -33,7 +34,7 @@ async def record(settings: VllmSettings) -> list[str]:
     engine._llm = llm = RecordingLlm()  # type: ignore[assignment]
     await engine.sleep()
     await engine.start_weight_update()
-    await engine.finish_weight_update("1")
+    await engine.finish_weight_update(1)
     await engine.start_weight_update()
     return llm.calls
 
@@ -61,12 +62,12 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
     monkeypatch.setattr(rollout, "make_engine", lambda *_: FakeRolloutEngine())
     actor = RolloutActor("fake", {})
     await actor.start()
-    await actor.load_weights([], 0)
+    await load_weights(actor, [], 0)
     await actor.enable(0)
     await actor.sleep()
     assert await actor.is_ready()
     request = asyncio.create_task(actor.generate([1, 2], SamplingParams(max_tokens=2)))
     await asyncio.sleep(0)
     assert not request.done()
-    await actor.load_weights([], 1)
+    await load_weights(actor, [], 1)
     assert (await request).versions == [1, 1]

@@ -31,7 +31,7 @@ CLAMPS = needs("clamping of the distillation loss")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
 BUFFER_DTYPE = ignored("buffers keep the type of the model")
 MOE_PARALLELISM = needs("expert parallelism", *ONE)
-BUCKETS = ignored("weights are sent in buckets of a fixed size; the results are the same")
+CHECKPOINT_ENGINE = ignored("weights are sent by weight_transport; the results are the same")
 CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded completely")
 
 _A, _R, _REF, _M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
@@ -106,8 +106,7 @@ _MODEL = {
     f"{_M}.override_config": needs("changes of a model's configuration"),
 }
 _ROLLOUT = {
-    f"{_R}.checkpoint_engine": BUCKETS,
-    f"{_R}.update_weights_bucket_megabytes": BUCKETS,
+    f"{_R}.checkpoint_engine": CHECKPOINT_ENGINE,
     f"{_R}.multi_stage_wake_up": always_on("engines wake for the weights first, then for the cache"),
     f"{_R}.layered_summon": always_on("weights are gathered one at a time"),
     f"{_R}.mode": always_on("engines answer requests one by one, as they finish"),

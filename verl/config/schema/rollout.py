@@ -89,6 +89,9 @@ class RolloutConfig(Section):
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
         "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."
     )
+    update_weights_bucket_megabytes: Count = setting(
+        512, "Size of the buckets in which weights are sent; three may exist at a time.", unit="MiB"
+    )
     lora_transport: Literal["auto", "adapter", "merged"] = setting(
         "auto", "Send engines the adapter only, or merged weights; auto: only it if possible.", only_if=_HAS_ADAPTER
     )

@@ -16,9 +16,10 @@ from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
 from verl.types import Completion, SamplingParams
-from verl.weights.bucket import WeightBucket, unpack
+from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from vllm import SamplingParams as VllmSampling
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -79,7 +80,8 @@ class VllmEngine:
         self._requests = itertools.count()
         self._batch_lock = asyncio.Lock()
         self._adapter: LoRARequest | None = None
-        self._is_asleep = False
+        self._adapter_tensors: dict[str, Tensor] = {}  # of an adapter that is being sent
+        self._is_asleep = self._is_updating = False
 
     async def start(self) -> None:
         self._llm = await start_vllm(self.settings, _engine_arguments(self.settings))
@@ -116,44 +118,64 @@ class VllmEngine:
             entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
         return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
 
-    async def load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        load = self._load_weights if self.settings.adapter is None else self._load_adapter
-        await self._call(load(buckets, version))
+    async def start_weight_update(self) -> None:
+        await self._call(self._start_weight_update())
 
-    async def _load_weights(self, buckets: Sequence[WeightBucket], version: int) -> None:
+    async def _start_weight_update(self) -> None:
+        """Let no request run, and have memory for the weights; not yet for the cache: the trainer may be sending."""
+        await self._llm.pause_generation(mode="keep", clear_cache=True)
+        if self._is_asleep:
+            await self._llm.wake_up(["weights"])
+        self._adapter_tensors.clear()
+        if self.settings.adapter is None:
+            if self._is_updating:  # vLLM would take the old weights of a layer for a part of the new ones
+                await self._llm.finish_weight_update("-1")
+            await self._llm.start_weight_update()
+        self._is_updating = True
+
+    async def load_bucket(self, bucket: WeightBucket | SharedBucket) -> None:
+        """Load a bucket. vLLM's workers cannot see the object store: they get the path of a file in memory."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
-        await self._begin_loading()
-        await self._llm.start_weight_update()
-        for bucket in buckets:
-            # vLLM's worker is a child process that cannot see the object store: it gets the path of a file in memory,
-            # which is freed even if this process is killed.
-            with open(os.memfd_create("verl-weights"), "wb") as file:
-                bucket.data.tofile(file)
-                slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in bucket.slots]
-                path = f"/proc/{os.getpid()}/fd/{file.fileno()}"
-                info = {"path": path, "size": bucket.data.nbytes, "slots": slots}
-                await self._llm.update_weights(WeightTransferUpdateRequest(update_info=info))
-        await self._llm.finish_weight_update(str(version))
-        await self._end_loading()
+        if self.settings.adapter is not None:
+            return self._collect_adapter(bucket)
+        with share(bucket) as shared:
+            slots = [(slot.name, slot.dtype, list(slot.shape), slot.offset) for slot in shared.slots]
+            info = {"path": shared.path, "size": shared.size, "slots": slots}
+            await self._call(self._llm.update_weights(WeightTransferUpdateRequest(update_info=info)))
 
-    async def _load_adapter(self, buckets: Sequence[WeightBucket], version: int) -> None:
-        """Replace the adapter, also for running requests."""
+    async def finish_weight_update(self, version: int) -> None:
+        await self._call(self._finish_weight_update(version))
+
+    async def _finish_weight_update(self, version: int) -> None:
+        if self.settings.adapter is None:
+            await self._llm.finish_weight_update(str(version))
+        else:
+            await self._load_adapter(self.settings.adapter, version)
+        self._is_updating = False
+        if self._is_asleep:
+            await self._llm.wake_up(["kv_cache"])
+            self._is_asleep = False
+        await self._llm.resume_generation()
+
+    def _collect_adapter(self, bucket: WeightBucket | SharedBucket) -> None:
         import torch
+
+        tensors = dict(unpack(bucket.slots, torch.from_numpy(bucket.data.copy())))
+        if wrong := [name for name in tensors if ".lora_" not in name]:
+            raise WeightSyncError(f"an engine that only loads adapters was sent {wrong[0]} and {len(wrong) - 1} more")
+        self._adapter_tensors |= tensors
+
+    async def _load_adapter(self, adapter: AdapterSettings, version: int) -> None:
+        """Replace the adapter, also for running requests."""
         from vllm.exceptions import VLLMServerError
         from vllm.lora.request import LoRARequest
 
-        adapter = self.settings.adapter
-        assert adapter is not None
-        tensors = {n: t for p in buckets for n, t in unpack(p.slots, torch.from_numpy(p.data.copy()))}
-        if wrong := [name for name in tensors if ".lora_" not in name]:
-            raise WeightSyncError(f"an engine that only loads adapters was sent {wrong[0]} and {len(wrong) - 1} more")
         config = adapter_config(
             base=self.settings.model_path, rank=adapter.rank, alpha=adapter.alpha, targets=adapter.targets
         )
-        await self._begin_loading()
         with tempfile.TemporaryDirectory(prefix="verl-adapter-") as folder:
-            write_adapter(Path(folder), config, tensors)
+            write_adapter(Path(folder), config, self._adapter_tensors)
             try:
                 await self._llm.add_lora(LoRARequest(f"version {version}", ADAPTER_ID, folder, load_inplace=True))
             except VLLMServerError:  # its process has died; see `map_engine_errors`
@@ -166,24 +188,11 @@ class VllmEngine:
             # vLLM holds this id now, and does not look into the folder again.
             self._adapter = LoRARequest(f"version {version}", ADAPTER_ID, folder)
         await self._llm.update_weight_version(str(version))
-        await self._end_loading()
 
     async def sleep(self) -> None:
         """Free the weights and the cache. With an adapter the weights go to host memory: they are not sent again."""
         await self._call(self._llm.sleep(level=2 if self.settings.adapter is None else 1, mode="keep"))
         self._is_asleep = True
-
-    async def _begin_loading(self) -> None:
-        """Let no request run, and have memory for the weights; not yet for the cache: the trainer may be sending."""
-        await self._llm.pause_generation(mode="keep", clear_cache=True)
-        if self._is_asleep:
-            await self._llm.wake_up(["weights"])
-
-    async def _end_loading(self) -> None:
-        if self._is_asleep:
-            await self._llm.wake_up(["kv_cache"])
-            self._is_asleep = False
-        await self._llm.resume_generation()
 
     async def version(self) -> int:
         return _parse_version(await self._call(self._llm.get_weight_version()))
@@ -193,21 +202,13 @@ class VllmEngine:
             self._llm.shutdown()
             del self._llm  # now: at interpreter exit its finalizer would find modules gone
 
-    # vLLM's weight-transfer control plane, driven by its trainer-side NCCL and IPC engines
+    # driven by vLLM's trainer-side NCCL and IPC engines, together with the start and the end of an update
 
     async def init_weight_transfer_engine(self, request: Any) -> None:
         await self._call(self._llm.init_weight_transfer_engine(request))
 
-    async def start_weight_update(self) -> None:
-        await self._call(self._begin_loading())
-        await self._call(self._llm.start_weight_update())
-
     async def update_weights(self, request: Any) -> None:
         await self._call(self._llm.update_weights(request))
-
-    async def finish_weight_update(self, weight_version: str | None = None) -> None:
-        await self._call(self._llm.finish_weight_update(weight_version))
-        await self._call(self._end_loading())
 
     async def _call(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`; raise if vLLM's process dies meanwhile, for which vLLM would wait forever."""
@@ -317,12 +318,11 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
 
 
 def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
-    from verl.rollout.vllm.transfer import BACKEND
+    from verl.rollout.vllm.transfer import BACKENDS
 
-    backend = BACKEND if settings.weight_backend == "host" else settings.weight_backend
     arguments: dict[str, Any] = {
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
-        "weight_transfer_config": {"backend": backend},
+        "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}

@@ -1,10 +1,11 @@
-"""The sending end of vLLM's device transports, on the train workers. Not tested on machines without GPUs.
+"""The sending end of vLLM's device transports, on the train workers. Never run on a GPU.
 
 vLLM implements both ends of its "nccl" and "ipc" backends; this gives it the weights and a client of the engines.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -16,9 +17,15 @@ from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactor
 from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
 from vllm.distributed.weight_transfer.nccl_engine import NCCLTrainerInitInfo
 
+from verl.rollout.vllm.ipc_handles import encode_handles
+
 
 class _Engine(Protocol):
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]: ...
+
+    def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+        """Yield what `weights` yields, on the meta device."""
+        ...
 
 
 class _Source(WeightSource):
@@ -26,12 +33,15 @@ class _Source(WeightSource):
 
     def __init__(self, engine: _Engine, dtype: torch.dtype) -> None:
         self._engine, self._dtype = engine, dtype
-        self._metadata: list[ParamMeta] | None = None
+        self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in engine.weight_shapes(dtype)]
 
     def metadata(self) -> list[ParamMeta]:
-        if self._metadata is None:
-            self._metadata = [ParamMeta(name, w.dtype, tuple(w.shape)) for name, w in self]
         return self._metadata
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest tensor."""
+        return max(each.dtype.itemsize * math.prod(each.shape) for each in self._metadata)
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return self._engine.weights(self._dtype)
@@ -60,10 +70,12 @@ class _Control:
         self._client("start_weight_update", lambda engine: ())
 
     def update_weights(self, update_info: Any) -> None:
+        if "ipc_handles" in update_info:
+            update_info = update_info | {"ipc_handles": encode_handles(update_info["ipc_handles"])}
         self._client("update_weights", lambda engine: (UpdateRequest(update_info=update_info),))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._client("finish_weight_update", lambda engine: (str(self.version),))
+        self._client("finish_weight_update", lambda engine: (self.version,))
 
 
 class VllmSender:
@@ -79,18 +91,22 @@ class VllmSender:
         dtype: torch.dtype,
         engines: int,
         width: int,  # devices of an engine
+        bucket_bytes: int,
         address: tuple[str, int],
     ) -> None:
-        host, port = address
+        source = _Source(engine, dtype)
+        options: dict[str, Any] = {
+            "rank": rank,
+            "packed": True,
+            "packed_buffer_size_bytes": max(bucket_bytes, source.largest),
+        }
         info = (
-            NCCLTrainerInitInfo(host, port, engines * width + 1, rank=rank)
+            NCCLTrainerInitInfo(*address, engines * width + 1, **options)
             if backend == "nccl"
-            else IPCTrainerInitInfo(rank=rank, packed=True)
+            else IPCTrainerInitInfo(**options)
         )
         self._control = _Control(client, width)
-        self._sender = WeightTransferTrainerFactory.trainer_init(
-            info, client=self._control, source=_Source(engine, dtype)
-        )
+        self._sender = WeightTransferTrainerFactory.trainer_init(info, client=self._control, source=source)
 
     def send(self, version: int) -> None:
         self._control.version = version

@@ -1,4 +1,4 @@
-"""Runs inside vLLM's worker processes: the receiving end of the host-memory transport, and their exit.
+"""Runs inside vLLM's worker processes: the receiving end of our transports, and their exit.
 
 vLLM imports the module named in `worker_extension_cls` in each worker process; the import registers the transport.
 """
@@ -20,13 +20,16 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferEngine, IPCWeightTransferUpdateInfo
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from verl.rollout.vllm.ipc_handles import decode_handles
 from verl.weights.bucket import TensorSlot, unpack
 
-BACKEND = "verl_host"
+BACKENDS = {"host": "verl_host", "ipc": "verl_ipc", "nccl": "nccl"}
+"""Transports, and the names of their receiving ends in vLLM."""
 EXTENSION = "verl.rollout.vllm.transfer.WorkerExtension"
 
 
@@ -97,6 +100,14 @@ class HostTransferEngine(WeightTransferEngine[HostInitInfo, HostUpdateInfo]):
         """Nothing is held between updates."""
 
 
+class IpcTransferEngine(IPCWeightTransferEngine):
+    """vLLM's own receiver of CUDA memory, with handles that its messages can carry. Never run on a GPU."""
+
+    def parse_update_info(self, update_dict: dict[str, Any]) -> IPCWeightTransferUpdateInfo:
+        handles = decode_handles(update_dict["ipc_handles"])
+        return super().parse_update_info(update_dict | {"ipc_handles": handles})
+
+
 def refresh_packed_embeddings(model: torch.nn.Module) -> None:
     """Repack the embeddings that also serve as output heads.
 
@@ -139,5 +150,6 @@ def exit_with_parent() -> None:
 
 
 exit_with_parent()
-if BACKEND not in WeightTransferEngineFactory._registry:
-    WeightTransferEngineFactory.register_engine(BACKEND, HostTransferEngine)
+for transport, receiver in (("host", HostTransferEngine), ("ipc", IpcTransferEngine)):
+    if BACKENDS[transport] not in WeightTransferEngineFactory._registry:
+        WeightTransferEngineFactory.register_engine(BACKENDS[transport], receiver)

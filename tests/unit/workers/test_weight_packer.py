@@ -1,0 +1,76 @@
+"""Buckets of a train worker: packed one at a time, in memory that the engines of the node can map."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from verl.weights.bucket import SharedBucket, unpack
+from verl.workers import weight_packer
+from verl.workers.weight_packer import WeightPacker
+
+pytestmark = pytest.mark.unit
+
+WEIGHTS = {f"w{index}": torch.full((16,), float(index)) for index in range(5)}
+ONE_TENSOR = 64
+
+
+class Gathering:
+    def __init__(self) -> None:
+        self.taken = 0
+
+    def __call__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for item in WEIGHTS.items():
+            self.taken += 1
+            yield item
+
+
+def read(bucket: SharedBucket) -> dict[str, list[float]]:
+    return {name: each.tolist() for name, each in unpack(bucket.slots, torch.from_numpy(bucket.data.copy()))}
+
+
+def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
+    packer = WeightPacker(Gathering(), 0, max_bytes=ONE_TENSOR, is_one_node=True)
+    packer.start()
+    buckets: list[Any] = []
+    while (bucket := packer.pack_next()) is not None:
+        buckets.append(bucket)
+        assert read(bucket) == {name: each.tolist() for name, each in [list(WEIGHTS.items())[len(buckets) - 1]]}
+        assert len({each.path for each in buckets if Path(each.path).exists()}) <= 2
+    assert len(buckets) == len(WEIGHTS)
+    packer.free()
+    assert not any(Path(each.path).exists() for each in buckets)
+
+
+def test_a_sync_that_did_not_end_is_begun_anew() -> None:
+    gathering = Gathering()
+    packer = WeightPacker(gathering, 0, max_bytes=ONE_TENSOR, is_one_node=True)
+    packer.start()
+    packer.pack_next()
+    packer.start()
+    first: Any = packer.pack_next()
+    assert list(read(first)) == ["w0"]
+    packer.free()
+
+
+def test_other_ranks_gather_what_rank_0_packs() -> None:
+    first, second = Gathering(), Gathering()
+    packers = [
+        WeightPacker(gather, rank, max_bytes=2 * ONE_TENSOR, is_one_node=True)
+        for rank, gather in enumerate((first, second))
+    ]
+    for packer in packers:
+        packer.start()
+    while packers[0].pack_next() is not None:
+        assert packers[1].pack_next() is None
+        assert second.taken == first.taken
+    packers[0].free()
+
+
+def test_engines_on_other_nodes_get_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
+    packer = WeightPacker(Gathering(), 0, max_bytes=3 * ONE_TENSOR, is_one_node=False)
+    packer.start()
+    assert [packer.pack_next() for _ in range(3)] == [("reference", 3), ("reference", 2), None]
