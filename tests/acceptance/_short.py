@@ -23,7 +23,7 @@ ROTATION = (
     ("lora", "api", "save_cost", "offload", "placement"),
     ("optimizers", "algorithms", "routing", "budget"),
     ("distillation", "reward_overlap", "poison", "reshard", "load"),
-    ("trust", "stall", "real_model", "tp"),
+    ("trust", "stall", "real_model", "tp", "sync"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel"),
 )
 LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation

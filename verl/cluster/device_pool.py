@@ -66,6 +66,10 @@ class DevicePool:
             options["max_restarts"] = -1
         return ray.remote(actor).options(**options).remote(*args)
 
+    def is_one_machine(self) -> bool:
+        """Whether all nodes of the cluster share their memory: several may run on one machine."""
+        return len({node["NodeManagerAddress"] for node in ray.nodes() if node["Alive"]}) == 1
+
     def close(self) -> None:
         """Release the devices, unless that is left to the end of the connection: without a GCS it would not return."""
         if ray.is_initialized() and not is_connected():

@@ -68,6 +68,9 @@ class LocalPool:
     def spawn(self, actor: type, *args: Any, **_: Any) -> LocalActor:
         return LocalActor(actor(*args))
 
+    def is_one_machine(self) -> bool:
+        return True
+
 
 def detect_local_device() -> str:
     """Return "cuda" if this machine has a GPU, else "cpu"."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -100,6 +101,7 @@ class RLBuilder(RunBuilder[Config]):
         data = await self.load_data()
         schedule = self.build_schedule(data)
         settings = train_settings(self.config, schedule.total_steps, self.device)
+        settings = replace(settings, is_one_machine=self.pool.is_one_machine())
         episode_pool = self.spawn_episode_workers(data, engines, reward_models, reward)
 
         async def start_train_workers() -> None:

@@ -91,7 +91,6 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         sync_dtype=rollout_dtype(config, device),
         sync_adapter_only=syncs_adapter_only(config),
         sync_bucket_bytes=config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20,
-        is_one_node=config.trainer.nnodes == 1,
         shares_devices=frees_engine_memory(config, device),
         engine_width=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
         tokenizer_path=model.tokenizer_path,

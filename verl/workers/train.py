@@ -255,7 +255,7 @@ class TrainSettings(RankSettings):
     sync_dtype: str = "bfloat16"
     sync_adapter_only: bool = False  # the engines load the base model themselves
     sync_bucket_bytes: int = 512 * 2**20
-    is_one_node: bool = True  # on which all engines are, too
+    is_one_machine: bool = True  # where all engines are, too
     shares_devices: bool = False  # with engines, which use the memory that is freed here
     engine_width: int = 1  # devices of an engine
 
@@ -345,7 +345,7 @@ class TrainWorker(BaseTrainWorker):
             lambda: gather(self._sync_dtype),
             self._rank,
             max_bytes=self._settings.sync_bucket_bytes,
-            is_one_node=self._settings.is_one_node,
+            is_one_machine=self._settings.is_one_machine,
         )
 
     def send_weights(self, backend: str, engines: Sequence[Any], version: int) -> None:

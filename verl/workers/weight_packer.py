@@ -18,7 +18,8 @@ OPEN_BUCKETS = 2  # the one that is loaded, and the one that is packed
 class WeightPacker:
     """The weights of one rank. Rank 0 returns buckets; all others take part in gathering.
 
-    On a node that the engines share, buckets are files in memory and never copied. Else they go into the object store.
+    On a machine that the engines share, buckets are files in memory, and never copied. Else they go into the
+    object store.
     """
 
     def __init__(
@@ -27,9 +28,9 @@ class WeightPacker:
         rank: int,
         *,
         max_bytes: int,
-        is_one_node: bool,
+        is_one_machine: bool,
     ) -> None:
-        self._gather, self._rank, self._max_bytes, self._is_one_node = gather, rank, max_bytes, is_one_node
+        self._gather, self._rank, self._max_bytes, self._is_one_machine = gather, rank, max_bytes, is_one_machine
         self._buckets: Iterator[WeightBucket | None] = iter(())
         self._buffers: deque[SharedBuffer] = deque()
 
@@ -38,7 +39,7 @@ class WeightPacker:
         self.free()
         if self._rank > 0:
             self._buckets = count_buckets(self._gather(), max_bytes=self._max_bytes)
-        elif self._is_one_node:
+        elif self._is_one_machine:
             self._buckets = pack(self._gather(), max_bytes=self._max_bytes, allocate=self._allocate)
         else:
             self._buckets = pack(self._gather(), max_bytes=self._max_bytes)
@@ -48,7 +49,7 @@ class WeightPacker:
         bucket = next(self._buckets, None)
         if bucket is None:
             return None
-        if self._is_one_node:
+        if self._is_one_machine:
             return SharedBucket(bucket.slots, self._buffers[-1].path, bucket.data.nbytes)
         return put(bucket)
 

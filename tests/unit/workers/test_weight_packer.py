@@ -32,7 +32,7 @@ def read(bucket: SharedBucket) -> dict[str, list[float]]:
 
 
 def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
-    packer = WeightPacker(Gathering(), 0, max_bytes=ONE_TENSOR, is_one_node=True)
+    packer = WeightPacker(Gathering(), 0, max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
     buckets: list[Any] = []
     while (bucket := packer.pack_next()) is not None:
@@ -46,7 +46,7 @@ def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
 
 def test_a_sync_that_did_not_end_is_begun_anew() -> None:
     gathering = Gathering()
-    packer = WeightPacker(gathering, 0, max_bytes=ONE_TENSOR, is_one_node=True)
+    packer = WeightPacker(gathering, 0, max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
     packer.pack_next()
     packer.start()
@@ -58,7 +58,7 @@ def test_a_sync_that_did_not_end_is_begun_anew() -> None:
 def test_other_ranks_gather_what_rank_0_packs() -> None:
     first, second = Gathering(), Gathering()
     packers = [
-        WeightPacker(gather, rank, max_bytes=2 * ONE_TENSOR, is_one_node=True)
+        WeightPacker(gather, rank, max_bytes=2 * ONE_TENSOR, is_one_machine=True)
         for rank, gather in enumerate((first, second))
     ]
     for packer in packers:
@@ -71,6 +71,6 @@ def test_other_ranks_gather_what_rank_0_packs() -> None:
 
 def test_engines_on_other_nodes_get_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
-    packer = WeightPacker(Gathering(), 0, max_bytes=3 * ONE_TENSOR, is_one_node=False)
+    packer = WeightPacker(Gathering(), 0, max_bytes=3 * ONE_TENSOR, is_one_machine=False)
     packer.start()
     assert [packer.pack_next() for _ in range(3)] == [("reference", 3), ("reference", 2), None]
