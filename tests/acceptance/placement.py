@@ -2,7 +2,8 @@
 
 For engines of 1, 2, 4 and 8 devices on 4 nodes, with and without a reward model next to them: every train worker has a
 device of its own; the devices of an engine are on one node, and are those of train workers; no device is in more
-engines than it has shares for. What cannot be placed is refused in the settings, before anything starts, with a reason.
+engines than it has shares for. The same with half of the nodes for engines alone (hybrid_engine=False), whose devices
+are those of no train worker. What cannot be placed is refused in the settings, before anything starts, with a reason.
 `--short` (CI): 2 nodes of 2, engines of 1 and 2 devices.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 from collections import Counter
 from typing import Any
 
@@ -19,7 +21,7 @@ import ray
 from ray.cluster_utils import Cluster
 
 from verl.cluster.device_pool import DevicePool
-from verl.config.batch_sizes import count_group_devices, count_train_ranks
+from verl.config.batch_sizes import count_group_devices, count_rollout_devices, count_train_ranks
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
@@ -51,12 +53,22 @@ def main() -> None:
                 table = asyncio.run(place(config))
                 placed += len(table)
                 problems += check(table, config, f"width {width}, reward model {reward_width}")
+            config = configure(nodes // 2, gpus, width, 0, *separate(nodes // 2, gpus))
+            table = asyncio.run(place(config))
+            placed += len(table)
+            problems += check(table, config, f"width {width}, devices of their own")
     finally:
         ray.shutdown()
         cluster.shutdown()
     for problem in problems:
         print(problem)
     finish("placement", not problems, devices=nodes * gpus, actors=placed, problems=len(problems))
+
+
+def separate(nodes: int, gpus: int) -> tuple[str, ...]:
+    """Settings of engines with devices of their own."""
+    rollout = "actor_rollout_ref.rollout"
+    return "actor_rollout_ref.hybrid_engine=False", f"{rollout}.nnodes={nodes}", f"{rollout}.n_gpus_per_node={gpus}"
 
 
 def configure(nodes: int, gpus: int, width: int, reward_width: int, *more: str) -> Config:
@@ -82,7 +94,13 @@ async def place(config: Config) -> list[tuple[str, list[Device]]]:
     pool = DevicePool(ranks, "cuda", width=width, fix="add nodes")
     policy = PolicyGroup.spawn(pool, ranks)
     accelerators = await policy.visible_devices()
-    engines = place_engines(config, pool, "cuda", accelerators)
+    own = pool
+    if config.actor_rollout_ref.hybrid_engine:
+        engines = place_engines(config, pool, "cuda", accelerators)
+    else:
+        own_width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        own = DevicePool(count_rollout_devices(config), "cuda", width=own_width, fix="add nodes")
+        engines = place_engines(config, own, "cuda")
     models = place_reward_models(config, pool, "cuda", accelerators)
     try:
         table = [
@@ -97,12 +115,14 @@ async def place(config: Config) -> list[tuple[str, list[Device]]]:
     finally:
         for actor in (*policy.actors, *(remote.actor for remote in (*engines, *models))):
             ray.kill(actor)
-        pool.close()
+        for each in {id(pool): pool, id(own): own}.values():
+            each.close()
 
 
 async def find_devices(actor: Any, accelerators: str | None = None) -> list[Device]:
     def look(instance: Any) -> tuple[str, str]:
-        return ray.get_runtime_context().get_node_id()[:6], getattr(instance, "_accelerators", "")
+        told = getattr(instance, "_accelerators", "") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return ray.get_runtime_context().get_node_id()[:6], told
 
     node, own = await actor.__ray_call__.remote(look)
     return [(node, gpu) for gpu in (own if accelerators is None else accelerators).split(",")]
@@ -113,13 +133,16 @@ def check(table: list[tuple[str, list[Device]]], config: Config, case: str) -> l
     used = Counter(device for name, devices in table if name.startswith("rollout") for device in devices)
     problems = [f"{device} belongs to {count} train workers" for device, count in owned.items() if count > 1]
     problems += [f"{device} is in {count} engines" for device, count in used.items() if count > 1]
-    if len(owned) != count_train_ranks(config) or set(used) != set(owned):
+    is_shared = config.actor_rollout_ref.hybrid_engine
+    fits = set(used) == set(owned) if is_shared else not set(used) & set(owned)
+    if (len(owned), len(used)) != (count_train_ranks(config), count_rollout_devices(config)) or not fits:
         problems.append(f"{len(owned)} devices are trained on, engines use {len(used)}")
     for name, devices in table:
         width = 1 if name.startswith("train") else config.actor_rollout_ref.rollout.tensor_model_parallel_size
         if name.startswith("reward"):
             width = config.reward.reward_model.rollout.tensor_model_parallel_size
-        if len(set(devices)) != width or not set(devices) <= set(owned):
+        allowed = set(owned) if is_shared else set(owned) | set(used)
+        if len(set(devices)) != width or not set(devices) <= allowed:
             problems.append(f"{name} has {devices} instead of {width} devices of one node")
     return [f"{case}: {problem}" for problem in problems]
 

@@ -64,10 +64,11 @@ def count_train_ranks(config: Config | SftConfig) -> int:
 
 
 def count_group_devices(config: Config | SftConfig) -> int:
-    """Return the devices that have to be on one node: those of the widest engine."""
+    """Return the devices of the train workers that have to be on one node: those of the widest engine on them."""
     if isinstance(config, SftConfig):
         return 1
-    widths = [config.actor_rollout_ref.rollout.tensor_model_parallel_size]
+    shared = config.actor_rollout_ref.hybrid_engine
+    widths = [config.actor_rollout_ref.rollout.tensor_model_parallel_size if shared else 1]
     if config.reward.reward_model.enable:
         widths.append(config.reward.reward_model.rollout.tensor_model_parallel_size)
     return max(widths)
@@ -78,7 +79,22 @@ def count_engines(config: Config) -> int:
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
-    return max(1, count_train_ranks(config) // rollout.tensor_model_parallel_size)
+    return max(1, count_rollout_devices(config) // rollout.tensor_model_parallel_size)
+
+
+def count_rollout_devices(config: Config) -> int:
+    """Return the number of devices on which the engines run: those of the train workers, or their own."""
+    rollout = config.actor_rollout_ref.rollout
+    if config.actor_rollout_ref.hybrid_engine:
+        return count_train_ranks(config)
+    return (rollout.nnodes or 1) * (rollout.n_gpus_per_node or 1)
+
+
+def count_extra_devices(config: Config | SftConfig) -> int:
+    """Return the number of devices that a run reserves beside those of the train workers."""
+    if isinstance(config, SftConfig) or config.actor_rollout_ref.hybrid_engine:
+        return 0
+    return count_rollout_devices(config)
 
 
 def get_max_sequence_tokens(config: Config) -> int:

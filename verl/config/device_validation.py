@@ -15,6 +15,7 @@ from verl.config.schema.rules import ROLLOUT
 def find_conflicts(config: Config) -> Iterator[str]:
     """Yield settings of devices that cannot work together."""
     yield from _check_transports(config)
+    yield from _check_separate_devices(config)
     yield from _check_widths(config)
 
 
@@ -28,6 +29,14 @@ def _check_transports(config: Config) -> Iterator[str]:
         if config.trainer.device == "cpu":
             reason = "accelerators, but trainer.device=cpu"
         yield f"{ROLLOUT}.weight_transport: {transport} requires {reason}; set {ROLLOUT}.weight_transport=host"
+    elif is_direct and (transport == "ipc") != config.actor_rollout_ref.hybrid_engine:
+        # NCCL refuses two processes on one device; CUDA IPC does not reach other devices.
+        other, where = ("ipc", "the same devices") if transport == "nccl" else ("nccl", "devices of their own")
+        yield (
+            f"{ROLLOUT}.weight_transport: {transport} is not possible to engines on {where} "
+            f"(actor_rollout_ref.hybrid_engine={config.actor_rollout_ref.hybrid_engine}); set "
+            f"{ROLLOUT}.weight_transport={other}, or host"
+        )
     if rank == 0 or rollout.lora_transport != "adapter":
         return
     for is_unfit, reason in (
@@ -39,29 +48,48 @@ def _check_transports(config: Config) -> Iterator[str]:
             yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
 
 
+def _check_separate_devices(config: Config) -> Iterator[str]:
+    """Check that engines which do not share the devices of the train workers have some of their own."""
+    if config.actor_rollout_ref.hybrid_engine:
+        return
+    if config.trainer.local:
+        yield (
+            "actor_rollout_ref.hybrid_engine: False is not possible with trainer.local=true, which runs all in one "
+            "process; set actor_rollout_ref.hybrid_engine=True"
+        )
+    elif config.actor_rollout_ref.rollout.n_gpus_per_node is None:
+        yield (
+            f"{ROLLOUT}.n_gpus_per_node: engines need devices of their own with actor_rollout_ref.hybrid_engine=False; "
+            f"set {ROLLOUT}.n_gpus_per_node=N"
+        )
+
+
 def _check_widths(config: Config) -> Iterator[str]:
     """Check that engines of several devices fit onto the nodes, and onto the memory of the devices."""
     rollout, model = config.actor_rollout_ref.rollout, config.reward.reward_model
     engines: list[tuple[str, RolloutConfig | RewardRolloutConfig]] = [(ROLLOUT, rollout)]
     if model.enable:
         engines.append(("reward.reward_model.rollout", model.rollout))
-    per_node, widest = config.trainer.n_gpus_per_node, count_group_devices(config)
+    is_shared = config.actor_rollout_ref.hybrid_engine
     for section, engine in engines:
         key, width = f"{section}.tensor_model_parallel_size", engine.tensor_model_parallel_size
+        nodes, per_node, widest = "trainer", config.trainer.n_gpus_per_node, count_group_devices(config)
+        if section == ROLLOUT and not is_shared:
+            nodes, per_node, widest = ROLLOUT, rollout.n_gpus_per_node or width, width
         if width > 1 and config.trainer.local:
             yield f"{key}: {width} needs several processes, but trainer.local=true runs all in one; set {key}=1"
         elif per_node % width or widest % width:
             whole = per_node if per_node % width else widest
             fitting = [size for size in range(1, width) if whole % size == 0]
             reason = (
-                f"trainer.n_gpus_per_node={per_node} is not a multiple of it, and the devices of an engine have to be "
+                f"{nodes}.n_gpus_per_node={per_node} is not a multiple of it, and the devices of an engine have to be "
                 "on one node"
                 if per_node % width
                 else f"the devices of the widest engine, {widest}, are not a multiple of it"
             )
             yield f"{key}: {width} is not possible: {reason}; set {key}={fitting[-1]}"
     used = [engine.gpu_memory_utilization for _, engine in engines if engine.name != "hf"]
-    if config.trainer.device == "cuda" and sum(used) > 1:
+    if config.trainer.device == "cuda" and is_shared and sum(used) > 1:
         yield (
             f"{ROLLOUT}.gpu_memory_utilization: {' + '.join(f'{share:g}' for share in used)} of the reward model on "
             f"the same device is more than its memory; set {ROLLOUT}.gpu_memory_utilization=0.5 and "

@@ -55,6 +55,8 @@ def list_optimizers(config: Config | SftConfig) -> list[tuple[str, OptimConfig, 
 
 def frees_engine_memory(config: Config, device: str) -> bool:
     """Whether rollout engines sleep while the train workers on the same devices work."""
+    if not config.actor_rollout_ref.hybrid_engine:
+        return False
     wanted = config.actor_rollout_ref.rollout.free_cache_engine
     return device != "cpu" and config.trainer.max_staleness == 0 if wanted is None else wanted
 

@@ -12,6 +12,7 @@ from verl.config import algorithm_validation, device_validation
 from verl.config.batch_sizes import (
     BatchSizes,
     count_policy_steps,
+    count_rollout_devices,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
@@ -41,7 +42,7 @@ _VAL = f"{ROLLOUT}.val_kwargs"
 
 def find_generation_conflicts(config: Config) -> Iterator[str]:
     """Yield conflicts that matter whenever responses are generated or scored, with or without training."""
-    rollout, ranks = config.actor_rollout_ref.rollout, count_train_ranks(config)
+    rollout = config.actor_rollout_ref.rollout
     longest = config.data.max_prompt_length + config.data.max_response_length
     if rollout.max_model_len is not None and rollout.max_model_len < longest:
         yield (
@@ -53,11 +54,12 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"{ROLLOUT}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
             f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}"
         )
-    most = max(1, ranks // rollout.tensor_model_parallel_size)
+    devices = count_rollout_devices(config)
+    most = max(1, devices // rollout.tensor_model_parallel_size)
     if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > most:
         yield (
-            f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {ranks} devices of the run "
-            f"(trainer.nnodes x trainer.n_gpus_per_node), {rollout.tensor_model_parallel_size} for each; set "
+            f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {devices} devices of the engines "
+            f"(nnodes x n_gpus_per_node), {rollout.tensor_model_parallel_size} for each; set "
             f"{ROLLOUT}.num_engines={most}"
         )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s

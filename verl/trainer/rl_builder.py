@@ -9,8 +9,14 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
-from verl.config.batch_sizes import count_total_steps, count_train_ranks, get_max_sequence_tokens
+from verl.config.batch_sizes import (
+    count_rollout_devices,
+    count_total_steps,
+    count_train_ranks,
+    get_max_sequence_tokens,
+)
 from verl.config.features import frees_engine_memory
 from verl.config.schema.root import Config
 from verl.config.validation import find_hints
@@ -95,7 +101,10 @@ class RLBuilder(RunBuilder[Config]):
         self.note(memory_notes(self.config, self.device))
         policy = self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()
-        engines = place_engines(self.config, self.pool, self.device, devices)
+        if self.config.actor_rollout_ref.hybrid_engine:
+            engines = place_engines(self.config, self.pool, self.device, devices)
+        else:
+            engines = place_engines(self.config, await self.reserve_rollout_devices(), self.device)
         reward_models = place_reward_models(self.config, self.pool, self.device, devices)
         starting = self.start_engines(engines, reward_models)
         data = await self.load_data()
@@ -128,6 +137,13 @@ class RLBuilder(RunBuilder[Config]):
             self.console,
         )
         return self.build_loop(trainer, policy, schedule, version)
+
+    async def reserve_rollout_devices(self) -> DevicePool:
+        """Reserve the devices of engines that do not share those of the train workers."""
+        width = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        return await self.reserve_devices(
+            count_rollout_devices(self.config), width, "actor_rollout_ref.rollout.n_gpus_per_node"
+        )
 
     async def load_data(self) -> RunData:
         """Read the data in a thread, unless the workers run in this process too: their imports would collide."""

@@ -144,6 +144,8 @@ def _on_rank(config: Config, tokens: int) -> PassSize:
 
 
 def _engine(config: Config) -> EngineMemory | None:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return None  # it has devices of its own
     rollout = config.actor_rollout_ref.rollout
     content = read_config(config.actor_rollout_ref.model.path)
     assert content is not None

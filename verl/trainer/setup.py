@@ -16,7 +16,7 @@ from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
-from verl.config.batch_sizes import count_group_devices, count_train_ranks
+from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_train_ranks
 from verl.config.parallelism import count_rank_multiple
 from verl.config.paths import set_path
 from verl.config.schema import Config, Section, SftConfig
@@ -48,12 +48,13 @@ def _write_timeline(path: Path, console: Console) -> None:
 async def _fit_to_devices(config: C, device: str, console: Console) -> C:
     """Wait until the cluster has devices for all ranks again, or continue with fewer, as configured."""
     wanted, settings = count_train_ranks(config), config.trainer.faults
-    count = await count_live_devices(device, wanted)
+    extra = count_extra_devices(config)
+    count = await count_live_devices(device, wanted + extra) - extra
     if count >= wanted:
         return config
     left = f"the cluster has {count} of {wanted} devices left"
     count -= count % count_rank_multiple(config)
-    if count and settings.on_lost_node == "shrink":
+    if count > 0 and settings.on_lost_node == "shrink":
         console.advice(f"{left}: continuing with {count} train ranks (trainer.faults.on_lost_node=shrink)")
         return with_changes(config, {"trainer": {"nnodes": 1, "n_gpus_per_node": count}})
     console.advice(
@@ -61,7 +62,7 @@ async def _fit_to_devices(config: C, device: str, console: Console) -> C:
         "trainer.faults.on_lost_node=shrink to continue with fewer"
     )
     with track_call(f"have {wanted} devices", target=CallTarget("cluster"), deadline=Deadline(settings.node_wait)):
-        await count_live_devices(device, wanted, timeout_s=settings.node_wait)
+        await count_live_devices(device, wanted + extra, timeout_s=settings.node_wait)
     return config  # the pool raises if there are still too few
 
 
@@ -146,13 +147,16 @@ class RunBuilder(Generic[C]):
         self.device = detect_device() if device == "auto" else device
         if self.restarts.has_restarted:
             self.config = await _fit_to_devices(self.config, self.device, self.console)
-        owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
-        fix = f"set trainer.n_gpus_per_node to what a machine has: {owned}"
         ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
-        self.pool = await asyncio.to_thread(
-            DevicePool, ranks, self.device, width=width, fix=fix, deadline=limits.devices
-        )
-        self._closing.callback(self.pool.close)
+        self.pool = await self.reserve_devices(ranks, width, "trainer.n_gpus_per_node")
+
+    async def reserve_devices(self, count: int, width: int, setting: str) -> DevicePool:
+        """Reserve devices of the cluster until the run ends; `setting` is what to lower if there are too few."""
+        owned = f"{os.cpu_count()} cores here" if self.device == "cpu" else "its GPUs"
+        fix, deadline = f"set {setting} to what a machine has: {owned}", deadlines(self.config).devices
+        pool = await asyncio.to_thread(DevicePool, count, self.device, width=width, fix=fix, deadline=deadline)
+        self._closing.callback(pool.close)
+        return pool
 
     def spawn_train_workers(self, group: type[G]) -> G:
         workers = group.spawn(self.pool, count_train_ranks(self.config), deadlines=deadlines(self.config))

@@ -87,7 +87,7 @@ def problem(*overrides: str) -> str:
         ([GAE, "critic.peft.peft_type=lora"], "set critic.peft.lora_rank=16"),
         ([f"{A}.peft.lora_rank=8", f"{A}.peft.target_modules=[]"], f"set {A}.peft.target_modules=all-linear"),
         ([*ADAPTER, f"{R}.name=hf"], f"set {R}.lora_transport=merged"),
-        ([*ADAPTER, f"{R}.weight_transport=nccl", "trainer.device=cuda"], f"set {R}.lora_transport=merged"),
+        ([*ADAPTER, f"{R}.weight_transport=ipc", "trainer.device=cuda"], f"set {R}.lora_transport=merged"),
         ([*ADAPTER, f"{A}.peft.lora_rank=1024"], f"set {R}.lora_transport=merged"),
         ([f"{A}.optim.lr_warmup_steps=11", "trainer.total_training_steps=10"], f"set {A}.optim.lr_warmup_steps=10"),
         (

@@ -2,7 +2,16 @@
 
 import pytest
 
+from verl.config.batch_sizes import (
+    count_engines,
+    count_extra_devices,
+    count_group_devices,
+    count_rollout_devices,
+    count_train_ranks,
+)
+from verl.config.features import frees_engine_memory
 from verl.config.load import load_dict
+from verl.config.schema import Config
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -11,10 +20,16 @@ R = "actor_rollout_ref.rollout"
 M = "reward.reward_model"
 
 
+REQUIRED = ("actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8")
+
+
+def find_config(*settings: str) -> Config:
+    return load_dict({}, [*REQUIRED, *settings]).config
+
+
 def find_problems(*settings: str) -> list[str]:
-    required = ("actor_rollout_ref.model.path=model", "data.train_files=train.parquet", "trainer.n_gpus_per_node=8")
     try:
-        load_dict({}, [*required, *settings])
+        load_dict({}, [*REQUIRED, *settings])
     except ConfigError as error:
         return error.problems
     return []
@@ -56,3 +71,26 @@ def test_there_are_no_more_engines_than_devices_for_them() -> None:
     assert find_problems(*wide, f"{R}.num_engines=2") == []
     [problem] = find_problems(*wide, f"{R}.num_engines=3")
     assert problem.endswith(f"4 for each; set {R}.num_engines=2")
+
+
+def test_engines_with_devices_of_their_own_are_counted_and_checked_by_these() -> None:
+    separate = ("actor_rollout_ref.hybrid_engine=False", "trainer.n_gpus_per_node=3", "trainer.device=cuda")
+    [problem] = find_problems(*separate)
+    assert problem.endswith(f"set {R}.n_gpus_per_node=N")
+    own = (*separate, f"{R}.n_gpus_per_node=8", f"{R}.nnodes=2")
+    config = find_config(*own, f"{R}.tensor_model_parallel_size=4")
+    assert (count_engines(config), count_rollout_devices(config), count_extra_devices(config)) == (4, 16, 16)
+    assert (count_train_ranks(config), count_group_devices(config)) == (3, 1)
+    assert not frees_engine_memory(config, "cuda")
+    [problem] = find_problems(*own, f"{R}.tensor_model_parallel_size=3")
+    assert f"{R}.n_gpus_per_node=8 is not a multiple of it" in problem
+
+
+def test_nccl_reaches_other_devices_and_ipc_the_same_ones() -> None:
+    cuda, own = "trainer.device=cuda", ("actor_rollout_ref.hybrid_engine=False", f"{R}.n_gpus_per_node=1")
+    [problem] = find_problems(cuda, f"{R}.weight_transport=nccl")
+    assert problem.endswith(f"set {R}.weight_transport=ipc, or host")
+    [problem] = find_problems(cuda, *own, f"{R}.weight_transport=ipc")
+    assert problem.endswith(f"set {R}.weight_transport=nccl, or host")
+    assert not find_problems(cuda, *own, f"{R}.weight_transport=nccl")
+    assert not find_problems(cuda, f"{R}.weight_transport=ipc")

@@ -54,10 +54,7 @@ _ENGINES = {
     f"{_R}.moe_tensor_parallel_size": needs("TensorRT-LLM"),
     f"{_A}.checkpoint.strict": CHECKPOINT_STRICT,
     "trainer.use_legacy_worker_impl": ignored("there is one implementation of workers"),
-    "actor_rollout_ref.hybrid_engine": needs("asynchronous training", "true"),
     "async_training": ASYNC,
-    f"{_R}.nnodes": ASYNC,
-    f"{_R}.n_gpus_per_node": ASYNC,
     f"{_R}.total_rollout_steps": ASYNC,
     "data.gen_batch_size": needs("batches of generation that differ from data.train_batch_size"),
 }

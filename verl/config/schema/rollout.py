@@ -12,6 +12,8 @@ _HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set 
 _ADAPTER = "actor_rollout_ref.actor.peft.lora_rank"
 _HAS_ADAPTER = unless(_ADAPTER, 0, reason=f"{_ADAPTER}=0 means no adapter")
 _ALWAYS_COMPARES = needs(".calculate_log_probs", reason="the engine's log-probs cost nothing and are always compared")
+_HYBRID = "actor_rollout_ref.hybrid_engine"
+_HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use the devices of the train workers")
 _IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
 _IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
@@ -52,6 +54,12 @@ class RolloutConfig(Section):
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
     num_engines: Count | None = setting(
         None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines"
+    )
+    nnodes: Count | None = setting(
+        None, "Nodes of the engines' own devices; null: one.", unit="nodes", only_if=_HAS_OWN_DEVICES
+    )
+    n_gpus_per_node: Count | None = setting(
+        None, "The engines' own devices on each of their nodes.", unit="devices", only_if=_HAS_OWN_DEVICES
     )
     tensor_model_parallel_size: Count = setting(1, "Devices per engine, on one node.", unit="devices", only_if=_IS_VLLM)
     gpu_memory_utilization: float = setting(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl.config.schema.actor import ActorConfig, ModelConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
-from verl.config.schema.base import Section, section
+from verl.config.schema.base import Section, section, setting
 from verl.config.schema.critic import CriticConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.distillation import DistillationConfig
@@ -15,6 +15,9 @@ from verl.config.schema.trainer import RayConfig, TrainerConfig
 
 
 class ActorRolloutRefConfig(Section):
+    hybrid_engine: bool = setting(
+        True, "Rollout engines use the devices of the train workers; false: devices of their own, in addition."
+    )
     model: ModelConfig = section(ModelConfig, "The model that is trained.")
     actor: ActorConfig = section(ActorConfig, "Training of the policy.")
     rollout: RolloutConfig = section(RolloutConfig, "Generation.")
