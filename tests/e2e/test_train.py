@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import signal
@@ -150,8 +151,11 @@ def test_streamed_files_with_weights_train_full_batches_and_resume(assets: Asset
         "trainer.val_before_train=False",
         "trainer.save_freq=1",
     )
-    first = run(assets, tmp_path / "run", *settings)
+    first = run(assets, tmp_path / "run", *settings, "trainer.profile.steps=[2]")
     assert first.returncode == 0, first.stdout + first.stderr
+    [trace] = (tmp_path / "run" / "profiles").rglob("*.*")
+    assert trace.relative_to(tmp_path).as_posix() == "run/profiles/global_step_2/trace_rank_0.json.gz"
+    assert b'"actor update"' in gzip.decompress(trace.read_bytes())
     assert "2 files: 100 rows, streamed" in first.stdout
     assert "are longer than data.max_prompt_length and were dropped" in first.stdout
     again = run(assets, tmp_path / "run", *settings, "trainer.total_training_steps=3", "trainer.local=True")

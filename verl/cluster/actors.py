@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, ObjectLostError, RayActorError, RayTaskError, RuntimeEnvSetupError
 
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import (
@@ -28,7 +28,7 @@ from verl.cluster.hangs.pending_calls import (
 from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
-from verl.errors import ProcessLostError, StorageError, VerlError, WorkerTimeoutError
+from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
@@ -119,6 +119,8 @@ async def _unwrap_errors(reply: Any, action: str, target: CallTarget) -> Any:
         raise
     except FULL_ERRORS as error:
         raise StorageError(f"{target}: {action}: {describe_full_store()}") from error
+    except RuntimeEnvSetupError as error:
+        raise EngineError(f"{target}: its process cannot start: {error.error_message}") from error
     except RayActorError as error:
         raise ProcessLostError(f"{target}: {action}: its process has died: {_summarize_death(error)}") from error
 

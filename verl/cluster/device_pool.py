@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -52,6 +52,7 @@ class DevicePool:
         share: float = 0.0,  # how many devices it owns, from this one on; 0: it shares those of other actors
         is_async: bool = False,  # run any number of its coroutines concurrently
         restarts: bool = False,  # let Ray replace its process when it dies; a caller must start the new one again
+        nsys: Mapping[str, str] | None = None,  # options of `nsys profile`, to run its process under it
     ) -> Any:
         """Return the handle of a new actor, created with `args`, without waiting for its process."""
         options: dict[str, Any] = {"num_cpus": 0}
@@ -60,6 +61,8 @@ class DevicePool:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=device // self._width
             )
+        if nsys:
+            options["runtime_env"] = {"nsight": dict(nsys)}
         if is_async:
             options["max_concurrency"] = _UNLIMITED_CONCURRENCY
         if restarts:

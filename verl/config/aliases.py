@@ -33,6 +33,14 @@ _FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capt
 """Names in the rollout section that are passed to vLLM."""
 _OLD_SCORERS = ("code", "format", "gsm8k", "json_schema", "math", "qa")
 _RESUME_MODES = {"resume_path": "path"}
+_PROFILE = "trainer.profile"
+_PROFILER = {
+    "global_profiler.tool": f"{_PROFILE}.tools",
+    "global_profiler.steps": f"{_PROFILE}.steps",
+    "global_profiler.save_path": f"{_PROFILE}.directory",
+    **{f"{_ACTOR}.profiler.{name}": f"{_PROFILE}.{name}" for name in ("enable", "ranks", "all_ranks")},
+}
+_PROFILE_TOOLS = {"torch_memory": "memory"}
 
 
 class Aliases(NamedTuple):
@@ -83,6 +91,8 @@ TRAIN_ALIASES = Aliases(
         **{f"{_ROLLOUT}.{name}": f"{_ROLLOUT}.engine_kwargs.vllm.{name}" for name in _FORWARDED},
         f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
         f"{_ROLLOUT}.response_length": "data.max_response_length",
+        # profiles
+        **_PROFILER,
         # distillation
         "distillation.enabled": "distillation.enable",
         "distillation.distillation_loss.use_task_rewards": "distillation.use_task_rewards",
@@ -110,6 +120,7 @@ TRAIN_ALIASES = Aliases(
         **{f"{section}.optim.name": _OPTIMIZERS for section in (_ACTOR, "critic")},
         **{f"{section}.optim.lr_warmup_steps": _WARMUP_BY_RATIO for section in (_ACTOR, "critic")},
         "trainer.logger": _LOGGERS,
+        f"{_PROFILE}.tools": _PROFILE_TOOLS,
         f"{_ROLLOUT}.lora_transport": {"true": "merged", "false": "auto"},
         "distillation.mode": {"true": "reward", "false": "loss"},
         "critic.fsdp_config.dtype": _DTYPES,

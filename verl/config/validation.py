@@ -29,6 +29,7 @@ from verl.config.features import (
 from verl.config.ignored import find_ignored_settings, find_unmet_condition
 from verl.config.parallelism import find_parallel_conflicts
 from verl.config.paths import get_value, is_overridden
+from verl.config.profile_validation import find_profile_conflicts
 from verl.config.requirements import check_engine_arguments
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import FsdpConfig, OptimConfig
@@ -98,6 +99,7 @@ def _find_run_conflicts(config: Config | SftConfig) -> Iterator[str]:
     """Yield conflicts of the settings that every run has."""
     trainer = config.trainer
     yield from find_parallel_conflicts(config)
+    yield from find_profile_conflicts(config)
     section, checkpoint = get_checkpoint_settings(config)
     if saves_hf(config) and "model" not in checkpoint.save_contents:
         yield (

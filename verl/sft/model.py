@@ -12,6 +12,7 @@ from verl.algorithms.objective import ModelOutput, sft
 from verl.data.flat_batch import FlatBatch
 from verl.sft.examples import Example, RankBatch
 from verl.training.engine import TrainEngine, select_contents
+from verl.training.profiler import span
 
 
 class SFTModel:
@@ -21,6 +22,7 @@ class SFTModel:
     def __init__(self, engine: TrainEngine[ModelOutput]) -> None:
         self.engine = engine
 
+    @span("update")
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
         """Do one optimizer step; `train/loss` is the loss of the batch before it."""
         metrics = self.engine.update([*map(flatten, rank_batch)], sft)

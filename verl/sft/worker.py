@@ -32,7 +32,8 @@ class SFTWorker(BaseTrainWorker):
 
     @explain_out_of_memory
     def update(self, rank_batch: RankBatch) -> dict[str, float]:
-        return self._model.update(rank_batch) | {"perf/train_worker_rss_gib": resident_gib()}
+        metrics = self._model.update(rank_batch) | self.peak_memory()
+        return metrics | {"perf/train_worker_rss_gib": resident_gib()}
 
     @explain_out_of_memory
     def loss(self, rank_batch: RankBatch) -> tuple[float, float]:

@@ -14,6 +14,7 @@ training/rollout_probs_diff_mean      |trainer's - engine's probability| of the 
 timing_s/gen, /prep, /update, /sync, /step
 perf/throughput                       tokens per second over the whole step
 perf/controller_rss_gib               resident memory of the controller; perf/train_worker_rss_gib of a train rank
+perf/max_memory_allocated_gib         peak of a train rank's device memory in a step, on accelerators
 val/<data source>/<metric>            validation, e.g. val/addition/mean@1
 """
 

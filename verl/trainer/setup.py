@@ -19,13 +19,15 @@ from verl.cluster.session import detect_device, disconnect, reconnect, write_tim
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_train_ranks
 from verl.config.parallelism import count_rank_multiple
 from verl.config.paths import set_path
+from verl.config.profile_validation import find_profile_conflicts
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sinks import RunInfo, Sink, open_sinks
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
+from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop, TrainTask
 from verl.trainer.worker_settings import deadlines
@@ -133,6 +135,7 @@ class RunBuilder(Generic[C]):
         device, is_local = self.config.trainer.device, self.config.trainer.local
         if is_local:
             self.pool, self.device = LocalPool(), detect_local_device() if device == "auto" else device
+            self._require_profilers()
             return
         limits = deadlines(self.config)
         self._closing.callback(disconnect)
@@ -145,6 +148,7 @@ class RunBuilder(Generic[C]):
         stalls = self.config.trainer.checkpoint_dir / "stalls"
         self._closing.enter_context(watch_for_hangs(stalls, self.console.note, self.console.advice, limits.reply))
         self.device = detect_device() if device == "auto" else device
+        self._require_profilers()
         if self.restarts.has_restarted:
             self.config = await _fit_to_devices(self.config, self.device, self.console)
         ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
@@ -158,8 +162,14 @@ class RunBuilder(Generic[C]):
         self._closing.callback(pool.close)
         return pool
 
+    def _require_profilers(self) -> None:
+        """Refuse tools that the device, which is known now, does not have."""
+        if problems := [*find_profile_conflicts(with_changes(self.config, {"trainer": {"device": self.device}}))]:
+            raise ConfigError(problems)
+
     def spawn_train_workers(self, group: type[G]) -> G:
-        workers = group.spawn(self.pool, count_train_ranks(self.config), deadlines=deadlines(self.config))
+        ranks, nsys = count_train_ranks(self.config), nsys_options(self.config)
+        workers = group.spawn(self.pool, ranks, deadlines=deadlines(self.config), nsys=nsys)
         self._closing.callback(workers.close)
         return workers
 
@@ -174,7 +184,8 @@ class RunBuilder(Generic[C]):
 
     def build_loop(self, task: T, workers: RankGroup, schedule: LoopSchedule, version: int) -> TrainLoop[T]:
         checkpointer = build_checkpointer(self.config, workers, self.console, self.restarts.run_id)
-        return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version)
+        profiler = build_profiler(self.config, workers, self.console)
+        return TrainLoop(task, schedule, checkpointer, self.tracker, self.console, self.restarts, version, profiler)
 
     def note(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -12,6 +12,7 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics
 from verl.tracking.sinks import Sink
 from verl.trainer.checkpointing import Checkpointer
+from verl.trainer.profiling import RunProfiler
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.shutdown import StopController
 
@@ -83,8 +84,9 @@ class TrainLoop(Generic[T_co]):
         console: Console,
         restarts: RestartTracker,
         version: int = 0,
+        profiler: RunProfiler | None = None,
     ) -> None:
-        self.task, self.schedule, self.checkpointer = task, schedule, checkpointer
+        self.task, self.schedule, self.checkpointer, self.profiler = task, schedule, checkpointer, profiler
         self.tracker, self.console, self.restarts, self.version = tracker, console, restarts, version
         self._first = version  # what the run has started from
         self._state: dict[str, Any] | None = None  # of the task, before the step in progress
@@ -145,7 +147,8 @@ class TrainLoop(Generic[T_co]):
 
     async def _step(self) -> None:
         self._state = self.task.state(self.version)
-        metrics = await self.task.step(self.version)
+        async with nullcontext() if self.profiler is None else self.profiler.recording(self.version + 1):
+            metrics = await self.task.step(self.version)
         self.version += 1
         self.tracker.log(metrics | self.restarts.metrics(), self.version)
         self._advise(await self.task.diagnose(metrics, self.version))

@@ -34,6 +34,7 @@ from verl.training.model import PackedCausalLM, PackedValueModel
 from verl.training.model_loader import load_model
 from verl.training.offload import Offloader, copy_to_host, iter_moments
 from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
+from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
 from verl.training.settings import FsdpSettings
@@ -259,6 +260,7 @@ class FsdpEngine:
         with torch.no_grad():
             return cast(LastLayer, self._call(batch, 1.0, return_hidden=True))
 
+    @span("forward")
     def _run(
         self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
     ) -> ModelOutput | ValueOutput:
@@ -288,7 +290,8 @@ class FsdpEngine:
             torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
-        (share * self.world_size * self._scaler.scale).backward()  # FSDP averages over ranks, but shares must be summed
+        with span("backward"):  # FSDP averages over ranks, but shares must be summed
+            (share * self.world_size * self._scaler.scale).backward()
         return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
@@ -297,6 +300,7 @@ class FsdpEngine:
         dist.all_reduce(counts)
         return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
+    @span("optimizer step")
     def _step(self, lr: float, *, has_tokens: bool) -> tuple[float, bool]:
         """Clip and step, unless there are no tokens or the gradient is not finite: (gradient norm, has stepped)."""
         assert self.optimizer is not None

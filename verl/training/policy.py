@@ -33,6 +33,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import TrainEngine, select_contents
+from verl.training.profiler import span
 from verl.types import Sample
 
 
@@ -86,6 +87,7 @@ class PolicyTrainer:
         self._steps = 0
         self._batch = FlatBatch.empty()
 
+    @span("prepare")
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
         batch, kl = self._run_models(FlatBatch.from_samples(samples), plan)
@@ -100,16 +102,19 @@ class PolicyTrainer:
         self._batch, mismatch = self._correct_mismatch(batch)
         return metrics | advantage_metrics | mismatch
 
+    @span("update")
     def update(self, plan: RankPlan) -> dict[str, float]:
         """Run the planned optimizer steps and return means of their metrics; skipped steps are summed."""
         metrics: dict[str, float] = {}
         if self.critic is not None and plan.critic is not None:
             batch = self._batch.with_(mask=self._inputs.mask)  # tokens rejected for the policy still train the critic
-            steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
+            with span("critic update"):
+                steps = [self.critic.update(batch.split(parts), self._value_objective) for parts in plan.critic]
             self.critic.advance_schedule()
             metrics |= _average_steps(steps, "critic")
         if self._steps >= self.algorithm.critic_warmup:
-            metrics |= _average_steps(list(self._update_actor(plan)), "actor")
+            with span("actor update"):
+                metrics |= _average_steps(list(self._update_actor(plan)), "actor")
             self.actor.advance_schedule()
         self._steps += 1
         every = self.algorithm.ref_update_freq
@@ -162,16 +167,20 @@ class PolicyTrainer:
         if self.algorithm.correction.bypass:
             batch = batch.with_(old_logprobs=batch.rollout_logprobs)
         else:
-            outputs = self.actor.forward(batch.split(cuts), reference=exact)
+            with span("old log-probs"):
+                outputs = self.actor.forward(batch.split(cuts), reference=exact)
             batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
             if routed := [output.routed_experts for output in outputs if output.routed_experts is not None]:
                 batch = batch.with_(routed_experts=_restore_order(batch, cuts, routed))
         if self.reference is not None:
-            batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
+            with span("reference log-probs"):
+                batch = batch.with_(ref_logprobs=_compute_logprobs(self.reference, batch, plan.reference))
         if self.teacher is not None and not self._distills_in_loss:
-            batch = batch.with_(teacher_logprobs=_compute_logprobs(self.teacher, batch, plan.reference))
+            with span("teacher log-probs"):
+                batch = batch.with_(teacher_logprobs=_compute_logprobs(self.teacher, batch, plan.reference))
         if self.critic is not None:
-            values = [output.values for output in self.critic.forward(batch.split(cuts))]
+            with span("values"):
+                values = [output.values for output in self.critic.forward(batch.split(cuts))]
             batch = batch.with_(values=_restore_order(batch, cuts, values))
         if exact is None:
             return batch, None
@@ -213,6 +222,7 @@ class PolicyTrainer:
             self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
         return inputs, metrics
 
+    @span("advantages")
     def _estimate_advantages(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
         estimate = self._estimator(self._inputs)
         advantages, returns = estimate if isinstance(estimate, tuple) else (estimate, None)

@@ -101,3 +101,12 @@ class FsdpSettings:
     router_aux_loss_coef: float = 0.0  # of the load-balancing loss, for the experts given with a batch
     device: str = "cpu"
     trust_remote_code: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSettings:
+    """What the train workers record of a step, and where they write it."""
+
+    directory: str
+    tools: tuple[str, ...]
+    ranks: frozenset[int]

@@ -19,11 +19,12 @@ from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, CallTa
 from verl.data.plan import Plan, RankPlan
 from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.tracking.metrics import resident_gib
-from verl.training.settings import FsdpSettings
+from verl.training.settings import FsdpSettings, ProfileSettings
 
 if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
     from verl.checkpoint.background import BackgroundWriter
     from verl.checkpoint.files import FileChecksum
+    from verl.training.profiler import StepProfiler
     from verl.workers.weight_packer import WeightPacker
 
 G = TypeVar("G", bound="RankGroup")
@@ -72,6 +73,7 @@ class BaseTrainWorker:
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._listener: socket.socket | None = None
+        self._profiler: StepProfiler | None = None
 
     def address(self) -> tuple[str, int] | None:
         """Return where rank 0 listens from now on; None for other ranks.
@@ -100,9 +102,10 @@ class BaseTrainWorker:
         init_process_group(self._rank, self._world_size, host, port, device, timeout_s, self._listener)
 
     def leave(self) -> None:
-        """Leave the process group, in a process that continues without it."""
+        """Leave the process group, and stop recording, in a process that continues without it."""
         from verl.training.process_group import close_process_group
 
+        self.stop_profile()
         close_process_group()
 
     def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
@@ -180,6 +183,30 @@ class BaseTrainWorker:
         loaded = {folder: load(state, Path(directory, folder), indices[folder]) for folder, state in states.items()}
         self._trained.load_states(loaded)
 
+    def peak_memory(self) -> dict[str, float]:
+        """Return the peak of allocated device memory since the last call, as a metric; nothing on CPU."""
+        import torch
+
+        if self._settings.actor.device == "cpu":
+            return {}
+        peak = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        return {"perf/max_memory_allocated_gib": peak / 2**30}
+
+    def start_profile(self, settings: ProfileSettings, step: int) -> None:
+        """Start to record a step, if this rank is to be profiled."""
+        from verl.training.profiler import StepProfiler
+
+        if self._rank in settings.ranks:
+            device = self._settings.actor.device
+            self._profiler = StepProfiler(settings, step=step, rank=self._rank, device=device)
+
+    def stop_profile(self) -> None:
+        """Stop recording, and write what was recorded."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
 
 def explain_out_of_memory(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
     """Re-raise an out-of-memory error of a worker's method as an `EngineError` that names settings to change."""
@@ -210,9 +237,22 @@ class RankGroup(ActorGroup):
         self._deadlines = deadlines
 
     @classmethod
-    def spawn(cls: type[G], pool: PlacementPool, ranks: int, *, deadlines: Deadlines = DEFAULT_DEADLINES) -> G:
-        """Spawn the actors, each with a device of its own, without waiting for their processes."""
-        actors = [pool.spawn(cls.worker, rank, ranks, device=rank, share=1) for rank in range(ranks)]
+    def spawn(
+        cls: type[G],
+        pool: PlacementPool,
+        ranks: int,
+        *,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+        nsys: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> G:
+        """Spawn the actors, each with a device of its own, without waiting for their processes.
+
+        `nsys` has the options of the ranks that run under Nsight Systems.
+        """
+        under = nsys or {}
+        actors = [
+            pool.spawn(cls.worker, rank, ranks, device=rank, share=1, nsys=under.get(rank)) for rank in range(ranks)
+        ]
         return cls(actors, deadlines)
 
     async def visible_devices(self) -> list[str]:
@@ -239,6 +279,12 @@ class RankGroup(ActorGroup):
 
     async def load(self, directory: str) -> None:
         await self.call("load", directory, deadline=self._deadlines.checkpoint)
+
+    async def start_profile(self, settings: ProfileSettings, step: int) -> None:
+        await self.call("start_profile", settings, step, deadline=self._deadlines.train)
+
+    async def stop_profile(self) -> None:
+        await self.call("stop_profile", deadline=self._deadlines.checkpoint)  # it writes files, as a save does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +363,7 @@ class TrainWorker(BaseTrainWorker):
     @explain_out_of_memory
     def update(self, plan: RankPlan) -> dict[str, float]:
         with self._freeing_memory():
-            return self._policy.update(plan)
+            return self._policy.update(plan) | self.peak_memory()
 
     @explain_out_of_memory
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:

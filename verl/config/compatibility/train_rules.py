@@ -23,8 +23,9 @@ REDUCE_DTYPE = ignored("gradients are always reduced in float32, which is at lea
 PREFETCH = ignored("FSDP2 schedules its communication itself; the results are the same")
 ORIG_PARAMS = always_on("FSDP2 keeps the original parameters")
 SHARED_MEMORY = ignored("models are read from where they are; copy them to fast storage yourself")
-PROFILER = ignored("settings of a profiler, which does not run here")
-RUN_PROFILER = needs("profiling", *OFF)
+PROFILER = ignored("a profile holds all that trainer.profile.tools records of a step, in the folder of the run")
+PROFILED = always_on("it runs in the train workers, which trainer.profile records as a whole")
+ENGINE_PROFILER = needs("profiling of engines", *OFF)
 EXACT_LENGTHS = ignored("lengths follow data.max_prompt_length and data.max_response_length")
 TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engine of its own")
 CLAMPS = needs("clamping of the distillation loss")
@@ -156,11 +157,9 @@ _TRAINER = {
     "trainer.max_critic_ckpt_to_keep": ignored("a checkpoint holds actor and critic; set trainer.max_ckpts_to_keep"),
     "trainer.default_hdfs_dir": needs("checkpoints on HDFS"),
     f"{_A}.profiler": PROFILER,
-    f"{_A}.profiler.enable": RUN_PROFILER,
     f"{_R}.profiler": PROFILER,
-    f"{_R}.profiler.enable": RUN_PROFILER,
-    f"{_REF}.profiler": PROFILER,
-    f"{_REF}.profiler.enable": RUN_PROFILER,
+    f"{_R}.profiler.enable": ENGINE_PROFILER,
+    f"{_REF}.profiler": PROFILED,
     **{f"{section}.profiler.tool_config.npu": NPU for section in (_A, _R, _REF)},
     "global_profiler": PROFILER,
     "hydra": ignored("verl reads settings with Hydra but does not run under it"),
@@ -174,6 +173,7 @@ TRAIN_RULES = Rules(
     {**_ENGINES, **_SHARDING, **_MODEL, **_ROLLOUT, **_DATA, **_REWARD, **_DISTILLATION, **_TRAINER},
     {
         "trainer.device": {"npu": "Ascend NPUs"},
+        "trainer.profile.tools": {"npu": "Ascend NPUs"},
         f"{_A}.strategy": _STRATEGIES,
         "critic.strategy": _STRATEGIES,
         _A: dict.fromkeys(("mlite_actor", "megatron_actor"), "Megatron-Core"),

@@ -200,7 +200,7 @@ def _module_and_function(value: str) -> str:
 
 
 def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+    return [value] if isinstance(value, str | int) else value
 
 
 Count = Annotated[int, Field(ge=1)]

@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict
+from pydantic import ConfigDict, Field
 
 from verl.config.schema.base import Count, Interval, OneOrMany, Positive, Section, section, setting
 from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]
+ProfileTool = Literal["torch", "memory", "nsys"]
 
 _SAVES = unless(".save_freq", -1, reason="{section}.save_freq=-1 saves no checkpoints")
 
@@ -54,6 +55,28 @@ class FaultsConfig(Section):
         "wait", "After losing a machine: wait until the cluster has as many devices again, or shrink to the rest."
     )
     node_wait: float = setting(1800.0, "Maximum wait for a lost machine to be replaced.", unit="seconds", ge=0)
+
+
+_PROFILES = needs_given(".steps")
+
+
+class ProfileConfig(Section):
+    enable: bool = setting(True, "Profile the steps below; false: none.", only_if=_PROFILES)
+    steps: Annotated[list[Count], OneOrMany] | None = setting(
+        None, "Steps of the train workers to profile, counted from 1; null: none.", only_if=needs(".enable")
+    )
+    tools: Annotated[list[ProfileTool], OneOrMany] = setting(
+        ["torch"],
+        "torch: traces with the phases of a step; memory: snapshots of GPU memory; nsys: Nsight Systems, on GPUs.",
+        only_if=_PROFILES,
+    )
+    ranks: Annotated[list[Annotated[int, Field(ge=0)]], OneOrMany] = setting(
+        [0], "Train ranks to profile.", only_if=(_PROFILES, unless(".all_ranks", True))
+    )
+    all_ranks: bool = setting(False, "Profile all train ranks.", only_if=_PROFILES)
+    directory: str | None = setting(
+        None, "Where profiles are written; null: the folder profiles of the checkpoint directory.", only_if=_PROFILES
+    )
 
 
 class RunConfig(Section):
@@ -116,6 +139,7 @@ class RunConfig(Section):
     deadlines: DeadlinesConfig = section(
         DeadlinesConfig, "Time limits for calls between processes; a call that exceeds its limit is reported and fails."
     )
+    profile: ProfileConfig = section(ProfileConfig, "Profiles of single steps.")
     prometheus: PrometheusConfig = section(PrometheusConfig, "Metrics for Prometheus and Grafana.", planned=True)
 
     @property
@@ -124,6 +148,11 @@ class RunConfig(Section):
         if self.default_local_dir is not None:
             return Path(self.default_local_dir).expanduser()
         return Path("checkpoints", self.project_name, self.experiment_name)
+
+    @property
+    def profile_steps(self) -> frozenset[int]:
+        """The steps to profile."""
+        return frozenset(self.profile.steps or ()) if self.profile.enable else frozenset()
 
 
 class TrainerConfig(RunConfig):
