@@ -5,7 +5,7 @@ PYTEST = $(PYTHON) -m pytest -q
 BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one starts, others work
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/[a-z]*.py)))
 
-.PHONY: help setup pins fmt check unit test e2e bench docs site show-short
+.PHONY: help setup pins fmt check unit test e2e bench docs site show-short gpu-smoke
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | expand -t 14
 	@echo "show-NAME     acceptance tests, each ends with one JSON line: $(SHOWS)"
@@ -41,6 +41,9 @@ e2e: ## real Ray, FSDP2 and vLLM with a tiny model
 
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
+
+gpu-smoke: ## on 1, 2 and 8 GPUs: start, sync, probe, train, save, resume; never run yet (ARGS=--short: on the CPU)
+	$(PYTHON) tests/gpu/smoke.py $(ARGS)
 
 docs: ## regenerate the settings reference
 	$(PYTHON) -m verl.config.reference > docs/settings.md
