@@ -121,8 +121,8 @@ async def place(config: Config) -> list[tuple[str, list[Device]]]:
 
 async def find_devices(actor: Any, accelerators: str | None = None) -> list[Device]:
     def look(instance: Any) -> tuple[str, str]:
-        told = getattr(instance, "_accelerators", "") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
-        return ray.get_runtime_context().get_node_id()[:6], told
+        accelerators = getattr(instance, "_accelerators", "") or os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return ray.get_runtime_context().get_node_id()[:6], accelerators
 
     node, own = await actor.__ray_call__.remote(look)
     return [(node, gpu) for gpu in (own if accelerators is None else accelerators).split(",")]

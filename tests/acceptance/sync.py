@@ -2,7 +2,7 @@
 
 Real Ray, FSDP2 (2 ranks) and vLLM on two cores. In turns: vLLM reloads buckets that are in shared memory already, then
 the trainer gathers, packs and sends the same weights to one engine and to two; medians of 5. At most 1.2 times the
-reload, two engines at most 1.3 times one; memory beside models and engines at most three buckets. Then, without data,
+reload, two engines at most 1.3 times one; memory in addition to models and engines at most three. Then, without data,
 the shapes of models of 7B to 72B: vLLM's own code packs them for CUDA IPC, no tensor exceeds its buffer, and handles
 pass its encoder. `--short` (CI): a small model, no bounds.
 """
@@ -131,7 +131,7 @@ class Prepared:
 
 
 class MemoryWatch:
-    """The most memory that syncs used beside what was in use before: shared, and of the train workers."""
+    """The most memory that syncs used on top of what was in use before: shared, and of the train workers."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         import ray

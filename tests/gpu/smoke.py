@@ -6,7 +6,7 @@ NEVER RUN ON A GPU YET. Report what it prints, whatever it prints.
 
 For each number of GPUs and each transport, `verl train` takes two steps with a checkpoint, and resumes for a third one.
 Engines share the devices of the trainer, so they sleep and wake in every step; with nccl half of the GPUs are theirs.
-Printed beside the estimates of `verl
+Printed next to the estimates of `verl
 plan`: the peak memory of the train worker, and tokens per second. The data are sums (`verl.demo`), and the default
 model has random weights and the shape of Qwen2.5-0.5B: nothing is downloaded. `--model` trains another one.
 

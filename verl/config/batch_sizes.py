@@ -91,7 +91,7 @@ def count_rollout_devices(config: Config) -> int:
 
 
 def count_extra_devices(config: Config | SftConfig) -> int:
-    """Return the number of devices that a run reserves beside those of the train workers."""
+    """Return the number of devices that a run reserves in addition to those of the train workers."""
     if isinstance(config, SftConfig) or config.actor_rollout_ref.hybrid_engine:
         return 0
     return count_rollout_devices(config)

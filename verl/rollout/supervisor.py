@@ -136,7 +136,8 @@ class EngineSupervisor:
         self._max_restarts, self._backoff_s = max_restarts, backoff_s
         self.shares_devices = shares_devices
         self._tasks: list[asyncio.Task[None]] = []
-        self._failed = asyncio.Event()
+        self._has_failed = False
+        self._waiting: dict[asyncio.Future[None], None] = {}  # those of `run_while_available`, in order
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._crash: BaseException | None = None
@@ -155,22 +156,27 @@ class EngineSupervisor:
 
     async def run_while_available(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise as soon as no engine is left that it could wait for."""
-        working, failed = asyncio.ensure_future(work), asyncio.ensure_future(self._failed.wait())
+        # Thousands wait at once: an event would search a list whenever one of them ends.
+        working, end = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
+        working.add_done_callback(lambda _: _resolve(end))
+        self._waiting[end] = None
+        if self._has_failed:
+            _resolve(end)
         try:
-            await asyncio.wait([working, failed], return_when=asyncio.FIRST_COMPLETED)
+            await end
             if not working.done():
                 raise self._failure()
             return working.result()
         finally:
+            del self._waiting[end]
             working.cancel()
-            failed.cancel()
 
     @property
     def states(self) -> tuple[EngineState, ...]:
         return tuple(slot.state for slot in self._slots)
 
     def active(self) -> list[int]:
-        if self._failed.is_set():
+        if self._has_failed:
             raise self._failure()
         return [slot.index for slot in self._slots if slot.state in _ACTIVE]
 
@@ -250,7 +256,7 @@ class EngineSupervisor:
                 f"{reason}"
             )
         if all(other.state is EngineState.GIVEN_UP for other in self._slots):
-            self._failed.set()
+            self._fail()
 
     async def _restart(self, slot: EngineSlot) -> None:
         self._set_state(slot, EngineState.RESTARTING, slot.reason)
@@ -313,7 +319,12 @@ class EngineSupervisor:
     def _on_task_done(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:  # a bug, an error of `report`, or the trainer is lost
             self._crash = task.exception()
-            self._failed.set()
+            self._fail()
+
+    def _fail(self) -> None:
+        self._has_failed = True
+        for end in self._waiting:
+            _resolve(end)
 
     def _failure(self) -> BaseException:
         if self._crash is not None:
@@ -323,6 +334,11 @@ class EngineSupervisor:
             f"All rollout engines failed after {self._max_restarts} restarts each. {causes}. Fix the cause and rerun: "
             "the run resumes from its last checkpoint (trainer.resume_mode=auto)."
         )
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 async def with_timeout(work: Awaitable[T], seconds: float) -> T:

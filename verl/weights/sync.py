@@ -292,7 +292,7 @@ class WeightSync:
         for index, outcome in zip(indices, outcomes, strict=True):
             if isinstance(outcome, ProcessLostError):
                 self._membership.mark_lost(index, outcome)
-        active = self._membership.active()
+        active = set(self._membership.active())
         kept = {index: outcome for index, outcome in zip(indices, outcomes, strict=True) if index in active}
         for outcome in kept.values():
             if isinstance(outcome, BaseException):

@@ -44,7 +44,7 @@ def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
     assert not any(Path(each.path).exists() for each in buckets)
 
 
-def test_a_sync_that_did_not_end_is_begun_anew() -> None:
+def test_a_sync_that_did_not_end_is_started_again() -> None:
     gathering = Gathering()
     packer = WeightPacker(gathering, 0, max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
