@@ -49,7 +49,7 @@ class FakeTrainEngine:
 
     def __init__(self, settings: FakeSettings | None = None) -> None:
         self.settings = settings or FakeSettings()
-        self.rank, self.world_size = 0, 1
+        self.rank, self.data_rank, self.world_size = 0, 0, 1
         self.schedule = Schedule(self.settings.lr)
         self.step = 0
         size, critic = self.settings.vocab_size, self.settings.head == "value"

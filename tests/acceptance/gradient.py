@@ -151,7 +151,7 @@ def micro_batches(engine, mini_batch, pieces, term):
         mask=batch.mask,
         offsets=batch.offsets,
         rewards=torch.zeros(batch.num_tokens).double(),
-        rank=engine.rank,
+        rank=engine.data_rank,
         gather=engine.gather,
     )
     parts = [np.array(piece, dtype=np.int64) for piece in pieces]

@@ -22,6 +22,8 @@ OBJECTIVE = PolicyObjective(AlgorithmSettings(agg_mode="seq-mean-token-mean", en
 LAYOUTS = {
     "fsdp": {},
     "hsdp": {"fsdp_size": 2},
+    "ulysses": {"sequence_parallel_size": 4},
+    "hsdp and ulysses": {"fsdp_size": 2, "sequence_parallel_size": 2},
 }
 CASES = {
     "adamw": {},

@@ -29,6 +29,7 @@ _ENGINE = (
     *("param_offload", "optimizer_offload", "offload_policy", "reshard_after_forward", "model_dtype", "dtype"),
     "fsdp_size",
 )
+_ULYSSES = "ulysses_sequence_parallel_size"
 _FORWARDED = ("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats")
 """Names in the rollout section that are passed to vLLM."""
 _OLD_SCORERS = ("code", "format", "gsm8k", "json_schema", "math", "qa")
@@ -77,6 +78,7 @@ TRAIN_ALIASES = Aliases(
         "ray_init.timeline_file": "ray_kwargs.timeline_json_file",
         "ray_kwargs.ray_init.timeline_file": "ray_kwargs.timeline_json_file",
         "ray_kwargs.ray_init.timeline_json_file": "ray_kwargs.timeline_json_file",
+        f"{_ACTOR}.fsdp_config.{_ULYSSES}": f"{_ACTOR}.{_ULYSSES}",
         # adapters
         **{f"{_ACTOR}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
         **{f"{_MODEL}.{name}": f"{_ACTOR}.peft.{name}" for name in _ADAPTER},
@@ -149,6 +151,7 @@ SFT_ALIASES = Aliases(
         "trainer.checkpoint": "checkpoint",
         "data.use_dynamic_bsz": "data.packing",
         **{f"engine.{name}": f"model.fsdp_config.{name}" for name in _ENGINE},
+        **dict.fromkeys((f"engine.{_ULYSSES}", _ULYSSES), f"model.{_ULYSSES}"),
         "engine.activation_checkpointing": "model.enable_gradient_checkpointing",
         "ray_init": "ray_kwargs.ray_init",
     },

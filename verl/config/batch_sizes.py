@@ -21,7 +21,10 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class BatchSizes:
-    """How the responses of a step are split to train a model; micro-batches are limited by samples or by tokens."""
+    """How the responses of a step are split to train a model; micro-batches are limited by samples or by tokens.
+
+    A micro-batch is that of a rank, or of the ranks that share its tokens.
+    """
 
     mini_batch: int
     epochs: int
@@ -35,11 +38,12 @@ class BatchSizes:
 def get_actor_batch_sizes(config: Config) -> BatchSizes:
     """Return the batch sizes of the policy."""
     actor = config.actor_rollout_ref.actor
+    tokens = actor.ppo_max_token_len_per_gpu * get_ulysses_size(config)
     return BatchSizes(
         mini_batch=actor.ppo_mini_batch_size,
         epochs=actor.ppo_epochs,
         micro_batch_samples=None if actor.use_dynamic_bsz else actor.ppo_micro_batch_size_per_gpu,
-        micro_batch_tokens=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+        micro_batch_tokens=tokens if actor.use_dynamic_bsz else None,
     )
 
 
@@ -52,7 +56,7 @@ def get_critic_batch_sizes(config: Config) -> BatchSizes:
         mini_batch=critic.ppo_mini_batch_size or actor.ppo_mini_batch_size,
         epochs=critic.ppo_epochs or actor.ppo_epochs,
         micro_batch_samples=None if dynamic else critic.ppo_micro_batch_size_per_gpu,
-        micro_batch_tokens=tokens if dynamic else None,
+        micro_batch_tokens=tokens * get_ulysses_size(config) if dynamic else None,
     )
 
 
@@ -61,6 +65,18 @@ def count_train_ranks(config: Config | SftConfig) -> int:
     if config.trainer.local:
         return 1
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
+
+
+def get_ulysses_size(config: Config | SftConfig) -> int:
+    """Return the number of ranks that share the tokens of a sequence, and therefore have the same samples."""
+    if isinstance(config, SftConfig):
+        return config.model.ulysses_sequence_parallel_size
+    return config.actor_rollout_ref.actor.ulysses_sequence_parallel_size
+
+
+def count_data_ranks(config: Config | SftConfig) -> int:
+    """Return over how many ranks, or groups of ranks that share sequences, the samples of a step are split."""
+    return max(1, count_train_ranks(config) // get_ulysses_size(config))
 
 
 def count_group_devices(config: Config | SftConfig) -> int:
@@ -148,8 +164,9 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
         Size("train ranks", ranks, _explain_ranks(config)),
     ]
     if data.packing:
-        return [*rows, Size("tokens per micro-batch", data.max_token_len_per_gpu, "max_token_len_per_gpu")]
-    micro = min(data.micro_batch_size_per_gpu, _ceil(batch, ranks))
+        tokens = data.max_token_len_per_gpu * get_ulysses_size(config)
+        return [*rows, Size("tokens per micro-batch", tokens, f"max_token_len_per_gpu{_times_ulysses(config)}")]
+    micro = min(data.micro_batch_size_per_gpu, _ceil(batch, count_data_ranks(config)))
     return [
         *rows,
         Size("examples per micro-batch", micro, "data.micro_batch_size_per_gpu"),
@@ -159,7 +176,7 @@ def derive_sft_sizes(config: SftConfig) -> list[Size]:
 
 def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, model: str) -> list[Size]:
     """Return the sizes of a model's mini-batches and micro-batches."""
-    n, ranks, longest = config.actor_rollout_ref.rollout.n, count_train_ranks(config), get_max_sequence_tokens(config)
+    n, ranks, longest = config.actor_rollout_ref.rollout.n, count_data_ranks(config), get_max_sequence_tokens(config)
     batch = config.data.train_batch_size
     mini_prompts = min(sizes.mini_batch, batch)
     mini = mini_prompts * n
@@ -173,11 +190,11 @@ def _derive_model_sizes(config: Config, sizes: BatchSizes, section: str, *, mode
         ),
         *_derive_warmup(critic if section == "critic" else actor, section, model),
         Size(f"samples per {model}mini-batch", mini, f"{mini_prompts} prompts x rollout.n={n}"),
-        Size("... per rank", on_rank, f"{mini} / {ranks} ranks, rounded up"),
+        Size("... per rank", on_rank, f"{mini} / {_describe_data_ranks(config)}, rounded up"),
     ]
     if sizes.micro_batch_samples is None:
         assert sizes.micro_batch_tokens is not None
-        how = f"{section}.ppo_max_token_len_per_gpu"
+        how = f"{section}.ppo_max_token_len_per_gpu{_times_ulysses(config)}"
         return [*rows, Size(f"tokens per {model}micro-batch", sizes.micro_batch_tokens, how)]
     micro = min(sizes.micro_batch_samples, on_rank)
     return [
@@ -214,6 +231,18 @@ def _explain_ranks(config: Config | SftConfig) -> str:
     if config.trainer.local:
         return "trainer.local"
     return f"{config.trainer.nnodes} nodes x {config.trainer.n_gpus_per_node}"
+
+
+def _describe_data_ranks(config: Config) -> str:
+    count, size = count_data_ranks(config), get_ulysses_size(config)
+    if size == 1:
+        return f"{count} ranks"
+    return f"{count} group{'s' if count > 1 else ''} of {size} ranks"
+
+
+def _times_ulysses(config: Config | SftConfig) -> str:
+    size = get_ulysses_size(config)
+    return "" if size == 1 else f" x ulysses_sequence_parallel_size={size}"
 
 
 def _explain_engines(config: Config) -> str:

@@ -11,12 +11,13 @@ from collections.abc import Iterator
 from verl.config import algorithm_validation, device_validation
 from verl.config.batch_sizes import (
     BatchSizes,
+    count_data_ranks,
     count_policy_steps,
     count_rollout_devices,
-    count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
+    get_ulysses_size,
 )
 from verl.config.features import (
     get_checkpoint_settings,
@@ -282,7 +283,7 @@ def _check_master_weights(section: str, fsdp: FsdpConfig, lr: float) -> Iterator
 
 def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Iterator[str]:
     """Check mini-batches and micro-batches against the batch, the ranks and the longest sequence."""
-    batch, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, count_train_ranks(config)
+    batch, n, ranks = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, count_data_ranks(config)
     longest, mini, tokens = get_max_sequence_tokens(config), sizes.mini_batch, sizes.micro_batch_tokens
     mini_key, tokens_key = f"{section}.ppo_mini_batch_size", f"{section}.ppo_max_token_len_per_gpu"
     if get_value(config, mini_key) is not None:  # null: the actor's, which is checked
@@ -304,7 +305,7 @@ def _check_batch_sizes(config: Config, section: str, sizes: BatchSizes) -> Itera
     if get_value(config, tokens_key) is not None and tokens is not None and tokens < longest:
         yield (
             f"{tokens_key}: {tokens} is less than the longest sequence ({longest} tokens), which will exceed it; set "
-            f"{tokens_key}={longest}"
+            f"{tokens_key}={-(-longest // get_ulysses_size(config))}"
         )
 
 
@@ -319,16 +320,17 @@ def find_sft_conflicts(config: SftConfig) -> Iterator[str]:
 
 def find_sft_hints(config: SftConfig) -> Iterator[str]:
     """Yield settings of supervised training that work but are probably a mistake, and settings without effect."""
-    data, ranks = config.data, count_train_ranks(config)
+    data, ranks = config.data, count_data_ranks(config)
     if data.train_batch_size < ranks:
         yield (
             f"data.train_batch_size: {data.train_batch_size} examples leave some of the {ranks} train ranks idle; set "
             f"data.train_batch_size={ranks} or more"
         )
-    if data.packing and data.max_token_len_per_gpu < data.max_length:
+    share = -(-data.max_length // get_ulysses_size(config))
+    if data.packing and data.max_token_len_per_gpu < share:
         yield (
             f"data.max_token_len_per_gpu: {data.max_token_len_per_gpu} is less than data.max_length={data.max_length}, "
-            f"so longer examples will exceed it; set data.max_token_len_per_gpu={data.max_length}"
+            f"so longer examples will exceed it; set data.max_token_len_per_gpu={share}"
         )
     yield from _check_master_weights("model.fsdp_config", config.model.fsdp_config, config.optim.lr)
     yield from find_ignored_settings(config)

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 from functools import partial
 
-from verl.config.batch_sizes import count_total_steps, count_train_ranks
+from verl.config.batch_sizes import count_data_ranks, count_total_steps, get_ulysses_size
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
 from verl.config.validation import find_sft_hints
@@ -56,9 +56,9 @@ class SFTBuilder(RunBuilder[SftConfig]):
         sizes = self.config.data
         limit = MicroBatchLimit(
             samples=None if sizes.packing else sizes.micro_batch_size_per_gpu,
-            tokens=sizes.max_token_len_per_gpu if sizes.packing else None,
+            tokens=sizes.max_token_len_per_gpu * get_ulysses_size(self.config) if sizes.packing else None,
         )
-        split = partial(split_batch, ranks=count_train_ranks(self.config), limit=limit)
+        split = partial(split_batch, ranks=count_data_ranks(self.config), limit=limit)
         loader = SFTDataLoader(data.train, data.order, schedule.batch, split, start=stream.position, version=version)
         self._closing.callback(loader.close)
         return self.build_loop(SFTTrainer(loader, model, data.val), model, schedule, version)
@@ -77,6 +77,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
         trust_remote_code=model.trust_remote_code,
         fp32_lm_head=model.fp32_lm_head,
         logprob_chunk=model.logprob_chunk_size,
+        sequence_parallel_size=model.ulysses_sequence_parallel_size,
     )
     return RankSettings(
         actor=with_optimizer(settings, "optim", config.optim, steps),

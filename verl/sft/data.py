@@ -131,9 +131,9 @@ def check_sft_files(config: SftConfig) -> None:
     """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
-    problems: list[VerlError] = [
-        ConfigError([problem]) for problem in find_model_problems(paths, trust_remote_code=model.trust_remote_code)
-    ]
+    ulysses, trust = model.ulysses_sequence_parallel_size, model.trust_remote_code
+    found = find_model_problems(paths, trust_remote_code=trust, ulysses=ulysses)
+    problems: list[VerlError] = [ConfigError([problem]) for problem in found]
     keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}
     if data.messages_key is not None:
         keys = {"messages_key": data.messages_key}

@@ -19,7 +19,7 @@ from verl.rewards.pool.pool import open_rewards
 from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_budget import memory_note
 from verl.trainer.run_data import data_splits, load_sampler
-from verl.training.families import family_problems, mixture_problem
+from verl.training.families import family_problems, heads_problem, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 _NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -108,8 +108,9 @@ def _find_model_problems(config: Config) -> Iterator[str]:
         paths["distillation.teacher.path"] = config.distillation.teacher.path
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
-    yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
     trained = config.actor_rollout_ref.actor
+    ulysses = trained.ulysses_sequence_parallel_size
+    yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code, ulysses=ulysses)
     routing: list[tuple[str, object, object]] = [
         ("router_replay.mode", trained.router_replay.mode, "disabled"),
         ("router_aux_loss_coef", trained.router_aux_loss_coef, 0),
@@ -119,7 +120,7 @@ def _find_model_problems(config: Config) -> Iterator[str]:
             yield f"{ACTOR}.{name}: {value} has no routers to work on: {problem}; set {ACTOR}.{name}={default}"
 
 
-def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
+def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool, ulysses: int = 1) -> Iterator[str]:
     """Yield what is wrong with models, by the setting that names each: missing, unsafe, or of an unsupported kind."""
     for key, path in paths.items():
         if path is None:
@@ -127,6 +128,8 @@ def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: b
         yield from (f"{key}: {problem}" for problem in model_problems(path, trust_remote_code=trust_remote_code))
         if not key.endswith(_NOT_TRAINED):
             yield from (f"{key}: {problem}" for problem in family_problems(path))
+            if problem := heads_problem(path, ulysses):
+                yield f"{key}: {problem}"
         folder = Path(path).expanduser()
         if folder.is_dir() or not _is_local(path):
             continue

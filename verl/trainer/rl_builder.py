@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import (
+    count_data_ranks,
     count_rollout_devices,
     count_total_steps,
     count_train_ranks,
@@ -129,7 +130,7 @@ class RLBuilder(RunBuilder[Config]):
         episodes = self.build_episode_client(data, episode_pool, supervisor)
         trainer = RLTrainer(
             self.build_buffer(episodes, stream),
-            build_planner(self.config, count_train_ranks(self.config)),
+            build_planner(self.config, count_data_ranks(self.config)),
             policy,
             self.build_weight_sync(policy, engines, data, supervisor),
             episodes,

@@ -13,10 +13,12 @@ from verl.budget.run import EngineMemory, RunMemory
 from verl.budget.timing import Workload
 from verl.config.batch_sizes import (
     BatchSizes,
+    count_data_ranks,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
+    get_ulysses_size,
 )
 from verl.config.paths import format_value, get_value, set_path
 from verl.config.schema.actor import RefConfig
@@ -26,6 +28,7 @@ from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.errors import ConfigError
 from verl.trainer.setup import with_changes
 from verl.trainer.worker_settings import train_settings
+from verl.training.families import heads_problem
 from verl.training.settings import FsdpSettings
 
 DEVICE = "cuda"
@@ -109,7 +112,7 @@ def _model(config: Config, settings: FsdpSettings, update: PassSize, micro_batch
 
 def _update_size(config: Config, sizes: BatchSizes) -> tuple[PassSize, int]:
     """Return the largest micro-batch of an update, and how many of them it has."""
-    rollout, ranks = config.actor_rollout_ref.rollout, count_train_ranks(config)
+    rollout, ranks = config.actor_rollout_ref.rollout, count_data_ranks(config)
     samples = -(-min(sizes.mini_batch, config.data.train_batch_size) * rollout.n // ranks)
     if sizes.micro_batch_samples is None:
         assert sizes.micro_batch_tokens is not None
@@ -123,7 +126,7 @@ def _forward_size(config: Config, section: RolloutConfig | RefConfig, update: Pa
     """Return the largest micro-batch of a log-prob pass; as large as that of an update if the settings are null."""
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         tokens = section.log_prob_max_token_len_per_gpu
-        return update if tokens is None else _by_tokens(config, tokens)
+        return update if tokens is None else _by_tokens(config, tokens * get_ulysses_size(config))
     samples = section.log_prob_micro_batch_size_per_gpu
     return update if samples is None else _by_samples(config, samples)
 
@@ -137,8 +140,8 @@ def _by_tokens(config: Config, tokens: int) -> PassSize:
 
 
 def _on_rank(config: Config, tokens: int) -> PassSize:
-    """Return the part of a micro-batch that one rank computes; sequences may be split over several."""
-    tokens = -(-tokens // getattr(config.actor_rollout_ref.actor, "ulysses_sequence_parallel_size", 1))
+    """Return the part of a micro-batch that one rank computes; several may share its tokens."""
+    tokens = -(-tokens // get_ulysses_size(config))
     longest = get_max_sequence_tokens(config)
     return PassSize(tokens, tokens * min(config.data.max_response_length, longest) // longest)
 
@@ -192,6 +195,11 @@ def _options(config: Config) -> Iterator[Change]:
     while value >= least:
         yield Change({f"{ACTOR}.{limit}": value}, "smaller passes, a little slower")
         value //= 2
+    for size in (2, 4, 8):
+        fits = config.trainer.n_gpus_per_node % size == 0 and not heads_problem(model.path, size)
+        if size > actor.ulysses_sequence_parallel_size and fits:
+            cost = f"{size} ranks share each sequence, and exchange it twice per layer"
+            yield Change({f"{ACTOR}.ulysses_sequence_parallel_size": size}, cost)
     for share in (0.6, 0.7, 0.8, 0.4, 0.3, 0.2):
         yield Change({f"{ROLLOUT}.gpu_memory_utilization": share}, "of a device for the engine's weights and cache")
     yield Change({f"{fsdp}.offload_policy": True}, "AdamW runs on the CPU, and every pass copies all weights")

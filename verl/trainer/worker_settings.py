@@ -14,6 +14,7 @@ from verl.config.batch_sizes import (
     get_actor_batch_sizes,
     get_critic_batch_sizes,
     get_max_sequence_tokens,
+    get_ulysses_size,
 )
 from verl.config.features import (
     VLLM_LORA_RANKS,
@@ -111,6 +112,7 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
         compile=actor.use_torch_compile and device != "cpu",
         logprob_chunk=model.logprob_chunk_size,
         share_prompts=actor.use_prefix_grouper,
+        sequence_parallel_size=actor.ulysses_sequence_parallel_size,
     )
     trained = replace(
         base,
@@ -156,6 +158,7 @@ def _critic_settings(config: Config, total_steps: int, device: str) -> FsdpSetti
         temperature=config.actor_rollout_ref.rollout.temperature,
         trust_remote_code=model.trust_remote_code,
         share_prompts=config.actor_rollout_ref.actor.use_prefix_grouper,
+        sequence_parallel_size=config.actor_rollout_ref.actor.ulysses_sequence_parallel_size,
     )
     return with_optimizer(settings, "critic.optim", critic.optim, total_steps)
 
@@ -218,8 +221,8 @@ def build_planner(config: Config, ranks: int) -> Planner:
     return Planner(
         ranks,
         _update_sizes(get_actor_batch_sizes(config)),
-        forward=_forward_limit(config.actor_rollout_ref.rollout, actor.use_dynamic_bsz),
-        reference=_forward_limit(config.actor_rollout_ref.ref, actor.use_dynamic_bsz),
+        forward=_forward_limit(config, config.actor_rollout_ref.rollout),
+        reference=_forward_limit(config, config.actor_rollout_ref.ref),
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
         critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
         components=list(reward_components(config)),
@@ -227,11 +230,13 @@ def build_planner(config: Config, ranks: int) -> Planner:
     )
 
 
-def _forward_limit(section: RolloutConfig | RefConfig, by_tokens: bool) -> MicroBatchLimit | None:
+def _forward_limit(config: Config, section: RolloutConfig | RefConfig) -> MicroBatchLimit | None:
     """Return the micro-batch size of log-prob passes; None if the settings leave it open."""
-    samples = None if by_tokens else section.log_prob_micro_batch_size_per_gpu
-    tokens = section.log_prob_max_token_len_per_gpu if by_tokens else None
-    return None if samples is None and tokens is None else MicroBatchLimit(samples, tokens)
+    if not config.actor_rollout_ref.actor.use_dynamic_bsz:
+        samples = section.log_prob_micro_batch_size_per_gpu
+        return None if samples is None else MicroBatchLimit(samples, None)
+    tokens = section.log_prob_max_token_len_per_gpu
+    return None if tokens is None else MicroBatchLimit(None, tokens * get_ulysses_size(config))
 
 
 def _update_sizes(sizes: BatchSizes) -> UpdateSizes:

@@ -26,10 +26,11 @@ class TrainEngine(Protocol[Output]):
     """A model distributed over `world_size` ranks.
 
     Every method is collective: all ranks call it together, with the same number of micro-batches. A micro-batch may be
-    empty on some ranks.
+    empty on some ranks. Ranks that share the tokens of a batch have the same `data_rank`, and the same micro-batches.
     """
 
     rank: int
+    data_rank: int
     world_size: int
 
     def forward(

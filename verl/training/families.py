@@ -7,6 +7,7 @@ The rest is checked later: packed sequences are compared with the model's own fo
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,18 @@ def family_problems(path: str) -> Iterator[str]:
             yield f"{path} ({kind}): multimodal models ({part}) are not supported; use a text model"
     if method := (config.get("quantization_config") or {}).get("quant_method"):
         yield f"{path} ({kind}): quantized weights ({method}) cannot be trained; use the original model"
+
+
+def heads_problem(path: str, size: int) -> str | None:
+    """Return why `size` ranks cannot share the attention heads of the model in the folder `path`."""
+    config = _read_json(Path(path).expanduser() / "config.json")
+    heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads")
+    if not isinstance(heads, int) or heads % size == 0:
+        return None
+    return (
+        f"{path} has {heads} attention heads, which {size} ranks cannot share; set ulysses_sequence_parallel_size="
+        f"{math.gcd(heads, size)}"
+    )
 
 
 def mixture_problem(path: str) -> str | None:

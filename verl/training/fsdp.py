@@ -37,6 +37,7 @@ from verl.training.optimizers import LossScaler, build_optimizer, optimizer_opti
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
+from verl.training.sequence_parallel import build_sequence_group
 from verl.training.settings import FsdpSettings
 from verl.training.sharding import parse_dtype, shard_model
 from verl.training.shared_prompts import find_shared_prompts
@@ -57,6 +58,7 @@ class FsdpEngine:
             raise EngineError("FsdpEngine: this process is in no process group; call init_process_group(...) first")
         self.settings = settings
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.data_rank = self.rank // settings.sequence_parallel_size
         self.device = torch.device(settings.device)
         self.schedule = settings.schedule
         self.step = 0
@@ -73,7 +75,9 @@ class FsdpEngine:
             compute_dtype=parse_dtype(settings.compute_dtype),
             share_prompts=settings.share_prompts,
         )
-        self._routing = control_routing(self.model.layers(), settings)
+        config = self.model.backbone.config.get_text_config()
+        self.model.sequence_group = group = build_sequence_group(settings, self.world_size, config)
+        self._routing = control_routing(self.model.layers(), settings, group)
         self._base = None if settings.lora is None else describe_adapter(self.model, settings.lora, settings.model_path)
         self.optimizer: torch.optim.Optimizer | None = None
         if settings.trainable:
@@ -156,7 +160,7 @@ class FsdpEngine:
         """All-gather rows [n, k], n differing by rank -> [N, k] on the CPU."""
         parts = [rows] * self.world_size
         dist.all_gather_object(parts, rows.cpu().clone())  # a view would be sent with its whole storage
-        return torch.cat(parts)
+        return torch.cat(parts[:: self.settings.sequence_parallel_size])
 
     def weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield the full weights with their Hugging Face names; an adapter is merged into them."""
@@ -278,7 +282,8 @@ class FsdpEngine:
         shared = find_shared_prompts(batch) if self.settings.share_prompts else None
         batch, shared = batch.to(self.device), None if shared is None else shared.to(self.device)
         if self._routing is not None:
-            self._routing.begin(batch.routed_experts, self.world_size * self._scaler.scale, shared)
+            scale = self.world_size * self._scaler.scale
+            self._routing.begin(batch.routed_experts, batch.num_tokens, scale, shared)
         return self.model(batch.tokens, batch.positions, batch.mask, lengths, temperature, shared, **options)
 
     def _backward(
@@ -290,6 +295,7 @@ class FsdpEngine:
             torch.cat([values for values in output if values is not None]).sum().backward()
             return {}
         share, metrics = loss(output, batch.to(self.device), totals)
+        metrics = {name: value / self.settings.sequence_parallel_size for name, value in metrics.items()}
         with span("backward"):  # FSDP averages over ranks, but shares must be summed
             (share * self.world_size * self._scaler.scale).backward()
         return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
@@ -298,6 +304,7 @@ class FsdpEngine:
         parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
         counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
         dist.all_reduce(counts)
+        counts /= self.settings.sequence_parallel_size  # ranks that have the same batches
         return Totals(tokens=float(counts[0]), sequences=float(counts[1]))
 
     @span("optimizer step")
@@ -352,7 +359,7 @@ class BaseModelReference:
 
     def __init__(self, engine: FsdpEngine) -> None:
         self._engine = engine
-        self.rank, self.world_size = engine.rank, engine.world_size
+        self.rank, self.data_rank, self.world_size = engine.rank, engine.data_rank, engine.world_size
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         own = [batch.with_(routed_experts=None) for batch in micro_batches]  # it chooses its own experts

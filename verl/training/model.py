@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 from typing import Any, cast
 
@@ -14,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.errors import EngineError
 from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
+from verl.training.sequence_parallel import SequenceGroup
 from verl.training.shared_prompts import SharedPrompts
 
 PACKED_ATTENTION = "verl_packed"
@@ -34,6 +36,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.note = ""  # for the user, about how it was loaded
+        self.sequence_group: SequenceGroup | None = None  # of ranks that share the tokens of a batch
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -51,17 +54,37 @@ class PackedModel(nn.Module):
     ) -> Tensor:
         """Return the last hidden states of tokens [T], which form sequences of `lengths`: [T, D], or only those `at`.
 
-        positions [T] restart at 0 in each sequence. With `shared` prompts each of them is computed once.
+        positions [T] restart at 0 in each sequence. With `shared` prompts each of them is computed once. In a
+        sequence group, `at` must be tokens that this rank computes.
         """
         if shared is None:
             kwargs = packing_kwargs(lengths, tokens.device)
         else:
             tokens, positions, kwargs = tokens[shared.computed], positions[shared.computed], shared.attention_kwargs()
             at = shared.rows if at is None else shared.rows[at]
+        if (group := self.sequence_group) is not None:
+            assert at is not None
+            at = at - group.part(len(tokens)).start
+            kwargs |= {"sequence_group": group, "count": len(tokens)}
+            tokens, positions = group.take(tokens), group.take(positions)
         states = self.backbone(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, **kwargs
         ).last_hidden_state[0]
         return states if at is None else states[at]
+
+    def find_targets(self, mask: Tensor, shared: SharedPrompts | None) -> Tensor:
+        """Return the tokens of mask [T] that this rank predicts: those whose previous token it computes."""
+        targets = mask.nonzero().squeeze(-1)
+        if self.sequence_group is None:
+            return targets
+        rows = targets - 1 if shared is None else shared.rows[targets - 1]
+        part = self.sequence_group.part(len(mask) if shared is None else len(shared.computed))
+        return targets[(rows >= part.start) & (rows < part.stop)]
+
+    def place(self, values: Tensor, targets: Tensor, count: int) -> Tensor:
+        """Return the values of all `count` tokens: those that this rank and its group have predicted, else 0."""
+        placed = values.new_zeros(count).index_copy(0, targets, values)
+        return placed if self.sequence_group is None else self.sequence_group.collect(placed)
 
     def layers(self) -> list[nn.Module]:
         """Return the decoder layers, the units of sharding."""
@@ -108,7 +131,7 @@ class PackedCausalLM(PackedModel):
         With a `reference` or a `teacher`, also return the KL to it. With `return_hidden`, return the last layer
         instead, which can be the `reference` or `teacher` of another model.
         """
-        targets = mask.nonzero().squeeze(-1)
+        targets = self.find_targets(mask, shared)
         # A token is predicted from the one before it, in the same sequence.
         previous = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
         head = self.hf.get_output_embeddings()
@@ -120,9 +143,8 @@ class PackedCausalLM(PackedModel):
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
         logprobs, entropy = token_logprobs(layer, tokens[targets], kernels=self.kernels, **options)
         kls = (None if other is None else vocabulary_kl(layer, other, **options) for other in (reference, teacher))
-        zeros = logprobs.new_zeros(len(tokens))
-        logprobs, entropy = (zeros.index_copy(0, targets, each) for each in (logprobs, entropy))
-        return ModelOutput(logprobs, entropy, *(None if kl is None else zeros.index_copy(0, targets, kl) for kl in kls))
+        place = partial(self.place, targets=targets, count=len(tokens))
+        return ModelOutput(place(logprobs), place(entropy), *(None if kl is None else place(kl) for kl in kls))
 
     def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Return log-probs [T] by the model's own head, 0 at the first token, and the largest |logit|."""
@@ -153,10 +175,10 @@ class PackedValueModel(PackedModel):
         shared: SharedPrompts | None = None,
     ) -> ValueOutput:
         """Return the values [T] of the states before tokens [T] where mask [T] is True, 0 elsewhere."""
-        targets = mask.nonzero().squeeze(-1)
+        targets = self.find_targets(mask, shared)
         states = self.hidden_states(tokens, positions, lengths, shared, at=targets - 1)
         values = self.hf.score(states.float()).squeeze(-1)
-        return ValueOutput(values.new_zeros(len(tokens)).index_copy(0, targets, values))
+        return ValueOutput(self.place(values, targets, len(tokens)))
 
     def fp32_modules(self) -> list[nn.Module]:
         """Return the head: a value in bfloat16 would have three digits."""
@@ -235,11 +257,13 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    sequence_group: SequenceGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention within each sequence: query [1, A, T, D], key and value [1, K, T, D] -> [1, T, A, D].
 
-    With `prefixes` and `key_rows` of `SharedPrompts`, also to the prompts that sequences share. `dropout` is ignored.
+    With `prefixes` and `key_rows` of `SharedPrompts`, also to the prompts that sequences share. In a `sequence_group`
+    these are a rank's slice of all `count` tokens. `dropout` is ignored.
     """
     model = type(module).__name__
     if kwargs.get("runs") is None:
@@ -253,7 +277,8 @@ def packed_attention(
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise EngineError(f"{model}: packed attention supports only causal attention without an additional mask")
     kernel = _KERNELS.get(query.device.type, _attend_by_runs)
-    flat = kernel(
+    attend: Callable[..., Tensor] = kernel if sequence_group is None else partial(sequence_group.attend, kernel)
+    flat = attend(
         *(states[0].transpose(0, 1) for states in (query, key, value)),
         scaling=scaling,
         window=sliding_window,

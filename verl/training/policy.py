@@ -208,7 +208,7 @@ class PolicyTrainer:
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
             components={name: torch.from_numpy(values) for name, values in plan.components.items()},
             options=self.algorithm.estimator_options,
-            rank=self.actor.rank,
+            rank=self.actor.data_rank,
             gather=self.actor.gather,
         )
         metrics = _prefix("critic/score", inputs.describe(scores))

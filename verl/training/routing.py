@@ -13,16 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
+from verl.training.sequence_parallel import SequenceGroup
 from verl.training.settings import FsdpSettings
 from verl.training.shared_prompts import SharedPrompts
 
 
-def control_routing(layers: Sequence[nn.Module], settings: FsdpSettings) -> MixtureRouting | None:
+def control_routing(
+    layers: Sequence[nn.Module], settings: FsdpSettings, group: SequenceGroup | None = None
+) -> MixtureRouting | None:
     """Return the control of a model's routers; None if the settings need none."""
     if not settings.router_replay and not settings.router_aux_loss_coef:
         return None
+    coefficient = settings.router_aux_loss_coef
     return MixtureRouting(
-        layers, settings.model_path, replays=settings.router_replay, coefficient=settings.router_aux_loss_coef
+        layers, settings.model_path, replays=settings.router_replay, coefficient=coefficient, group=group
     )
 
 
@@ -38,16 +42,23 @@ class MixtureRouting:
     tokens and does not depend on micro-batches.
 
     State lasts until the next `begin`: with gradient checkpointing, the backward pass recomputes the same choice.
+    In a sequence group, routers see a rank's part of the tokens.
     """
 
     def __init__(
-        self, layers: Sequence[nn.Module], path: str, *, replays: bool = True, coefficient: float = 0.0
+        self,
+        layers: Sequence[nn.Module],
+        path: str,
+        *,
+        replays: bool = True,
+        coefficient: float = 0.0,
+        group: SequenceGroup | None = None,
     ) -> None:
         self._routers = {index: router for index, layer in enumerate(layers) for router in _find_routers(layer)}
         if not self._routers:
             raise EngineError(f"model {path}: it is no mixture of experts, so there is no routing to replay or balance")
         self._depth, self._experts = len(layers), next(iter(self._routers.values())).num_experts
-        self._replays, self._coefficient = replays, coefficient
+        self._replays, self._coefficient, self._group = replays, coefficient, group
         self._load: Tensor | None = None
         for index, router in self._routers.items():
             _check_router(router, path)
@@ -68,19 +79,32 @@ class MixtureRouting:
             counts += torch.bincount((starts + batch.routed_experts)[is_known], minlength=len(counts))
         dist.all_reduce(counts)
         dist.all_reduce(tokens)
+        if self._group is not None:  # its ranks have the same batches
+            counts, tokens = counts / self._group.size, tokens / self._group.size
         scale = self._experts / (len(self._routers) * float(tokens.clamp(min=1.0)) ** 2)
         self._load = (counts * scale).float().view(self._depth, self._experts)
 
-    def begin(self, experts: Tensor | None, gradient_scale: float = 1.0, shared: SharedPrompts | None = None) -> None:
-        """Prepare a forward pass on a batch with these `experts` [T, L, k]; -1 where the router decides itself.
+    def begin(
+        self,
+        experts: Tensor | None,
+        tokens: int = 0,
+        gradient_scale: float = 1.0,
+        shared: SharedPrompts | None = None,
+    ) -> None:
+        """Prepare a forward pass on `tokens` tokens with these `experts` [T, L, k]; -1 where the router decides itself.
 
         `gradient_scale` multiplies the auxiliary loss in the backward pass. An empty batch has no experts. Tokens of
         `shared` prompts are routed once, and count in the loss for each of their sequences.
         """
-        self._shared, self._counts = shared, None if shared is None else shared.counts[:, None]
+        self._shared, self._tokens = shared, tokens if shared is None else len(shared.computed)
+        self._counts = None if shared is None else shared.counts[:, None]
         self._given = experts if self._replays else None
         if self._given is not None and shared is not None:
             self._given = self._given[shared.computed]
+        if self._group is not None and experts is not None:
+            counts = experts.new_ones(tokens, 1) if self._counts is None else self._counts
+            self._counts = self._group.take(counts)  # padding counts 0
+            self._given = None if self._given is None else self._group.take(self._given)
         self._adds_loss = experts is not None and self._load is not None and torch.is_grad_enabled()
         self._gradient_scale = gradient_scale * self._coefficient
         self._chosen: dict[int, Tensor] = {}
@@ -90,6 +114,8 @@ class MixtureRouting:
         """Return the experts [T, L, k] that were used, as int16; 0 in layers without a router."""
         zeros = torch.zeros_like(next(iter(self._chosen.values())))
         chosen = torch.stack([self._chosen.get(index, zeros) for index in range(self._depth)], dim=1)
+        if self._group is not None:
+            chosen = self._group.gather(chosen.int(), self._tokens).to(torch.int16)
         return chosen if self._shared is None else chosen[self._shared.rows]
 
     def metrics(self) -> dict[str, Tensor]:

@@ -20,7 +20,7 @@ class TeacherEngine:
 
     def __init__(self, engine: Any) -> None:
         self._engine = engine
-        self.rank, self.world_size = engine.rank, engine.world_size
+        self.rank, self.data_rank, self.world_size = engine.rank, engine.data_rank, engine.world_size
 
     def forward(self, micro_batches: Sequence[FlatBatch], **options: Any) -> list[ModelOutput]:
         read = [get_teacher_batch(batch) for batch in micro_batches]

@@ -36,7 +36,7 @@ def problems_of(*settings: str, sft: bool = False) -> list[str]:
         ("trainer.balance_batch=False", "always on here"),
         ("+actor_rollout_ref.rollout.layered_summon=True", "gathered one at a time"),
         ("+actor_rollout_ref.rollout.multi_stage_wake_up=True", "for the weights first"),
-        ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=1", "it turns off sequence parallelism"),
+        ("critic.ulysses_sequence_parallel_size=2", "as the actor does"),
         ("actor_rollout_ref.ref.fsdp_config.fsdp_size=2", "sharded as the actor is"),
         ("global_profiler.relocate_results=True", "in the folder of the run"),
         ("actor_rollout_ref.ref.profiler.enable=True", "runs in the train workers"),
@@ -52,7 +52,6 @@ def test_a_key_that_changes_no_results_is_accepted_with_its_reason(setting: str,
 @pytest.mark.parametrize(
     ("setting", "feature"),
     [
-        ("actor_rollout_ref.actor.fsdp_config.ulysses_sequence_parallel_size=2", "sequence parallelism"),
         ("++actor_rollout_ref.actor.megatron.context_parallel_size=1", "Megatron-Core"),
         ("actor_rollout_ref.actor=mlite_actor", "Megatron-Core"),
         ("actor_rollout_ref.actor.strategy=veomni", "VeOmni"),

@@ -12,6 +12,7 @@ from verl.training.families import (
     VERIFIED,
     family_note,
     family_problems,
+    heads_problem,
     mixture_problem,
     packing_length_problem,
 )
@@ -117,6 +118,13 @@ def test_a_dense_model_has_no_routing_to_control(tmp_path):
     assert mixture_problem(str(tmp_path / "dense")) == f"{tmp_path / 'dense'} (qwen3) is no mixture of experts"
     assert mixture_problem(str(tmp_path / "mixture")) is None
     assert mixture_problem("my-org/on-the-hub") is None
+
+
+def test_ranks_that_cannot_share_the_heads_of_a_model_are_refused_by_the_nearest_size(tmp_path):
+    tiny_family("Qwen3").save_pretrained(tmp_path)  # 2 attention heads
+    assert heads_problem(str(tmp_path), 2) is None
+    assert "set ulysses_sequence_parallel_size=2" in heads_problem(str(tmp_path), 4)
+    assert heads_problem("my-org/on-the-hub", 4) is None
 
 
 def test_routing_settings_are_refused_for_a_dense_model_by_name(tmp_path):

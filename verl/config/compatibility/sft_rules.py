@@ -13,7 +13,6 @@ from verl.config.compatibility.train_rules import (
     NO_PADDING,
     ONE,
     PREFETCH,
-    SEQUENCE_PARALLELISM,
     SHARED_MEMORY,
 )
 
@@ -30,7 +29,6 @@ SFT_RULES = Rules(
         "engine": needs("other training engines than FSDP2", "fsdp", "fsdp2", "automodel"),
         "engine.strategy": needs("other training engines than FSDP2", "fsdp", "fsdp2"),
         "engine.distributed_strategy": needs("other training engines than FSDP2", "fsdp", "fsdp2"),
-        "engine.ulysses_sequence_parallel_size": SEQUENCE_PARALLELISM,
         "engine.cp_size": needs("context parallelism", *ONE),
         "engine.pp_size": needs("pipeline parallelism", *ONE),
         "engine.tp_size": needs("tensor parallelism in training", *ONE),

@@ -12,7 +12,6 @@ NPU = needs("Ascend NPUs")
 IMAGES = needs("images and videos")
 MTP = needs("multi-token prediction", *OFF)
 ASYNC = needs("asynchronous training")
-SEQUENCE_PARALLELISM = needs("sequence parallelism", *ONE)
 SEVERAL_TEACHERS = needs("several teachers")
 CUSTOM_DATASET = needs("custom data set classes")
 
@@ -37,6 +36,7 @@ CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded complete
 
 _A, _R, _REF, _M = (f"actor_rollout_ref.{name}" for name in ("actor", "rollout", "ref", "model"))
 
+SEQUENCES = ignored(f"all models share sequences as the actor does ({_A}.ulysses_sequence_parallel_size)")
 _ENGINES = {
     f"{_A}.megatron": MEGATRON,
     f"{_REF}.megatron": MEGATRON,
@@ -61,12 +61,12 @@ _ENGINES = {
 }
 _SHARDING = {
     **{f"{section}.use_remove_padding": NO_PADDING for section in (_M, "critic.model", "reward.reward_model.model")},
-    **{f"{section}.ulysses_sequence_parallel_size": SEQUENCE_PARALLELISM for section in (_A, _REF, "critic")},
+    **{f"{section}.ulysses_sequence_parallel_size": SEQUENCES for section in (_REF, "critic")},
+    **{f"{section}.fsdp_config.ulysses_sequence_parallel_size": SEQUENCES for section in (_REF, "critic")},
     **{
         f"{section}.{name}": rule
         for section in (f"{_A}.fsdp_config", f"{_REF}.fsdp_config", "critic.fsdp_config")
         for name, rule in {
-            "ulysses_sequence_parallel_size": SEQUENCE_PARALLELISM,
             "mixed_precision.reduce_dtype": REDUCE_DTYPE,
             "mixed_precision.buffer_dtype": BUFFER_DTYPE,
             "forward_prefetch": PREFETCH,

@@ -270,6 +270,9 @@ class ActorConfig(Section):
         "Compile the log-prob and entropy kernels, on accelerators; if compilation fails they run uncompiled.",
         only_if=_COMPILES,
     )
+    ulysses_sequence_parallel_size: Count = setting(
+        1, "Ranks that share the tokens of every sequence, for long ones, in all models; they must divide the heads."
+    )
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
     megatron: MegatronConfig = section(MegatronConfig, "Megatron-Core.", planned=True)
     peft: PeftConfig = section(PeftConfig, "LoRA adapter.")

@@ -60,6 +60,9 @@ class SftDataConfig(Section):
 
 
 class SftModelConfig(ModelConfig):
+    ulysses_sequence_parallel_size: Count = setting(
+        1, "Ranks that share the tokens of every sequence, for long ones; they must divide the attention heads."
+    )
     fsdp_config: FsdpConfig = section(FsdpConfig, "Sharded training (FSDP2).")
     peft: PeftConfig = section(PeftConfig, "LoRA adapter.")
 

@@ -1,0 +1,152 @@
+"""The sizes that follow from the batch settings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl.config.batch_sizes import (
+    BatchSizes,
+    count_data_ranks,
+    count_engines,
+    count_policy_steps,
+    count_total_steps,
+    count_train_ranks,
+    derive_sizes,
+    get_actor_batch_sizes,
+    get_critic_batch_sizes,
+    get_max_sequence_tokens,
+    render_sizes,
+)
+from verl.config.load import load
+from verl.config.parallelism import count_rank_multiple
+from verl.config.schema import Config
+
+pytestmark = pytest.mark.unit
+
+A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GAE = "algorithm.adv_estimator=gae"
+
+
+def sizes(config: Config) -> dict[str, int]:
+    return {size.name: size.value for size in derive_sizes(config)}
+
+
+def test_the_sizes_of_the_grpo_example() -> None:
+    overrides = ["data.train_batch_size=128", "data.max_response_length=1024", f"{R}.n=8", "trainer.n_gpus_per_node=4"]
+    overrides += [f"{A}.ppo_mini_batch_size=64", f"{A}.ppo_micro_batch_size_per_gpu=2"]
+    [loaded] = load([*overrides, "trainer.total_epochs=20"], complete=False)
+    assert count_total_steps(loaded.config, prompts=7473) == 1167
+    assert sizes(loaded.config) == {
+        "prompts per step": 128,
+        "responses per step": 1024,
+        "maximum tokens per sequence": 1536,
+        "engines": 4,
+        "responses generated at once": 1024,
+        "train ranks": 4,
+        "optimizer steps per step": 2,
+        "samples per mini-batch": 512,
+        "... per rank": 128,
+        "samples per micro-batch": 2,
+        "... maximum tokens": 3072,
+        "micro-batches per mini-batch": 64,
+    }
+
+
+def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
+    [loaded] = load([f"{R}.n=8", f"{A}.use_dynamic_bsz=true"], complete=False)
+    found = sizes(loaded.config)
+    assert found["tokens per micro-batch"] == 16384
+    assert "samples per micro-batch" not in found
+
+
+def test_ranks_that_share_sequences_have_the_same_samples_and_a_budget_together() -> None:
+    overrides = [f"{R}.n=8", f"{A}.use_dynamic_bsz=true", f"{A}.ulysses_sequence_parallel_size=4"]
+    [loaded] = load([*overrides, "data.train_batch_size=64", f"{A}.ppo_mini_batch_size=64"], complete=False)
+    rows = {size.name: (size.value, size.how) for size in derive_sizes(loaded.config)}
+    assert (count_train_ranks(loaded.config), count_data_ranks(loaded.config)) == (8, 2)
+    assert rows["... per rank"] == (256, "512 / 2 groups of 4 ranks, rounded up")
+    how = "actor.ppo_max_token_len_per_gpu x ulysses_sequence_parallel_size=4"
+    assert rows["tokens per micro-batch"] == (4 * 16384, how)
+    assert get_critic_batch_sizes(loaded.config).micro_batch_tokens == 4 * 16384
+    assert count_rank_multiple(loaded.config) == 4
+
+
+def test_the_sizes_of_the_ppo_example_have_those_of_the_critic() -> None:
+    overrides = [GAE, "data.train_batch_size=256", "trainer.n_gpus_per_node=4", f"{A}.ppo_mini_batch_size=64"]
+    overrides += ["critic.ppo_micro_batch_size_per_gpu=4", "critic.ppo_epochs=2"]
+    [loaded] = load(overrides, complete=False)
+    rows = [(size.name, size.value, size.how) for size in derive_sizes(loaded.config)]
+    start = next(i for i, (name, *_) in enumerate(rows) if "critic" in name)
+    assert rows[start:] == [
+        ("critic optimizer steps per step", 8, "ceil(256 / ppo_mini_batch_size=64) x ppo_epochs=2"),
+        ("samples per critic mini-batch", 64, "64 prompts x rollout.n=1"),
+        ("... per rank", 16, "64 / 4 ranks, rounded up"),
+        ("samples per critic micro-batch", 4, "critic.ppo_micro_batch_size_per_gpu"),
+        ("... maximum tokens", 4096, "4 samples x 1024 tokens"),
+        ("micro-batches per critic mini-batch", 4, "16 samples / 4"),
+    ]
+
+
+def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
+    actor = [f"{A}.ppo_mini_batch_size=32", f"{A}.ppo_epochs=3", f"{A}.use_dynamic_bsz=true"]
+    [loaded] = load([GAE, *actor, f"{A}.ppo_max_token_len_per_gpu=5000"], complete=False)
+    assert (
+        get_critic_batch_sizes(loaded.config) == get_actor_batch_sizes(loaded.config) == BatchSizes(32, 3, None, 5000)
+    )
+    own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
+    [loaded] = load([GAE, *actor, *own], complete=False)
+    assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 1, 8, None)
+
+
+def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:
+    config = load([GAE, "trainer.critic_warmup=3"], complete=False)[0].config
+    assert [count_policy_steps(config, steps) for steps in (2, 3, 10)] == [0, 0, 7]
+    assert count_policy_steps(load(["trainer.critic_warmup=3"], complete=False)[0].config, 10) == 10
+
+
+def test_the_table_of_sizes_names_the_unit_of_the_warm_up() -> None:
+    config = load([GAE, f"{A}.optim.lr_warmup_steps=10", "critic.optim.lr_warmup_steps=5"], complete=False)[0].config
+    rows = {size.name: (size.value, size.how) for size in derive_sizes(config)}
+    assert rows["learning rate warm-up steps"] == (10, "actor.optim.lr_warmup_steps, in training steps")
+    assert rows["critic learning rate warm-up steps"][0] == 5
+
+
+small = st.integers(1, 40)
+
+
+@settings(deadline=None)
+@given(batch=small, n=small, mini=small, micro=small, ranks=small, tp=small, epochs=small)
+def test_sizes_cover_the_work_without_a_spare_piece(
+    batch: int, n: int, mini: int, micro: int, ranks: int, tp: int, epochs: int
+) -> None:
+    config = Config.model_validate(
+        {
+            "data": {"train_batch_size": batch},
+            "trainer": {"n_gpus_per_node": ranks},
+            "actor_rollout_ref": {
+                "actor": {"ppo_mini_batch_size": mini, "ppo_micro_batch_size_per_gpu": micro, "ppo_epochs": epochs},
+                "rollout": {"n": n, "tensor_model_parallel_size": tp},
+            },
+        }
+    )
+    found = sizes(config)
+    mini_batches, rest = divmod(found["optimizer steps per step"], epochs)
+    assert rest == 0
+    assert (mini_batches - 1) * found["samples per mini-batch"] < batch * n
+    assert mini_batches * found["samples per mini-batch"] >= batch * n
+    assert found["... per rank"] * ranks >= found["samples per mini-batch"]
+    pieces, size = found["micro-batches per mini-batch"], found["samples per micro-batch"]
+    assert (pieces - 1) * size < found["... per rank"] <= pieces * size
+    assert found["engines"] == count_engines(config) >= 1
+    assert count_train_ranks(config) == ranks
+    assert get_max_sequence_tokens(config) == 1024
+    assert count_total_steps(config, prompts=batch * 3) == 3
+
+
+def test_the_table_is_aligned() -> None:
+    rows = derive_sizes(Config())
+    lines = render_sizes(Config()).splitlines()
+    assert len(lines) == len(rows)
+    assert len({line.index(row.how, len(row.name)) for line, row in zip(lines, rows, strict=True)}) == 1
