@@ -87,6 +87,8 @@ class Engines:
     wider teacher. `layout` are settings of all of them."""
 
     def __init__(self, directory, **layout):
+        experts = layout.pop("expert_parallel_size", 1)
+
         def settings(name, **changes):
             return FsdpSettings(str(directory / name), **changes, **layout)
 
@@ -95,7 +97,10 @@ class Engines:
         self.reference, self.teacher = (
             FsdpEngine(settings(name, trainable=False)) for name in ("reference", "teacher")
         )
-        self.mixture = {term: Recorder(settings("mixture", **routing)) for term, routing in MIXTURE.items()}
+        self.mixture = {
+            term: Recorder(settings("mixture", expert_parallel_size=experts, **routing))
+            for term, routing in MIXTURE.items()
+        }
 
     def of(self, term):
         return self.mixture.get(term, self.critic if term == "value" else self.actor)

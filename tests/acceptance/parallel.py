@@ -52,6 +52,10 @@ LAYOUTS = {
     "ulysses 2": {"sequence_parallel_size": 2},
     "ulysses 4": {"sequence_parallel_size": 4},
     "hsdp 2x2, ulysses 2": {"fsdp_size": 2, "sequence_parallel_size": 2},
+    "experts 2": {"expert_parallel_size": 2},
+    "experts 4": {"expert_parallel_size": 4},
+    "hsdp 2x2, experts 2": {"fsdp_size": 2, "expert_parallel_size": 2},
+    "ulysses 2, experts 2": {"sequence_parallel_size": 2, "expert_parallel_size": 2},
     "shared prompts, ulysses 2": {"share_prompts": True, "sequence_parallel_size": 2},
 }
 

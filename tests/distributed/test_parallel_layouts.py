@@ -25,10 +25,18 @@ LAYOUTS = {
     "ulysses": {"sequence_parallel_size": 4},
     "hsdp and ulysses": {"fsdp_size": 2, "sequence_parallel_size": 2},
 }
+EXPERTS = {
+    "fsdp": {},
+    "experts": {"expert_parallel_size": 4},
+    "experts, hsdp and ulysses": {"expert_parallel_size": 2, "fsdp_size": 2, "sequence_parallel_size": 2},
+}
+TWO = {name: LAYOUTS[name] for name in ("fsdp", "hsdp and ulysses")}
 CASES = {
-    "adamw": {},
-    "muon": {"optimizer": "muon"},
-    "lora": {"lora": LoraSettings(4)},
+    "adamw": ("model", LAYOUTS, {}),
+    "muon": ("model", TWO, {"optimizer": "muon"}),
+    "lora": ("model", TWO, {"lora": LoraSettings(4)}),
+    "mixture": ("mixture", EXPERTS, {"router_replay": True}),
+    "mixture, muon": ("mixture", EXPERTS, {"optimizer": "muon"}),
 }
 PARTS = {
     1: [[[0, 1, 2, 3, 4, 5, 6]]],
@@ -37,6 +45,12 @@ PARTS = {
 }
 SPARE = 1e-5
 """How far numbers of order one may be apart: float32 sums in another order, and AdamW's eps is large."""
+
+
+def pairs(layouts):
+    """Return each layout with the next one, and the last with the first."""
+    names = list(layouts)
+    return zip(names, [*names[1:], names[0]], strict=True)
 
 
 def mini_batch():
@@ -53,17 +67,18 @@ def mini_batch():
 
 
 def engine(root, case, layout):
-    options = {"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.0, **CASES[case], **LAYOUTS[layout]}
-    return FsdpEngine(FsdpSettings(str(root / "model"), **options))
+    model, layouts, options = CASES[case]
+    options = {"schedule": Schedule(1e-2), "eps": 1e-3, "weight_decay": 0.0, **options, **layouts[layout]}
+    return FsdpEngine(FsdpSettings(str(root / model), **options))
 
 
 def train(engine, updates):
     group = engine.settings.sequence_parallel_size
     local = mini_batch().split(PARTS[engine.world_size // group][engine.rank // group])
-    logprobs = engine.forward(local)[0].logprobs
+    output = engine.forward([mini_batch()])[0]
     metrics = [engine.update(local, OBJECTIVE) for _ in range(updates)]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return {"logprobs": logprobs, "metrics": metrics, "weights": weights}
+    return {"output": output, "metrics": metrics, "weights": weights}
 
 
 def scenario(root, case, layout, *, resumed=""):
@@ -80,14 +95,11 @@ def scenario(root, case, layout, *, resumed=""):
 def four_ranks(rank, port, root):
     torch.set_num_threads(1)
     init_process_group(rank, 4, "127.0.0.1", port)
-    names = list(LAYOUTS)
     results = {}
-    for case in CASES:
-        results[case] = {layout: scenario(root, case, layout) for layout in names}
-        results[case] |= {
-            f"{before} -> {after}": scenario(root, case, after, resumed=before)
-            for before, after in zip(names, [*names[1:], names[0]], strict=True)
-        }
+    for case, (_, layouts, _) in CASES.items():
+        results[case] = {layout: scenario(root, case, layout) for layout in layouts}
+        for before, after in pairs(layouts):
+            results[case][f"{before} -> {after}"] = scenario(root, case, after, resumed=before)
     torch.save(results, root / f"results-{rank}.pt")
     dist.destroy_process_group()
 
@@ -114,15 +126,17 @@ def both(tmp_path_factory):
     return one, [torch.load(root / f"results-{rank}.pt", weights_only=False) for rank in range(4)]
 
 
-_NEXT = zip(LAYOUTS, [*list(LAYOUTS)[1:], next(iter(LAYOUTS))], strict=True)
-RESUMED = [f"{before} -> {after}" for before, after in _NEXT]
+NAMES = [
+    (case, name, name not in layouts)
+    for case, (_, layouts, _) in CASES.items()
+    for name in (*layouts, *(f"{before} -> {after}" for before, after in pairs(layouts)))
+]
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [*LAYOUTS, *RESUMED])
-def test_metrics_and_weights_are_those_of_one_rank(both, case, name):
+@pytest.mark.parametrize(("case", "name", "resumed"), NAMES)
+def test_metrics_and_weights_are_those_of_one_rank(both, case, name, resumed):
     one, four = both
-    expected, result = one[case][name in RESUMED], four[0][case][name]
+    expected, result = one[case][resumed], four[0][case][name]
     for metrics, those in zip(result["metrics"], expected["metrics"], strict=True):
         assert metrics == pytest.approx(those, rel=SPARE, abs=SPARE)
         assert metrics["actor/grad_norm"] > 1e-3
@@ -131,8 +145,19 @@ def test_metrics_and_weights_are_those_of_one_rank(both, case, name):
         torch.testing.assert_close(result["weights"][weight], tensor, atol=SPARE, rtol=SPARE, msg=weight)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("name", [*LAYOUTS, *RESUMED])
+@pytest.mark.parametrize(("case", "name", "resumed"), NAMES)
+def test_log_probs_and_chosen_experts_are_those_of_one_rank(both, case, name, resumed):
+    one, four = both
+    expected = one[case][resumed]["output"]
+    for rank in four:
+        output = rank[case][name]["output"]
+        torch.testing.assert_close(output.logprobs, expected.logprobs, atol=SPARE, rtol=SPARE)
+        assert (output.routed_experts is None) == (case != "mixture")
+        if output.routed_experts is not None:
+            assert torch.equal(output.routed_experts, expected.routed_experts)
+
+
+@pytest.mark.parametrize(("case", "name"), [(case, name) for case, name, _ in NAMES])
 def test_all_ranks_report_the_same(both, case, name):
     _, four = both
     for other in four[1:]:

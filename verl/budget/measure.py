@@ -49,8 +49,10 @@ def measure(
     `lengths`, each with a prompt of `prompt` tokens. If it `accumulates` gradients, an update has a tiny micro-batch
     before it.
     """
-    if settings.offload_policy or settings.lora is not None:
-        raise EngineError("fake tensors cannot measure offload_policy or an adapter; use the estimate")
+    if settings.offload_policy or settings.lora is not None or settings.expert_parallel_size > 1:
+        raise EngineError(
+            "fake tensors cannot measure offload_policy, an adapter or expert parallelism; use the estimate"
+        )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     ledger = FakeLedger(mode)
     with _one_of(ranks), _attention_of(settings.device), ledger.counting():

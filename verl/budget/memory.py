@@ -90,7 +90,7 @@ class ModelMemory:
         """Return the usage of a pass without gradients: of a layer, or of the last layer's logits."""
         size, b, shape = self.forward, self._compute, self.shape
         root = b * shape.root_parameters
-        gathered = 2 * b * shape.layer_parameters  # the buffer of the collective, and the weights copied from it
+        gathered = 2 * b * self._gathered_layer  # the buffer of the collective, and the weights copied from it
         start = Usage(activations=b * size.tokens * shape.width, buffers=2 * root + gathered)
         layer = Usage(
             activations=size.tokens * self._forward_token_bytes, buffers=root + gathered + self._left_gathered
@@ -139,7 +139,7 @@ class ModelMemory:
         _, inputs = self._kept_activations(size)
         return Usage(
             activations=inputs + size.tokens * self._backward_token_bytes,
-            buffers=b * (shape.root_parameters + 3 * shape.layer_parameters)
+            buffers=b * (shape.root_parameters + 3 * self._gathered_layer)
             + self._head_gradient
             + self._reduced_layer
             + self._left_gathered,
@@ -219,16 +219,20 @@ class ModelMemory:
         return self._compute * self.shape.vocabulary * self.shape.width
 
     @property
+    def _gathered_layer(self) -> int:
+        return self.shape.gathered_parameters(self.settings.expert_parallel_size)
+
+    @property
     def _reduced_layer(self) -> int:
         """The buffer in which a layer's gradients are reduced, in float32."""
-        return 4 * self.shape.layer_parameters if self.settings.lora is None else 0
+        return 4 * self._gathered_layer if self.settings.lora is None else 0
 
     @property
     def _left_gathered(self) -> int:
         """Weights of the other layers that stay gathered until the backward pass."""
         if self.settings.reshard_after_forward:
             return 0
-        return self._compute * self.shape.layer_parameters * (self.shape.layers - 1)
+        return self._compute * self._gathered_layer * (self.shape.layers - 1)
 
     def _chunk_bytes(self, size: PassSize) -> int:
         """Return the bytes of one chunk of logits in float32."""

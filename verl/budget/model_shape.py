@@ -72,6 +72,10 @@ class ModelShape:
         projections = self.width * (2 * self.attention_width + 2 * self.kv_width)
         return projections + 2 * self.width + max(1, self.experts) * 3 * self.width * self.mlp + self._router
 
+    def gathered_parameters(self, expert_ranks: int = 1) -> int:
+        """Return the parameters of a layer that one rank gathers, if its experts are distributed over several."""
+        return self.layer_parameters - self.experts * 3 * self.width * self.mlp * (expert_ranks - 1) // expert_ranks
+
     @property
     def root_parameters(self) -> int:
         """Parameters outside the layers: the embeddings and the last layer."""

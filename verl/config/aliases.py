@@ -152,6 +152,7 @@ SFT_ALIASES = Aliases(
         "data.use_dynamic_bsz": "data.packing",
         **{f"engine.{name}": f"model.fsdp_config.{name}" for name in _ENGINE},
         **dict.fromkeys((f"engine.{_ULYSSES}", _ULYSSES), f"model.{_ULYSSES}"),
+        "engine.ep_size": "model.fsdp_config.expert_parallel_size",
         "engine.activation_checkpointing": "model.enable_gradient_checkpointing",
         "ray_init": "ray_kwargs.ray_init",
     },

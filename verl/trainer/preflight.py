@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
+from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.root import Config
 from verl.config.schema.rules import ACTOR
 from verl.data.files import suggest_path
@@ -118,6 +119,17 @@ def _find_model_problems(config: Config) -> Iterator[str]:
     for name, value, default in routing:
         if value != default and (problem := mixture_problem(actor.path)):
             yield f"{ACTOR}.{name}: {value} has no routers to work on: {problem}; set {ACTOR}.{name}={default}"
+    yield from find_expert_problems(f"{ACTOR}.fsdp_config", trained.fsdp_config, actor.path)
+    if uses_critic(config):
+        critic = config.critic
+        yield from find_expert_problems("critic.fsdp_config", critic.fsdp_config, critic.model.path or actor.path)
+
+
+def find_expert_problems(section: str, fsdp: FsdpConfig, path: str) -> Iterator[str]:
+    """Yield why the experts of a model cannot be distributed."""
+    key, size = f"{section}.expert_parallel_size", fsdp.expert_parallel_size
+    if size > 1 and (problem := mixture_problem(path, size)):
+        yield f"{key}: {size} ranks have nothing to share: {problem}; set {key}=1"
 
 
 def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool, ulysses: int = 1) -> Iterator[str]:

@@ -139,6 +139,7 @@ def _teacher_settings(config: Config, frozen: FsdpSettings) -> FsdpSettings:
         frozen,
         model_path=teacher.path,
         role="teacher",
+        expert_parallel_size=1,  # it may be no mixture
         param_dtype=frozen.compute_dtype,
         stochastic_rounding=False,
         param_offload=frozen.device != "cpu" and teacher.param_offload,
@@ -173,6 +174,7 @@ def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSetting
         stochastic_rounding=fsdp.stochastic_rounding,
         compute_dtype=_dtype(fsdp.dtype, device),
         fsdp_size=fsdp.fsdp_size,
+        expert_parallel_size=fsdp.expert_parallel_size,
         reshard_after_forward=fsdp.reshard_after_forward,
         param_offload=can_offload and fsdp.param_offload and not policy,
         optimizer_offload=can_offload and fsdp.optimizer_offload and not policy,

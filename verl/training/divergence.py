@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from verl.data.flat_batch import FlatBatch
+from verl.training.sharding import group_by_mesh
 
 PROBE_LENGTH = 16
 
@@ -39,5 +41,5 @@ def describe_nonfinite(parameters: Iterable[tuple[str, Tensor]]) -> str:
 
 def compute_norm(grads: list[Tensor]) -> float:
     """Return the norm of all gradients, over the shards of all ranks."""
-    total = torch.nn.utils.get_total_norm(grads)
-    return float(total.full_tensor() if isinstance(total, DTensor) else total)
+    norms = [torch.nn.utils.get_total_norm(group) for group in group_by_mesh(grads)]
+    return math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))

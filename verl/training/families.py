@@ -37,6 +37,7 @@ STATEFUL = {
     "xlstm",
     "zamba",
 }
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MODALITIES = ("vision_config", "audio_config")
 
 
@@ -72,12 +73,15 @@ def heads_problem(path: str, size: int) -> str | None:
     )
 
 
-def mixture_problem(path: str) -> str | None:
-    """Return why the routing of the model in the folder `path` cannot be controlled; None if it is no folder."""
+def mixture_problem(path: str, ranks: int = 1) -> str | None:
+    """Return why the model in the folder `path` has no experts, or not for this many ranks; None if it is no folder."""
     config = _read_json(Path(path).expanduser() / "config.json")
     text = {**config, **(config.get("text_config") or {})}
-    if not config or any(text.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+    experts = next((text[name] for name in _EXPERT_COUNTS if text.get(name)), 0)
+    if not config or (experts and experts % ranks == 0):
         return None
+    if experts:
+        return f"{path} has {experts} experts, which {ranks} ranks cannot share evenly"
     return f"{path} ({config.get('model_type', 'no model_type')}) is no mixture of experts"
 
 

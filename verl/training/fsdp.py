@@ -39,7 +39,7 @@ from verl.training.random_state import get_random_state, set_random_state
 from verl.training.routing import control_routing
 from verl.training.sequence_parallel import build_sequence_group
 from verl.training.settings import FsdpSettings
-from verl.training.sharding import parse_dtype, shard_model
+from verl.training.sharding import group_by_mesh, parse_dtype, shard_model
 from verl.training.shared_prompts import find_shared_prompts
 from verl.weights.bucket import to_hf
 
@@ -319,9 +319,10 @@ class FsdpEngine:
             clip = self.settings.grad_clip
             factor = clip / (norm + 1e-6) if clip is not None and norm > clip else 1.0
             if factor != scale:
-                torch._foreach_mul_(grads, factor / scale)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                for group in group_by_mesh(grads):
+                    torch._foreach_mul_(group, factor / scale)
+            for options in self.optimizer.param_groups:
+                options["lr"] = lr
             with self._moments.on_device():
                 self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

@@ -11,6 +11,7 @@ from verl.training.low_precision import LowPrecisionAdamW
 from verl.training.model import PackedModel
 from verl.training.muon import Muon
 from verl.training.settings import FsdpSettings
+from verl.training.sharding import group_by_mesh
 
 
 def build_optimizer(model: PackedModel, settings: FsdpSettings) -> torch.optim.Optimizer:
@@ -34,7 +35,7 @@ def build_optimizer(model: PackedModel, settings: FsdpSettings) -> torch.optim.O
             quantizes_moments=settings.optimizer == "adamw_8bit",
             **options,
         )
-    return torch.optim.AdamW(trained, fused=True, **options)
+    return torch.optim.AdamW([{"params": group} for group in group_by_mesh(trained)], fused=True, **options)
 
 
 def _hidden_matrices(model: PackedModel) -> set[Tensor]:

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig
 
 from verl.errors import EngineError
+from verl.training.collectives import all_to_all, sum_shares
 from verl.training.process_group import check_divides
 from verl.training.settings import FsdpSettings
 
@@ -54,11 +55,8 @@ class SequenceGroup:
         return torch.cat([rows[part], rows.new_zeros(missing, *rows.shape[1:])])
 
     def collect(self, values: Tensor) -> Tensor:
-        """Return the sum of all ranks' values, each of which is 0 at the tokens of other ranks.
-
-        All ranks compute the same loss from it. So the gradient of a rank's values is that of the sum.
-        """
-        return _Sum.apply(values, self._group)
+        """Return the values [N] of all tokens, from those of each rank, which are 0 at the tokens of others."""
+        return sum_shares(values, self._group)
 
     def gather(self, rows: Tensor, count: int) -> Tensor:
         """Return the rows of all `count` tokens from those that each rank took, without gradients."""
@@ -82,36 +80,9 @@ class SequenceGroup:
     def _to_heads(self, states: Tensor) -> Tensor:
         """Exchange all heads of a rank's tokens [n, H, D] for a part of the heads of all tokens [S * n, H / S, D]."""
         parts = states.unflatten(1, (self.size, -1)).transpose(0, 1)
-        return _Exchange.apply(parts, self._group).flatten(0, 1)
+        return all_to_all(parts, self._group).flatten(0, 1)
 
     def _to_tokens(self, states: Tensor) -> Tensor:
         """Exchange them back: [S * n, H / S, D] -> [n, H, D]."""
         parts = states.unflatten(0, (self.size, -1))
-        return _Exchange.apply(parts, self._group).transpose(0, 1).flatten(1, 2)
-
-
-class _Exchange(torch.autograd.Function):
-    """Send part i of [S, ...] to rank i, and return the parts received from each. Gradients take the same way back."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        received = torch.empty(parts.shape, dtype=parts.dtype, device=parts.device)
-        dist.all_to_all_single(received, parts.contiguous(), group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _Exchange.apply(grads[0], ctx.group), None
-
-
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, group: dist.ProcessGroup) -> Tensor:
-        total = values.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+        return all_to_all(parts, self._group).transpose(0, 1).flatten(1, 2)

@@ -87,6 +87,7 @@ class FsdpSettings:
     compute_dtype: str = "float32"  # of the layers; gradients are reduced over ranks in float32
     gradient_checkpointing: bool = False
     fsdp_size: int = -1  # ranks that share one copy of the weights, replicated over the others; -1: all
+    expert_parallel_size: int = 1  # ranks over which the experts of a mixture are distributed
     sequence_parallel_size: int = 1  # ranks that split every sequence between them, and get the same batches
     reshard_after_forward: bool = True  # free gathered layers before the backward pass
     param_offload: bool = False  # keep weights in host memory while the engine is idle

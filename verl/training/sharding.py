@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl.errors import EngineError
+from verl.training.expert_parallel import distribute_experts
 from verl.training.model import PackedModel
 from verl.training.process_group import check_divides
 from verl.training.settings import FsdpSettings
@@ -30,6 +34,8 @@ def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> 
         if settings.offload_policy
         else OffloadPolicy(),
     }
+    if settings.expert_parallel_size > 1:
+        _shard_experts(model, settings, world_size, mp_policy=precision, **options)
     for layer in model.layers():
         fully_shard(layer, mp_policy=precision, **options)
     for module in model.fp32_modules():
@@ -37,6 +43,23 @@ def shard_model(model: PackedModel, settings: FsdpSettings, world_size: int) -> 
     options["reshard_after_forward"] = None  # torch has a default for the root
     fully_shard(model, mp_policy=precision, **options)
     return torch.device("cpu") if settings.offload_policy else device
+
+
+def _shard_experts(model: PackedModel, settings: FsdpSettings, world_size: int, **options: Any) -> None:
+    """Distribute the experts of each layer over adjacent ranks, and shard each part over the others.
+
+    A rank has the gradients of the tokens of its whole group, so the sum over the other ranks is that of all tokens.
+    It is divided by the number of all ranks, as other gradients are.
+    """
+    outer, size = options["mesh"], settings.expert_parallel_size
+    check_divides("fsdp_config.expert_parallel_size", size, outer.shape[-1])
+    shape, names = (*outer.shape[:-1], outer.shape[-1] // size, size), (*outer.mesh_dim_names, "experts")
+    mesh = init_device_mesh(outer.device_type, shape, mesh_dim_names=names)
+    for experts in distribute_experts(model, mesh["experts"], settings.model_path):
+        fully_shard(experts, **options | {"mesh": mesh[names[:-1]]})
+        experts.set_gradient_divide_factor(float(world_size))
+        # gloo cannot divide in a reduction. On a mesh of size 1 there is none, and torch 2.13 would divide twice.
+        experts.set_force_sum_reduction_for_comms(outer.device_type == "cpu" and shape[-2] > 1)
 
 
 def build_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> DeviceMesh:
@@ -49,6 +72,14 @@ def build_mesh(device_type: str, world_size: int, fsdp_size: int = -1) -> Device
     if size == world_size:
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     return init_device_mesh(device_type, (world_size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def group_by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Return the tensors by mesh: operations on several sharded tensors at once need them on the same one."""
+    groups: dict[Any, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def parse_dtype(name: str) -> torch.dtype:

@@ -76,7 +76,7 @@ def test_a_tiny_model_is_measured_as_one_of_two_ranks() -> None:
 
 
 def test_what_cannot_be_measured_is_refused() -> None:
-    for settings in ({"offload_policy": True}, {"lora": LoraSettings(4)}):
+    for settings in ({"offload_policy": True}, {"lora": LoraSettings(4)}, {"expert_parallel_size": 2}):
         with pytest.raises(EngineError, match="use the estimate"):
             peaks(**settings)
     with pytest.raises(EngineError, match="model_type nothing"):

@@ -113,8 +113,8 @@ def test_supervised_runs_have_their_own_answers() -> None:
     (loaded,) = load_sft([*settings, "optim.lr_warmup_steps=10"], complete=False)
     assert loaded.config.data.packing
     assert loaded.config.optim.init_lr_ratio == 0.1
-    (problem,) = problems_of("engine.ep_size=8", sft=True)
-    assert "requires expert parallelism" in problem
+    (problem,) = problems_of("engine.pp_size=2", sft=True)
+    assert "requires pipeline parallelism" in problem
 
 
 def test_yaml_of_another_setup_is_read_too() -> None:

@@ -130,6 +130,7 @@ EFFECTS: dict[str, Effect] = {
     "critic.checkpoint.save_contents": CRITIC,
     "critic.fsdp_config.model_dtype": CRITIC,
     "critic.fsdp_config.dtype": CRITIC,
+    "critic.fsdp_config.expert_parallel_size": CRITIC,
     "critic.fsdp_config.fsdp_size": CRITIC,
     "critic.fsdp_config.reshard_after_forward": CRITIC,
     "critic.fsdp_config.param_offload": CRITIC,

@@ -46,6 +46,15 @@ def problem(*overrides: str) -> str:
         ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
         ([f"{A}.fsdp_config.fsdp_size=3"], f"set {A}.fsdp_config.fsdp_size=2"),
         ([GAE, "critic.fsdp_config.fsdp_size=0"], "set critic.fsdp_config.fsdp_size=1"),
+        ([f"{A}.fsdp_config.expert_parallel_size=3"], f"set {A}.fsdp_config.expert_parallel_size=2"),
+        (
+            [f"{A}.fsdp_config.expert_parallel_size=8", f"{A}.fsdp_config.fsdp_size=4"],
+            f"set {A}.fsdp_config.expert_parallel_size=4",
+        ),
+        (
+            [f"{A}.fsdp_config.expert_parallel_size=2", f"{A}.optim.name=adamw_8bit"],
+            f"set {A}.fsdp_config.expert_parallel_size=1",
+        ),
         ([f"{A}.ulysses_sequence_parallel_size=3"], f"set {A}.ulysses_sequence_parallel_size=2"),
         (
             [f"{A}.ulysses_sequence_parallel_size=2", *TEACHER, "distillation.teacher.use_own_chat_template=true"],

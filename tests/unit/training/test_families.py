@@ -120,6 +120,12 @@ def test_a_dense_model_has_no_routing_to_control(tmp_path):
     assert mixture_problem("my-org/on-the-hub") is None
 
 
+def test_experts_are_distributed_evenly_or_not_at_all(tmp_path):
+    tiny_family("Qwen3-MoE").save_pretrained(tmp_path)  # 4 experts
+    assert mixture_problem(str(tmp_path), 4) is None
+    assert mixture_problem(str(tmp_path), 3) == f"{tmp_path} has 4 experts, which 3 ranks cannot share evenly"
+
+
 def test_ranks_that_cannot_share_the_heads_of_a_model_are_refused_by_the_nearest_size(tmp_path):
     tiny_family("Qwen3").save_pretrained(tmp_path)  # 2 attention heads
     assert heads_problem(str(tmp_path), 2) is None

@@ -30,7 +30,7 @@ TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engin
 CLAMPS = needs("clamping of the distillation loss")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
 BUFFER_DTYPE = ignored("buffers keep the type of the model")
-MOE_PARALLELISM = needs("expert parallelism", *ONE)
+EXPERT_ENGINES = needs("expert parallelism of engines", *ONE)
 CHECKPOINT_ENGINE = ignored("weights are sent by weight_transport; the results are the same")
 CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded completely")
 
@@ -82,6 +82,7 @@ _SHARDING = {
         f"the reference is stored as the actor is ({_A}.fsdp_config.model_dtype)"
     ),
     f"{_REF}.fsdp_config.fsdp_size": ignored(f"the reference is sharded as the actor is ({_A}.fsdp_config.fsdp_size)"),
+    f"{_REF}.fsdp_config.expert_parallel_size": ignored("the reference follows the actor"),
     f"{_REF}.fsdp_config.optimizer_offload": ignored("the reference has no optimizer"),
     f"{_REF}.fsdp_config.reshard_after_forward": ignored("the reference follows the actor"),
     f"{_REF}.fsdp_config.offload_policy": ignored(f"use {_REF}.fsdp_config.param_offload to save memory"),
@@ -113,7 +114,7 @@ _ROLLOUT = {
     f"{_R}.quantization": needs("quantized rollouts", *OFF),
     f"{_R}.skip_tokenizer_init": always_on("engines receive and return token ids"),
     f"{_R}.data_parallel_size": needs("data parallelism inside an engine", *ONE, instead=f"{_R}.num_engines"),
-    f"{_R}.expert_parallel_size": MOE_PARALLELISM,
+    f"{_R}.expert_parallel_size": EXPERT_ENGINES,
     f"{_R}.enable_rollout_routing_replay": needs(
         "a second switch for routing replay", "false", instead=f"{_A}.router_replay.mode=R3"
     ),

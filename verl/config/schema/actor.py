@@ -153,6 +153,11 @@ class FsdpConfig(Section):
         unit="ranks",
         ge=-1,
     )
+    expert_parallel_size: Count = setting(
+        1,
+        "Ranks over which the experts of a mixture are distributed; tokens travel to them, instead of weights.",
+        unit="ranks",
+    )
     reshard_after_forward: bool = setting(
         True, "Free a layer's gathered weights between forward and backward: less memory, more communication."
     )
