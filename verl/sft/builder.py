@@ -24,7 +24,7 @@ from verl.trainer.restarts import RestartTracker
 from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
-from verl.workers.train import RankSettings
+from verl.workers.ranks import RankSettings
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ from verl.errors import CheckpointError
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
-    from verl.workers.train import RankGroup
+    from verl.workers.ranks import RankGroup
 
 T = TypeVar("T")
 

@@ -1,0 +1,281 @@
+"""What all train workers have in common: one process per rank, in one process group; saving, loading, profiling."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, wraps
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protocol, TypeVar
+
+from verl.cluster.actors import ActorGroup, get_node_address
+from verl.cluster.device_pool import PlacementPool
+from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
+from verl.errors import CheckpointError, DivergenceError, EngineError
+from verl.training.settings import FsdpSettings, ProfileSettings
+
+if TYPE_CHECKING:  # torch is imported where it is used: see BaseTrainWorker
+    from verl.checkpoint.background import BackgroundWriter
+    from verl.checkpoint.files import FileChecksum
+    from verl.training.profiler import StepProfiler
+
+G = TypeVar("G", bound="RankGroup")
+P = ParamSpec("P")
+R = TypeVar("R")
+W = TypeVar("W", bound="BaseTrainWorker")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """The settings of one rank: the model that it trains, and how it is saved."""
+
+    actor: FsdpSettings
+    seed: int = 0
+    tokenizer_path: str | None = None  # None: the model's
+    save_hf: bool = False
+    save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
+    load_contents: Mapping[str, Sequence[str]] | None = None
+    deadlines: Deadlines = DEFAULT_DEADLINES
+    memory_advice: str = ""  # the settings that reduce memory use, for the message of an out-of-memory error
+
+
+class Checkpointable(Protocol):
+    """What a rank trains. `states` and `load_states` are collective."""
+
+    def engines(self) -> Mapping[str, Any]:
+        """Return the `TrainEngine`s by their folder in a checkpoint."""
+        ...
+
+    def states(self, contents: Mapping[str, Collection[str]] | None = None) -> dict[str, dict[str, Any]]:
+        """Return the state to be saved, by checkpoint folder."""
+        ...
+
+    def load_states(self, states: dict[str, dict[str, Any]]) -> None: ...
+
+
+class BaseTrainWorker:
+    """The actor of one rank. Imports torch in `start` only, to leave the cores to the slow start of the engines.
+
+    Subclasses have a `start(address, settings)` that calls `join` and sets `_trained`.
+    """
+
+    _settings: RankSettings
+    _trained: Checkpointable
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank, self._world_size = rank, world_size
+        self._listener: socket.socket | None = None
+        self._profiler: StepProfiler | None = None
+
+    def address(self) -> tuple[str, int] | None:
+        """Return where rank 0 listens from now on; None for other ranks.
+
+        A port that is only chosen could be taken by the time all ranks have imported torch.
+        """
+        if self._rank != 0:
+            return None
+        self._listener = socket.create_server((get_node_address(), 0), backlog=self._world_size)
+        host, port = self._listener.getsockname()
+        return host, port
+
+    def visible_devices(self) -> str:
+        """Return the accelerators that Ray has assigned to this process, for the engines that share them."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES", "")
+
+    def join(self, address: tuple[str, int], settings: RankSettings) -> None:
+        """Join the process group of all ranks."""
+        from verl.training.process_group import init_process_group
+
+        host, port = address
+        self._settings = settings
+        # The controller times out first: it can name the missing rank, those in the collective cannot.
+        timeout_s = settings.deadlines.longest_s + MARGIN_S
+        device = settings.actor.device
+        init_process_group(self._rank, self._world_size, host, port, device, timeout_s, self._listener)
+
+    def leave(self) -> None:
+        """Leave the process group, and stop recording, in a process that continues without it."""
+        from verl.training.process_group import close_process_group
+
+        self.stop_profile()
+        close_process_group()
+
+    def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved."""
+        states = self._trained.states(self._settings.save_contents)
+        engines = self._trained.engines()
+        for folder in states:
+            if problem := engines[folder].find_divergence():
+                raise DivergenceError(
+                    f"train worker: {folder}: training has diverged: {problem}. Nothing was saved in {directory}; "
+                    "earlier checkpoints are intact. Rerun with a lower learning rate (optim.lr) to resume from the "
+                    "last one."
+                )
+        finishing = [self._write_model_files, *[self._write_merged] * self._settings.save_hf]
+        self._writer.start(states, Path(directory), trainer, finishing)
+
+    def poll_save(self, wait: bool) -> float | None:
+        """Return how many seconds writing took, or None while it is in progress; raise its errors."""
+        return self._writer.seconds if self._writer.poll(wait=wait) else None
+
+    @cached_property
+    def _writer(self) -> BackgroundWriter:
+        from verl.checkpoint.background import BackgroundWriter
+
+        return BackgroundWriter()
+
+    def _write_model_files(self, directory: Path) -> dict[str, FileChecksum]:
+        """Write what `from_pretrained` needs besides the weights."""
+        from verl.checkpoint.files import make_directory, write
+        from verl.training.model_files import read_model_files
+
+        if not hasattr(self, "_model_files"):
+            model, tokenizer = self._settings.actor, self._settings.tokenizer_path
+            self._model_files = read_model_files(model.model_path, tokenizer, trust_remote_code=model.trust_remote_code)
+        folder = Path("actor", "huggingface")
+        make_directory(directory / folder)
+        return {str(folder / name): write(directory / folder / name, data) for name, data in self._model_files.items()}
+
+    def _write_merged(self, directory: Path) -> dict[str, FileChecksum]:
+        """Write the weights for `from_pretrained` from the new shards, and compare them with the shards."""
+        from transformers import AutoConfig
+
+        from verl.checkpoint.export import compare_weights, export_weights
+        from verl.training.model_files import base_weights_reader, read_saved_weights
+
+        folder, trust = Path("actor", "huggingface"), self._settings.actor.trust_remote_code
+        config = AutoConfig.from_pretrained(directory / folder, trust_remote_code=trust)
+
+        def weights() -> Iterator[tuple[str, Any]]:
+            base = base_weights_reader(trust_remote_code=trust)
+            return read_saved_weights(directory / "actor", config, base=base, trust_remote_code=trust)
+
+        written = export_weights(weights(), directory / folder)
+        if gaps := compare_weights(weights(), directory / folder):
+            problems = "; ".join(gaps[:3])
+            raise CheckpointError(f"{directory / folder}: the merged weights differ from the shards: {problems}")
+        return {str(folder / name): each for name, each in written.items()}
+
+    def verify(self, directory: str) -> list[str]:
+        """Return what is wrong with this rank's part of a checkpoint's files."""
+        from verl.checkpoint.manifest import find_corruption
+
+        return find_corruption(Path(directory), rank=self._rank, ranks=self._world_size)
+
+    def load(self, directory: str) -> None:
+        from verl.checkpoint.save import load
+        from verl.checkpoint.shared_index import read_index_once
+        from verl.training.lora import check_base
+
+        states = self._trained.states(self._settings.load_contents)
+        indices = {folder: read_index_once(Path(directory, folder)) for folder in states}
+        for folder, state in states.items():
+            if "base" in state and (saved := indices[folder].values_below("base.")):
+                check_base(state["base"], saved)
+        loaded = {folder: load(state, Path(directory, folder), indices[folder]) for folder, state in states.items()}
+        self._trained.load_states(loaded)
+
+    def peak_memory(self) -> dict[str, float]:
+        """Return the peak of allocated device memory since the last call, as a metric; nothing on CPU."""
+        import torch
+
+        if self._settings.actor.device == "cpu":
+            return {}
+        peak = torch.accelerator.max_memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        return {"perf/max_memory_allocated_gib": peak / 2**30}
+
+    def start_profile(self, settings: ProfileSettings, step: int) -> None:
+        """Start to record a step, if this rank is to be profiled."""
+        from verl.training.profiler import StepProfiler
+
+        if self._rank in settings.ranks:
+            device = self._settings.actor.device
+            self._profiler = StepProfiler(settings, step=step, rank=self._rank, device=device)
+
+    def stop_profile(self) -> None:
+        """Stop recording, and write what was recorded."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
+
+
+def explain_out_of_memory(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
+    """Re-raise an out-of-memory error of a worker's method as an `EngineError` that names settings to change."""
+
+    @wraps(method)
+    def explained(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        import torch
+
+        try:
+            return method(self, *args, **kwargs)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).partition("\n")[0]
+            raise EngineError(
+                f"train worker {self._rank}: {method.__name__}: out of device memory: {reason}\n"
+                f"{self._settings.memory_advice}"
+            ) from error
+
+    return explained
+
+
+class RankGroup(ActorGroup):
+    """The client of all ranks of a model."""
+
+    worker: ClassVar[type[BaseTrainWorker]]
+
+    def __init__(self, actors: Sequence[Any], deadlines: Deadlines = DEFAULT_DEADLINES) -> None:
+        super().__init__("train worker", actors)
+        self._deadlines = deadlines
+
+    @classmethod
+    def spawn(
+        cls: type[G],
+        pool: PlacementPool,
+        ranks: int,
+        *,
+        deadlines: Deadlines = DEFAULT_DEADLINES,
+        nsys: Mapping[int, Mapping[str, str]] | None = None,
+    ) -> G:
+        """Spawn the actors, each with a device of its own, without waiting for their processes.
+
+        `nsys` has the options of the ranks that run under Nsight Systems.
+        """
+        under = nsys or {}
+        actors = [
+            pool.spawn(cls.worker, rank, ranks, device=rank, share=1, nsys=under.get(rank)) for rank in range(ranks)
+        ]
+        return cls(actors, deadlines)
+
+    async def visible_devices(self) -> list[str]:
+        """Return the accelerators of each rank, as CUDA_VISIBLE_DEVICES names them."""
+        return await self.call("visible_devices", deadline=self._deadlines.start)
+
+    async def start(self, settings: RankSettings) -> list[str]:
+        """Start all ranks; return their notes for the user, without duplicates."""
+        address = (await self.call("address", deadline=self._deadlines.start))[0]
+        notes = await self.call("start", address, settings, deadline=self._deadlines.start)
+        return list(dict.fromkeys(note for rank in notes for note in rank))
+
+    async def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
+        await self.call("save", directory, trainer, deadline=self._deadlines.checkpoint)
+
+    async def poll_save(self, *, wait: bool) -> float | None:
+        parts = await self.call("poll_save", wait, deadline=self._deadlines.checkpoint)
+        return None if None in parts else max(parts)
+
+    async def verify(self, directory: str) -> list[str]:
+        """Return what is wrong with a checkpoint's files, each of which is read by one rank."""
+        parts = await self.call("verify", directory, deadline=self._deadlines.checkpoint)
+        return list(dict.fromkeys(problem for part in parts for problem in part))
+
+    async def load(self, directory: str) -> None:
+        await self.call("load", directory, deadline=self._deadlines.checkpoint)
+
+    async def start_profile(self, settings: ProfileSettings, step: int) -> None:
+        await self.call("start_profile", settings, step, deadline=self._deadlines.train)
+
+    async def stop_profile(self) -> None:
+        await self.call("stop_profile", deadline=self._deadlines.checkpoint)  # it writes files, as a save does
