@@ -28,6 +28,11 @@ class Device:
         """Bytes."""
         return int(self.memory_gib * GIB)
 
+    @property
+    def vllm_sequences(self) -> int:
+        """The sequences that vLLM 0.32 generates at once by default, as its `EngineArgs.get_batch_defaults` decides."""
+        return 1024 if self.memory_gib >= 70 and self.name != "A100" else 256
+
 
 DEVICES = {
     device.name: device

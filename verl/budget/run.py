@@ -28,7 +28,7 @@ class EngineMemory:
     share: float
     width: int = 1
     sleeps: bool = False
-    sequences: int = 256  # generated at once, at most
+    sequences: int | None = None  # generated at once, at most; None: vLLM chooses
     tokens: int = 1024  # of a sequence, at most
 
     @property

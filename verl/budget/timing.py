@@ -99,7 +99,7 @@ def _generation(engine: EngineMemory, cluster: Cluster, load: Workload) -> float
     engines = max(1, cluster.ranks // engine.width)
     own = load.sequences / engines
     fitting = engine.cache(device.memory) // max(1, engine.tokens * engine.token_bytes)
-    at_once = max(1.0, min(own, engine.sequences, fitting))
+    at_once = max(1.0, min(own, engine.sequences or device.vllm_sequences, fitting))
     prefill = 2 * shape.active_parameters * own * load.prompt / (COMPUTE_EFFICIENCY * device.flops * engine.width)
     context = load.prompt + load.response / 2
     is_sparse = shape.experts and at_once * shape.experts_per_token < shape.experts

@@ -9,6 +9,9 @@ from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import ActorConfig
 from verl.config.schema.critic import CriticConfig
 
+CPU_SEQUENCES = 256
+"""What an engine on the CPU generates at once by default. On accelerators vLLM chooses: as many or more."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -143,8 +146,8 @@ def derive_sizes(config: Config) -> list[Size]:
         Size("engines", engines, _explain_engines(config)),
         Size(
             "responses generated at once",
-            min(responses, engines * rollout.max_num_seqs),
-            "engines x rollout.max_num_seqs",
+            min(responses, engines * (rollout.max_num_seqs or CPU_SEQUENCES)),
+            _explain_sequences(config),
         ),
         Size("train ranks", ranks, _explain_ranks(config)),
         *_derive_model_sizes(config, get_actor_batch_sizes(config), "actor", model=""),
@@ -253,6 +256,13 @@ def _explain_engines(config: Config) -> str:
         return "rollout.num_engines"
     size = rollout.tensor_model_parallel_size
     return f"{count_train_ranks(config)} devices / rollout.tensor_model_parallel_size={size}"
+
+
+def _explain_sequences(config: Config) -> str:
+    if config.actor_rollout_ref.rollout.max_num_seqs is not None:
+        return "engines x rollout.max_num_seqs"
+    more = "" if config.trainer.device == "cpu" else ", or more on accelerators"
+    return f"engines x {CPU_SEQUENCES}{more} (rollout.max_num_seqs=null)"
 
 
 def _ceil(total: int, part: int) -> int:

@@ -7,6 +7,7 @@ by its default, the conflict is not reported.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from math import inf
 
 from verl.config import algorithm_validation, device_validation
 from verl.config.batch_sizes import (
@@ -51,7 +52,7 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"{ROLLOUT}.max_model_len: {rollout.max_model_len} must be at least data.max_prompt_length + "
             f"data.max_response_length = {longest}; set {ROLLOUT}.max_model_len={longest}"
         )
-    if rollout.max_num_batched_tokens is not None and rollout.max_num_batched_tokens < rollout.max_num_seqs:
+    if (rollout.max_num_batched_tokens or inf) < (rollout.max_num_seqs or 1):
         yield (
             f"{ROLLOUT}.max_num_batched_tokens: {rollout.max_num_batched_tokens} must be at least max_num_seqs "
             f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}"

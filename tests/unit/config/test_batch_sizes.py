@@ -54,6 +54,18 @@ def test_the_sizes_of_the_grpo_example() -> None:
     }
 
 
+def test_sequences_at_once_are_explained_where_vllm_chooses_them() -> None:
+    def row(*overrides: str) -> tuple[int, str]:
+        [loaded] = load([f"{R}.n=8", "trainer.n_gpus_per_node=2", *overrides], complete=False)
+        [size] = [size for size in derive_sizes(loaded.config) if size.name == "responses generated at once"]
+        return size.value, size.how
+
+    assert row("trainer.device=cpu") == (512, "engines x 256 (rollout.max_num_seqs=null)")
+    assert row() == (512, "engines x 256, or more on accelerators (rollout.max_num_seqs=null)")
+    assert row(f"{R}.max_num_seqs=64") == (128, "engines x rollout.max_num_seqs")
+    load([f"{R}.n=8", f"{R}.max_num_batched_tokens=100"], complete=False)  # fewer sequences, without being asked
+
+
 def test_a_token_budget_replaces_the_samples_of_a_micro_batch() -> None:
     [loaded] = load([f"{R}.n=8", f"{A}.use_dynamic_bsz=true"], complete=False)
     found = sizes(loaded.config)

@@ -44,7 +44,6 @@ MANY = "actor_rollout_ref.rollout.n=8"
         ("actor_rollout_ref.rollout.n", 1),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size", 1),
         ("actor_rollout_ref.rollout.gpu_memory_utilization", 0.5),
-        ("actor_rollout_ref.rollout.enforce_eager", True),
         ("actor_rollout_ref.rollout.val_kwargs.temperature", 0.0),
         ("algorithm.kl_ctrl.kl_coef", 0.001),
         ("algorithm.norm_adv_by_std_in_grpo", True),

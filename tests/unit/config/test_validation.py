@@ -41,7 +41,7 @@ def problem(*overrides: str) -> str:
     ("overrides", "says"),
     [
         ([f"{R}.max_model_len=1000"], f"set {R}.max_model_len=1024"),
-        ([f"{R}.max_num_batched_tokens=100"], f"set {R}.max_num_seqs=100"),
+        ([f"{R}.max_num_batched_tokens=100", f"{R}.max_num_seqs=101"], f"set {R}.max_num_seqs=100"),
         ([f"{R}.num_engines=9", "trainer.device=cuda"], f"set {R}.num_engines=8"),
         ([f"{R}.temperature=0"], f"set {R}.temperature=1.0"),
         ([f"{A}.fsdp_config.fsdp_size=3"], f"set {A}.fsdp_config.fsdp_size=2"),

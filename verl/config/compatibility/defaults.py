@@ -19,8 +19,8 @@ class OtherDefault(NamedTuple):
 TRAIN_DEFAULTS = {
     "algorithm.adv_estimator": OtherDefault("gae", "PPO with a critic; here GRPO"),
     "trainer.total_epochs": OtherDefault("30", "passes over the data"),
-    "actor_rollout_ref.rollout.enforce_eager": OtherDefault("false", "CUDA graphs; here a faster start"),
-    "actor_rollout_ref.rollout.max_num_seqs": OtherDefault("1024", "sequences that an engine generates at once"),
+    "actor_rollout_ref.rollout.enforce_eager": OtherDefault("false", "CUDA graphs; here too, on accelerators", False),
+    "actor_rollout_ref.rollout.max_num_seqs": OtherDefault("1024", "sequences generated at once; here vLLM decides"),
     "actor_rollout_ref.rollout.max_num_batched_tokens": OtherDefault("8192", "here vLLM decides"),
     "actor_rollout_ref.rollout.tensor_model_parallel_size": OtherDefault("2", "here one device per engine", False),
     "actor_rollout_ref.rollout.dtype": OtherDefault("bfloat16", "here as the trainer: the same on GPUs", False),

@@ -72,11 +72,17 @@ class RolloutConfig(Section):
     cpu_cache_gib: Count = setting(
         1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_IS_VLLM, _HAS_NO_GPU)
     )
-    max_num_seqs: Count = setting(
-        256, "Maximum sequences that an engine generates at once.", unit="sequences", only_if=_IS_VLLM
+    max_num_seqs: Count | None = setting(
+        None,
+        "Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by vLLM.",
+        unit="sequences",
+        only_if=_IS_VLLM,
     )
     max_num_batched_tokens: Count | None = setting(
-        None, "Maximum tokens per engine pass; null: the engine decides.", unit="tokens", only_if=_IS_VLLM
+        None,
+        "Maximum tokens per engine pass; null: chosen by vLLM, on accelerators for throughput.",
+        unit="tokens",
+        only_if=_IS_VLLM,
     )
     max_model_len: int | None = setting(
         None,
@@ -85,7 +91,9 @@ class RolloutConfig(Section):
         ge=2,
         only_if=_IS_VLLM,
     )
-    enforce_eager: bool = setting(True, "Disable CUDA graphs: faster startup, slower generation.", only_if=_IS_VLLM)
+    enforce_eager: bool | None = setting(
+        None, "Disable CUDA graphs: faster startup, slower generation; null: only on CPU.", only_if=_IS_VLLM
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
         "auto", "Type of the computation; auto: same as the actor.", planned=("fp8",)
     )

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.adapter import adapter_config, write_adapter
+from verl.config.batch_sizes import CPU_SEQUENCES
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
 from verl.private_files import get_user_folder
 from verl.types import Completion, SamplingParams
@@ -48,11 +49,11 @@ class VllmSettings:
     dtype: str = "bfloat16"
     load_format: str = "dummy"
     max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int | None = None
+    max_num_seqs: int | None = None  # None: see `max_sequences`
+    max_num_batched_tokens: int | None = None  # None: vLLM chooses
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.5
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None  # None: see `is_eager`
     trust_remote_code: bool = False
     weight_backend: str = "host"
     adapter: AdapterSettings | None = None  # it loads the model itself, and receives adapters instead of weights
@@ -65,10 +66,22 @@ class VllmSettings:
     cpu_cores: str = ""
     kwargs: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def is_eager(self) -> bool:
+        """Whether nothing is compiled or captured in CUDA graphs; by default only on the CPU."""
+        return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
+
+    @property
+    def max_sequences(self) -> int | None:
+        """Maximum sequences at once; None: vLLM chooses, which it does by device on accelerators."""
+        if self.max_num_seqs is not None or self.device != "cpu":
+            return self.max_num_seqs
+        return min(CPU_SEQUENCES, self.max_num_batched_tokens or CPU_SEQUENCES)
+
 
 ENGINE_ARGUMENTS = (
-    *("dtype", "load_format", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("tensor_parallel_size", "enforce_eager", "trust_remote_code", "seed"),
+    *("dtype", "load_format", "max_model_len", "max_num_batched_tokens"),
+    *("tensor_parallel_size", "trust_remote_code", "seed"),
 )
 
 
@@ -293,12 +306,17 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
     """Start vLLM with the engine arguments that rollout engines and reward models share, `arguments` and `kwargs`."""
     os.environ.update(environment(settings))
     from vllm import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from verl.rollout.vllm.transfer import EXTENSION
 
+    # vLLM chooses its batch sizes by this: LLM_CLASS is for throughput, by device; the other is small and fixed.
+    context = UsageContext.ENGINE_CONTEXT if settings.device == "cpu" else UsageContext.LLM_CLASS
     common: dict[str, Any] = {
         "model": settings.model_path,
+        "enforce_eager": settings.is_eager,
+        "max_num_seqs": settings.max_sequences,
         "worker_extension_cls": EXTENSION,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
@@ -309,7 +327,7 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
     if settings.tensor_parallel_size > 1:
         common["distributed_executor_backend"] = "mp"  # inside a placement group vLLM would choose Ray
     try:
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs), usage_context=context)
         if settings.tensor_parallel_size > 1:
             await llm.collective_rpc("unlink_shared_memory")
         return llm
@@ -351,7 +369,7 @@ def environment(settings: VllmSettings) -> dict[str, str]:
         wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.tensor_parallel_size == 1 else "1"
         if settings.cpu_cores:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
-        if settings.enforce_eager:
+        if settings.is_eager:
             wanted["TORCH_COMPILE_DISABLE"] = "1"  # saves a compile of up to 50 s at the first request
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
     return unset | {"TMPDIR": private}  # its engine process writes a file there that everyone could read

@@ -1,0 +1,73 @@
+"""The arguments that vLLM's engine gets: on accelerators its own defaults for throughput, on the CPU small ones."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm import AsyncEngineArgs
+from vllm.engine import arg_utils
+from vllm.usage.usage_lib import UsageContext
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from verl.budget.devices import DEVICES
+from verl.rollout.vllm import engine
+from verl.rollout.vllm.engine import VllmEngine, VllmSettings, environment
+
+pytestmark = pytest.mark.unit
+
+
+def start(monkeypatch: pytest.MonkeyPatch, **settings: Any) -> tuple[AsyncEngineArgs, UsageContext]:
+    """Return what an engine passes to vLLM when it starts."""
+    passed: dict[str, Any] = {}
+
+    def from_engine_args(arguments: AsyncEngineArgs, usage_context: UsageContext) -> SimpleNamespace:
+        passed.update(arguments=arguments, context=usage_context)
+        return SimpleNamespace(shutdown=lambda: None)
+
+    monkeypatch.setattr(AsyncLLM, "from_engine_args", from_engine_args)
+    monkeypatch.setattr(engine, "environment", lambda settings: {})
+    asyncio.run(VllmEngine(VllmSettings("model", **settings)).start())
+    return passed["arguments"], passed["context"]
+
+
+def test_on_accelerators_cuda_graphs_are_on_and_vllm_chooses_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, context = start(monkeypatch, device="cuda")
+    assert (arguments.enforce_eager, arguments.max_num_seqs, arguments.max_num_batched_tokens) == (False, None, None)
+    assert context is UsageContext.LLM_CLASS
+
+
+def test_on_the_cpu_engines_are_eager_and_generate_256_sequences_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, context = start(monkeypatch)
+    assert (arguments.enforce_eager, arguments.max_num_seqs, arguments.max_num_batched_tokens) == (True, 256, None)
+    assert context is UsageContext.ENGINE_CONTEXT
+    assert environment(VllmSettings("model"))["TORCH_COMPILE_DISABLE"] == "1"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_given_values_hold_on_every_device(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    for is_eager in (False, True):
+        sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "enforce_eager": is_eager}
+        arguments, _ = start(monkeypatch, device=device, **sizes)
+        assert {name: getattr(arguments, name) for name in sizes} == sizes
+
+
+def test_by_default_there_are_not_more_sequences_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert start(monkeypatch, max_num_batched_tokens=100)[0].max_num_seqs == 100
+    assert start(monkeypatch, max_num_batched_tokens=100, device="cuda")[0].max_num_seqs is None  # vLLM does it
+
+
+@pytest.mark.parametrize("device", DEVICES.values(), ids=lambda device: device.name)
+def test_the_estimate_knows_how_many_sequences_vllm_chooses(monkeypatch: pytest.MonkeyPatch, device: Any) -> None:
+    platform = SimpleNamespace(
+        get_device_total_memory=lambda: device.memory,
+        get_device_name=lambda: f"NVIDIA {device.name}-SXM",
+        is_tpu=lambda: False,
+        is_cpu=lambda: False,
+    )
+    monkeypatch.setattr(arg_utils, "current_platform", platform)
+    tokens, sequences = AsyncEngineArgs.get_batch_defaults(1)
+    assert sequences[UsageContext.LLM_CLASS] == device.vllm_sequences
+    assert tokens[UsageContext.LLM_CLASS] >= 8192
