@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from math import inf
 
 from verl.config import algorithm_validation, device_validation
+from verl.config.accelerator_validation import find_accelerator_conflicts
 from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
@@ -72,6 +73,7 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"a response with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}"
         )
     yield from check_engine_arguments(config)
+    yield from find_accelerator_conflicts(config)
 
 
 def find_conflicts(config: Config) -> Iterator[str]:

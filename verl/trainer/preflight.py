@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.config.accelerator_validation import check_capability
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.root import Config
@@ -23,7 +24,6 @@ from verl.trainer.run_data import data_splits, load_sampler
 from verl.training.families import family_problems, heads_problem, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
-_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 
 
 async def check_rl_run(config: Config, reward: Callable[..., Any] | None = None) -> None:
@@ -80,10 +80,28 @@ def memory_notes(config: Config, device: str) -> list[str]:
 def read_device_memory() -> int | None:
     """Return the bytes of this machine's smallest NVIDIA accelerator, without using it; None if there is none."""
     try:
-        done = subprocess.run(_NVIDIA_SMI, capture_output=True, text=True, timeout=30, check=True)
-        return min(int(line) for line in done.stdout.split()) << 20
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return min(int(line) for line in _query_gpus("memory.total")) << 20
+    except ValueError:
         return None
+
+
+def check_determinism(config: Config, device: str) -> None:
+    """Raise if a run is to be deterministic and the GPUs of this machine are too old; workers check theirs again."""
+    if not config.trainer.deterministic or device == "cpu":
+        return
+    for line in _query_gpus("compute_cap"):
+        major, _, minor = line.partition(".")
+        if major.isdigit() and minor.isdigit():
+            check_capability((int(major), int(minor)))
+
+
+def _query_gpus(field: str) -> list[str]:
+    """Return a property of each NVIDIA accelerator of this machine, without using it."""
+    command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
+    except (OSError, subprocess.SubprocessError):
+        return []
 
 
 def raise_problems(problems: Sequence[VerlError]) -> None:

@@ -30,7 +30,7 @@ from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.placement import place_engines, place_reward_models
-from verl.trainer.preflight import check_rl_run, memory_notes
+from verl.trainer.preflight import check_determinism, check_rl_run, memory_notes
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.run_data import RunData, read_data
@@ -99,6 +99,7 @@ class RLBuilder(RunBuilder[Config]):
         with timer(self.times, "start_reward_check"):
             await check_rl_run(self.config, reward)
         await self.start_runtime()
+        check_determinism(self.config, self.device)
         self.note(memory_notes(self.config, self.device))
         policy = self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()

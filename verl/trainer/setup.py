@@ -16,6 +16,7 @@ from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
+from verl.config.accelerator_validation import find_accelerator_conflicts
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_train_ranks
 from verl.config.parallelism import count_rank_multiple
 from verl.config.paths import set_path
@@ -135,7 +136,7 @@ class RunBuilder(Generic[C]):
         device, is_local = self.config.trainer.device, self.config.trainer.local
         if is_local:
             self.pool, self.device = LocalPool(), detect_local_device() if device == "auto" else device
-            self._require_profilers()
+            self._check_device()
             return
         limits = deadlines(self.config)
         self._closing.callback(disconnect)
@@ -148,7 +149,7 @@ class RunBuilder(Generic[C]):
         stalls = self.config.trainer.checkpoint_dir / "stalls"
         self._closing.enter_context(watch_for_hangs(stalls, self.console.note, self.console.advice, limits.reply))
         self.device = detect_device() if device == "auto" else device
-        self._require_profilers()
+        self._check_device()
         if self.restarts.has_restarted:
             self.config = await _fit_to_devices(self.config, self.device, self.console)
         ranks, width = count_train_ranks(self.config), count_group_devices(self.config)
@@ -162,9 +163,13 @@ class RunBuilder(Generic[C]):
         self._closing.callback(pool.close)
         return pool
 
-    def _require_profilers(self) -> None:
-        """Refuse tools that the device, which is known now, does not have."""
-        if problems := [*find_profile_conflicts(with_changes(self.config, {"trainer": {"device": self.device}}))]:
+    def _check_device(self) -> None:
+        """Refuse settings that the device, which is known now, does not support."""
+        config: Config | SftConfig = with_changes(self.config, {"trainer": {"device": self.device}})
+        problems = [*find_profile_conflicts(config)]
+        if isinstance(config, Config):
+            problems += find_accelerator_conflicts(config)
+        if problems:
             raise ConfigError(problems)
 
     def spawn_train_workers(self, group: type[G]) -> G:

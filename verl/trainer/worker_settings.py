@@ -76,6 +76,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     return TrainSettings(
         seed=config.trainer.seed,
         deadlines=deadlines(config),
+        deterministic=config.trainer.deterministic and device != "cpu",
         memory_advice=rl_memory_advice(config),
         actor=replace(
             with_optimizer(trained, "actor_rollout_ref.actor.optim", actor.optim, policy_steps),
@@ -289,6 +290,7 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         trust_remote_code=config.actor_rollout_ref.model.trust_remote_code,
         memory_fraction=model.rollout.gpu_memory_utilization,
         tensor_parallel_size=model.rollout.tensor_model_parallel_size,
+        batch_invariant=config.trainer.deterministic and device != "cpu",
         cpu_cores=_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
     )
 
@@ -322,6 +324,7 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
         "trust_remote_code": model.trust_remote_code,
         "weight_backend": transport_name(config),
         "seed": config.trainer.seed + index,
+        "batch_invariant": config.trainer.deterministic and device != "cpu",
         "device": device,
         "cpu_cache_gib": rollout.cpu_cache_gib,
         "cpu_cores": _cores(index, rollout.tensor_model_parallel_size) if device == "cpu" else "",

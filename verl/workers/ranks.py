@@ -38,6 +38,7 @@ class RankSettings:
     save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
     load_contents: Mapping[str, Sequence[str]] | None = None
     deadlines: Deadlines = DEFAULT_DEADLINES
+    deterministic: bool = False  # use deterministic kernels only; for accelerators
     memory_advice: str = ""  # the settings that reduce memory use, for the message of an out-of-memory error
 
 
@@ -93,6 +94,10 @@ class BaseTrainWorker:
         # The controller times out first: it can name the missing rank, those in the collective cannot.
         timeout_s = settings.deadlines.longest_s + MARGIN_S
         device = settings.actor.device
+        if settings.deterministic:
+            from verl.training.determinism import enable_determinism
+
+            enable_determinism()
         init_process_group(self._rank, self._world_size, host, port, device, timeout_s, self._listener)
 
     def leave(self) -> None:
@@ -101,6 +106,10 @@ class BaseTrainWorker:
 
         self.stop_profile()
         close_process_group()
+        if hasattr(self, "_settings") and self._settings.deterministic:
+            from verl.training.determinism import disable_determinism
+
+            disable_determinism()
 
     def save(self, directory: str, trainer: Mapping[str, Any]) -> None:
         """Copy the state and write it in the background; see `poll_save`. Diverged models are not saved."""

@@ -36,6 +36,7 @@ class RewardModelSettings:
     trust_remote_code: bool = False
     memory_fraction: float = 0.5  # of the device, for vllm
     tensor_parallel_size: int = 1
+    batch_invariant: bool = False  # for vllm: scores do not depend on the other conversations of a batch
     cpu_cores: str = ""  # for vllm on the CPU
 
 
@@ -101,6 +102,7 @@ def _make_model(settings: RewardModelSettings) -> RewardModel:
             trust_remote_code=settings.trust_remote_code,
             device=device,
             tensor_parallel_size=settings.tensor_parallel_size,
+            batch_invariant=settings.batch_invariant,
             cpu_cores=settings.cpu_cores,
         )
         return VllmRewardModel(engine)

@@ -29,3 +29,9 @@ def test_temporary_files_and_sockets_are_private_also_in_a_temporary_folder_of_t
         folder = Path(variables[name])
         assert folder.parent == tmp_path
         assert is_private(os.lstat(folder))
+
+
+def test_batch_invariance_is_set_whatever_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
+    assert environment(VllmSettings("model", device="cuda", batch_invariant=True))["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in environment(VllmSettings("model", device="cuda"))

@@ -173,7 +173,7 @@ class TrainerConfig(RunConfig):
         0, "Maximum weight versions that a response may lag; 0: synchronous.", unit="versions", ge=0, planned=True
     )
     deterministic: bool = setting(
-        False, "Bitwise reproducible: seeded responses, and engines get all requests of a step at once."
+        False, "Bitwise reproducible: seeded responses, fixed batches; on GPUs deterministic kernels of torch and vLLM."
     )
 
 

@@ -61,6 +61,7 @@ class VllmSettings:
     fp32_lm_head: bool = False  # compute logits in float32
     sleeps: bool = False  # the device is shared with a trainer: see `sleep`
     seed: int = 0
+    batch_invariant: bool = False  # results do not depend on the other requests of a batch; not on the CPU
     device: str = "cpu"
     cpu_cache_gib: int = 1
     cpu_cores: str = ""
@@ -359,7 +360,7 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
 
 
 def environment(settings: VllmSettings) -> dict[str, str]:
-    """Return variables that vLLM reads at import, except those that the user has set, and its temporary folder."""
+    """Return variables that vLLM reads at import: wanted ones unless the user has set them, and necessary ones."""
     private = str(get_user_folder())
     wanted = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
     wanted["VLLM_RPC_BASE_PATH"] = private  # its sockets accept pickles from whoever can open them
@@ -372,7 +373,8 @@ def environment(settings: VllmSettings) -> dict[str, str]:
         if settings.is_eager:
             wanted["TORCH_COMPILE_DISABLE"] = "1"  # saves a compile of up to 50 s at the first request
     unset = {name: value for name, value in wanted.items() if name not in os.environ}
-    return unset | {"TMPDIR": private}  # its engine process writes a file there that everyone could read
+    forced = {"VLLM_BATCH_INVARIANT": "1"} if settings.batch_invariant else {}
+    return unset | forced | {"TMPDIR": private}  # its engine process writes a file there that everyone could read
 
 
 def stderr_tail(lines: int = 30) -> str:

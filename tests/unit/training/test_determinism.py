@@ -1,0 +1,75 @@
+"""Train workers on accelerators use torch's deterministic mode, from before their first operation to their end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from verl.config.load import load_dict
+from verl.errors import ConfigError
+from verl.trainer import preflight
+from verl.trainer.preflight import check_determinism
+from verl.trainer.worker_settings import engine_settings, reward_model_settings, train_settings
+from verl.training import process_group
+from verl.training.settings import FsdpSettings
+from verl.workers.train import BaseTrainWorker, RankSettings
+
+pytestmark = pytest.mark.unit
+
+REQUIRED = ("actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet", "trainer.deterministic=true")
+
+
+@pytest.fixture
+def _no_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(process_group, "init_process_group", lambda *arguments: None)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("_no_group")
+@pytest.mark.parametrize("is_wanted", [False, True])
+def test_a_worker_is_deterministic_until_it_leaves(is_wanted: bool) -> None:
+    worker = BaseTrainWorker(0, 1)
+    worker.leave()  # before it has joined
+    worker.join(("127.0.0.1", 0), RankSettings(actor=FsdpSettings("model"), deterministic=is_wanted))
+    assert torch.are_deterministic_algorithms_enabled() is is_wanted
+    assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if is_wanted else None)
+    worker.leave()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.usefixtures("_no_group")
+def test_a_workspace_of_the_user_is_kept_and_an_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    settings = RankSettings(actor=FsdpSettings("model"), deterministic=True)
+    BaseTrainWorker(0, 1).join(("127.0.0.1", 0), settings)
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 0))
+    with pytest.raises(ConfigError, match=r"has 7\.0"):
+        BaseTrainWorker(0, 1).join(("127.0.0.1", 0), settings)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_only_workers_on_accelerators_get_it(device: str) -> None:
+    config = load_dict({}, [*REQUIRED, "reward.reward_model.enable=true", "reward.reward_model.model_path=rm"]).config
+    is_gpu = device == "cuda"
+    assert train_settings(config, 10, device).deterministic is is_gpu
+    assert engine_settings(config, device, 0)["batch_invariant"] is is_gpu
+    assert reward_model_settings(config, device, 0).batch_invariant is is_gpu
+
+
+def test_the_gpus_of_this_machine_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_dict({}, [*REQUIRED]).config
+    monkeypatch.setattr(preflight, "_query_gpus", lambda field: {"compute_cap": ["8.0", "7.5"]}[field])
+    check_determinism(config, "cpu")
+    with pytest.raises(ConfigError, match=r"has 7\.5"):
+        check_determinism(config, "cuda")
+    for readable in (["9.0"], [], ["[N/A]"]):  # nvidia-smi may be missing, or too old to know
+        monkeypatch.setattr(preflight, "_query_gpus", lambda field, lines=readable: lines)
+        check_determinism(config, "cuda")
