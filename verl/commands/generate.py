@@ -51,7 +51,10 @@ example:
 VERSION_FROM_DISK = -1
 """The weight version of an engine that has loaded the model itself."""
 
-_RESPONSES_DEPEND_ON = {"name", "n", "temperature", "top_p", "top_k", "dtype", "engine_kwargs", "max_model_len"}
+_RESPONSES_DEPEND_ON = {
+    *("name", "n", "temperature", "top_p", "top_k", "max_model_len"),
+    *("dtype", "quantization", "engine_kwargs"),
+}
 
 
 def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from verl.config.features import get_quantization
 from verl.config.schema import Config
 from verl.config.schema.rules import ROLLOUT
 from verl.errors import ConfigError
@@ -20,6 +21,8 @@ def find_accelerator_conflicts(config: Config) -> Iterator[str]:
     """Yield settings that the device of the run cannot fulfill."""
     if config.trainer.deterministic and config.trainer.device == "cuda":
         yield from _check_determinism(config)
+    if get_quantization(config) is not None:
+        yield from _check_quantization(config)
 
 
 def check_capability(capability: tuple[int, int]) -> None:
@@ -54,6 +57,26 @@ def _check_determinism(config: Config) -> Iterator[str]:
                 f"{key}.{argument}: {backend} is not batch-invariant in vLLM, which trainer.deterministic=true needs; "
                 f"set {key}.{argument}=FLASH_ATTN, {off}"
             )
+
+
+def _check_quantization(config: Config) -> Iterator[str]:
+    """Check that vLLM can quantize the weights of the engines."""
+    rollout = config.actor_rollout_ref.rollout
+    is_given = rollout.quantization is not None
+    setting, value, off = ("quantization", rollout.quantization, "null") if is_given else ("dtype", "fp8", "auto")
+    key = f"{ROLLOUT}.{setting}"
+    if rollout.name == "hf":
+        yield f"{key}: {value} requires {ROLLOUT}.name=vllm, but {ROLLOUT}.name=hf; set {key}={off}"
+    elif config.trainer.device == "cpu":
+        yield (
+            f"{key}: {value} requires accelerators: vLLM has no FP8 kernels for the CPU (trainer.device); set "
+            f"{key}={off}"
+        )
+    if rollout.dtype == "float32" and is_given:
+        yield (
+            f"{ROLLOUT}.dtype: float32 is not supported by quantized engines, which compute in 16 bits; set "
+            f"{ROLLOUT}.dtype=bfloat16, or {ROLLOUT}.quantization=null"
+        )
 
 
 def _list_attention_backends(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -61,6 +61,13 @@ def frees_engine_memory(config: Config, device: str) -> bool:
     return device != "cpu" and config.trainer.max_staleness == 0 if wanted is None else wanted
 
 
+def get_quantization(config: Config) -> str | None:
+    """Return vLLM's name for how rollout engines quantize their weights; None if they do not."""
+    rollout = config.actor_rollout_ref.rollout
+    wanted = rollout.quantization or ("fp8" if rollout.dtype == "fp8" else None)
+    return "fp8_per_block" if wanted == "fp8" else wanted
+
+
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The values of vLLM's max_lora_rank."""
 

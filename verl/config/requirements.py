@@ -30,6 +30,7 @@ _ENGINE_SETTINGS = {
     "trust_remote_code": f"{_MODEL_KEY}.trust_remote_code",
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
     **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "gpu_memory_utilization", "enforce_eager")},
+    "quantization": f"{ROLLOUT}.quantization",
     **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
     "seed": "trainer.seed",

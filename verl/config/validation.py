@@ -23,6 +23,7 @@ from verl.config.batch_sizes import (
 )
 from verl.config.features import (
     get_checkpoint_settings,
+    get_quantization,
     list_adapters,
     list_optimizers,
     may_score_code,
@@ -257,6 +258,13 @@ def find_hints(config: Config) -> Iterator[str]:
                 "distribution and the trainer's those of the full one, so training/rollout_probs_diff_mean is large "
                 f"by construction; to compare them, set {ROLLOUT}.{name}={full}"
             )
+    correction = config.algorithm.rollout_correction
+    if get_quantization(config) and not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
+        key = "quantization" if rollout.quantization else "dtype"
+        yield (
+            f"{ROLLOUT}.{key}: quantized engines and the trainer compute different probabilities, which biases the "
+            "update; set algorithm.rollout_correction.preset=tis"
+        )
     yield from _check_master_weights(f"{ACTOR}.fsdp_config", actor.fsdp_config, actor.optim.lr)
     if uses_critic(config):
         yield from _check_master_weights("critic.fsdp_config", config.critic.fsdp_config, config.critic.optim.lr)

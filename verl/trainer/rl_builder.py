@@ -38,10 +38,9 @@ from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.trainer.worker_settings import (
     build_planner,
-    compute_dtype,
+    coarsest_dtype,
     deadlines,
     episode_settings,
-    rollout_dtype,
     train_settings,
     transport_name,
 )
@@ -222,11 +221,10 @@ class RLBuilder(RunBuilder[Config]):
         )
 
     def _build_probe(self, data: RunData) -> Probe:
-        dtypes = rollout_dtype(self.config, self.device), compute_dtype(self.config, self.device)
-        coarser = max(dtypes, key=TOLERANCES.__getitem__)
+        by_dtype = TOLERANCES[coarsest_dtype(self.config, self.device)]
         return Probe.random(
             data.vocabulary,
-            tolerance=self.config.actor_rollout_ref.rollout.probe_tolerance or TOLERANCES[coarser],
+            tolerance=self.config.actor_rollout_ref.rollout.probe_tolerance or by_dtype,
             length=min(PROBE_LENGTH, get_max_sequence_tokens(self.config) - 1),
         )
 

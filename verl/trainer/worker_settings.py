@@ -19,6 +19,7 @@ from verl.config.batch_sizes import (
 from verl.config.features import (
     VLLM_LORA_RANKS,
     frees_engine_memory,
+    get_quantization,
     prime_shares_reference,
     saves_hf,
     scores_responses,
@@ -41,6 +42,7 @@ from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.memory_advice import rl_memory_advice
 from verl.trainer.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.weights.sync import TOLERANCES
 from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
@@ -310,6 +312,7 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
     return {
         "model_path": model.path,
         "dtype": dtype,
+        "quantization": get_quantization(config),
         "load_format": "auto" if adapter and rollout.load_format == "dummy" else rollout.load_format,
         "adapter": adapter,
         "fp32_lm_head": model.fp32_lm_head,
@@ -345,9 +348,17 @@ def compute_dtype(config: Config, device: str) -> str:
 
 
 def rollout_dtype(config: Config, device: str) -> str:
-    """Return the data type in which the engines compute and weights are sent."""
+    """Return the data type in which the engines compute and weights are sent, also to engines that quantize them."""
     wanted = config.actor_rollout_ref.rollout.dtype
+    if wanted == "fp8" or (wanted == "auto" and get_quantization(config) is not None):
+        return "bfloat16"
     return compute_dtype(config, device) if wanted == "auto" else wanted
+
+
+def coarsest_dtype(config: Config, device: str) -> str:
+    """Return the coarser type of trainer and engines, by which their log-probs may differ."""
+    engine = rollout_dtype(config, device) if get_quantization(config) is None else "fp8"
+    return max(engine, compute_dtype(config, device), key=TOLERANCES.__getitem__)
 
 
 def transport_name(config: Config) -> str:

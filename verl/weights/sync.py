@@ -15,8 +15,12 @@ from verl.errors import DivergenceError, ProcessLostError, TrainerLostError, Wei
 
 T = TypeVar("T")
 
-TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05}
-"""Largest mean |difference| of log-probs that rounding explains, by the coarser dtype of both sides."""
+TOLERANCES = {"float32": 1e-3, "bfloat16": 0.2, "float16": 0.05, "fp8": 0.8}
+"""Largest mean |difference| of log-probs that rounding explains, by the coarser dtype of both sides.
+
+About twice what was measured for a real model of 135 million parameters: 0.1 in bfloat16; 0.45 with weights and
+activations rounded to FP8. A single projection with random weights makes 0.9 and more.
+"""
 
 
 class Source(Protocol):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from contextlib import AsyncExitStack
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,9 @@ import pytest
 from verl.config.accelerator_validation import INVARIANT_BACKENDS, check_capability
 from verl.config.load import load, load_for_generation
 from verl.errors import ConfigError
+from verl.tracking.console import Console
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.setup import RunBuilder
 
 pytestmark = pytest.mark.unit
 
@@ -62,6 +66,49 @@ def test_attention_that_is_batch_invariant_may_be_chosen(backend: str) -> None:
 def test_generation_alone_is_checked_too() -> None:
     with pytest.raises(ConfigError, match="has no batch-invariant mode on GPUs"):
         load_for_generation([CUDA, DETERMINISTIC, f"{R}.name=hf"])
+
+
+@pytest.mark.parametrize(("setting", "off"), [("dtype=fp8", "dtype=auto"), ("quantization=fp8", "quantization=null")])
+def test_quantized_engines_need_vllm_and_accelerators(setting: str, off: str) -> None:
+    assert find_problems(CUDA, f"{R}.{setting}") == find_problems(f"{R}.{setting}") == []
+    for other, reason in (("trainer.device=cpu", "no FP8 kernels for the CPU"), (f"{R}.name=hf", f"{R}.name=vllm")):
+        [problem] = find_problems(f"{R}.{setting}", other)
+        assert problem.startswith(f"{R}.{setting.replace('=', ': ')} requires ")
+        assert reason in problem
+        assert problem.endswith(f"set {R}.{off}")
+    with pytest.raises(ConfigError, match="no FP8 kernels"):
+        load_for_generation(["trainer.device=cpu", f"{R}.{setting}"])
+
+
+def test_quantized_engines_compute_in_16_bits() -> None:
+    [problem] = find_problems(CUDA, f"{R}.quantization=fp8", f"{R}.dtype=float32")
+    assert f"set {R}.dtype=bfloat16" in problem
+    assert find_problems(CUDA, f"{R}.quantization=fp8", f"{R}.dtype=float16") == []
+
+
+def test_quantized_engines_should_have_rollout_correction() -> None:
+    def hints(*settings: str) -> list[str]:
+        [loaded] = load([f"{R}.n=8", CUDA, *settings], complete=False)
+        return [hint for hint in loaded.hints if "rollout_correction" in hint]
+
+    for setting, key in (("dtype=fp8", "dtype"), ("quantization=fp8_per_tensor", "quantization")):
+        [hint] = hints(f"{R}.{setting}")
+        assert hint.startswith(f"{R}.{key}: quantized engines")
+        assert hint.endswith("set algorithm.rollout_correction.preset=tis")
+        for preset in ("tis", "mis", "bypass"):
+            assert hints(f"{R}.{setting}", f"algorithm.rollout_correction.preset={preset}") == []
+    assert hints() == []
+
+
+def test_with_a_device_found_later_the_run_asks_again(tmp_path: Path) -> None:
+    settings = ["actor_rollout_ref.model.path=policy", "data.train_files=prompts.parquet", f"{R}.dtype=fp8"]
+    [loaded] = load([*settings, f"trainer.default_local_dir={tmp_path}"])
+    builder = RunBuilder(loaded.config, Console(), RestartTracker(Console()), AsyncExitStack())
+    builder.device = "cuda"
+    builder._check_device()
+    builder.device = "cpu"
+    with pytest.raises(ConfigError, match="no FP8 kernels"):
+        builder._check_device()
 
 
 def test_old_gpus_are_refused() -> None:

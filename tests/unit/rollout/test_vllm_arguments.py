@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from vllm import AsyncEngineArgs
+from vllm.config.quantization import ONLINE_QUANT_SHORTHAND_NAMES, resolve_quantization_config
 from vllm.engine import arg_utils
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from verl.budget.devices import DEVICES
+from verl.config.load import load_dict
+from verl.config.schema import Config, collect_settings
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, environment
+from verl.trainer.setup import with_changes
+from verl.trainer.worker_settings import engine_settings
 
 pytestmark = pytest.mark.unit
 
@@ -52,6 +57,21 @@ def test_given_values_hold_on_every_device(monkeypatch: pytest.MonkeyPatch, devi
         sizes = {"max_num_seqs": 64, "max_num_batched_tokens": 4096, "enforce_eager": is_eager}
         arguments, _ = start(monkeypatch, device=device, **sizes)
         assert {name: getattr(arguments, name) for name in sizes} == sizes
+
+
+def test_weights_are_quantized_by_a_method_of_vllm_for_weights_that_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    quantization = get_args(collect_settings(Config)["actor_rollout_ref.rollout.quantization"].annotation)[0]
+    config = load_dict({}, ["actor_rollout_ref.model.path=m", "data.train_files=p.parquet"]).config
+    for name in get_args(quantization):
+        rollout = {"actor_rollout_ref": {"rollout": {"quantization": name}}}
+        settings = engine_settings(with_changes(config, rollout), "cuda", 0)
+        assert settings["dtype"] == "bfloat16"
+        arguments, _ = start(monkeypatch, device="cuda", quantization=settings["quantization"])
+        assert arguments.quantization in ONLINE_QUANT_SHORTHAND_NAMES
+        linear = resolve_quantization_config(arguments.quantization, None)
+        assert linear is not None
+        assert linear.linear is not None
+    assert start(monkeypatch, device="cuda")[0].quantization is None
 
 
 def test_by_default_there_are_not_more_sequences_than_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,12 +20,14 @@ from verl.trainer.rl_builder import RLBuilder
 from verl.trainer.setup import device_hints, with_absolute_paths
 from verl.trainer.worker_settings import (
     build_planner,
+    coarsest_dtype,
     engine_settings,
     episode_settings,
     train_settings,
 )
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
+from verl.weights.sync import TOLERANCES
 from verl.workers.episodes import DatasetSettings
 
 pytestmark = pytest.mark.unit
@@ -178,6 +180,29 @@ def test_engines_load_the_model_themselves_where_the_adapter_alone_travels() -> 
         assert engine_settings(config, "cuda", 0)["load_format"] == "dummy"
         assert engine_settings(config, "cuda", 0)["adapter"] is None
     assert not train_settings(config_of(*LORA, "actor_rollout_ref.rollout.name=hf"), 10, "cpu").sync_adapter_only
+
+
+@pytest.mark.parametrize("quantized", ["dtype=fp8", "quantization=fp8"])
+def test_quantized_engines_are_sent_bfloat16_and_have_a_tolerance_of_their_own(quantized: str) -> None:
+    config = config_of(f"actor_rollout_ref.rollout.{quantized}", "actor_rollout_ref.actor.fsdp_config.dtype=float32")
+    engine = engine_settings(config, "cuda", 0)
+    assert (engine["dtype"], engine["quantization"]) == ("bfloat16", "fp8_per_block")
+    assert train_settings(config, 10, "cuda").sync_dtype == "bfloat16"
+    assert coarsest_dtype(config, "cuda") == "fp8"
+    assert TOLERANCES["fp8"] > TOLERANCES["bfloat16"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "coarsest"),
+    [
+        ((), "cpu", "float32"),
+        ((), "cuda", "bfloat16"),
+        (("actor_rollout_ref.rollout.dtype=float16",), "cpu", "float16"),
+    ],
+)
+def test_the_coarser_type_of_trainer_and_engine_counts(settings: tuple[str, ...], device: str, coarsest: str) -> None:
+    assert coarsest_dtype(config_of(*settings), device) == coarsest
+    assert engine_settings(config_of(*settings), device, 0)["quantization"] is None
 
 
 def test_the_kl_in_the_loss_has_its_weight_only_where_it_is_used() -> None:

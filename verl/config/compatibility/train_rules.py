@@ -111,7 +111,6 @@ _ROLLOUT = {
     f"{_R}.mode": always_on("engines answer requests one by one, as they finish"),
     f"{_R}.do_sample": needs("greedy responses in training", "true", instead=f"{_R}.temperature"),
     f"{_R}.ignore_eos": needs("responses that go on after their end", *OFF),
-    f"{_R}.quantization": needs("quantized rollouts", *OFF),
     f"{_R}.skip_tokenizer_init": always_on("engines receive and return token ids"),
     f"{_R}.data_parallel_size": needs("data parallelism inside an engine", *ONE, instead=f"{_R}.num_engines"),
     f"{_R}.expert_parallel_size": EXPERT_ENGINES,

@@ -95,7 +95,10 @@ class RolloutConfig(Section):
         None, "Disable CUDA graphs: faster startup, slower generation; null: only on CPU.", only_if=_IS_VLLM
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
-        "auto", "Type of the computation; auto: same as the actor.", planned=("fp8",)
+        "auto", "Type of the computation; auto: same as the actor; fp8: bfloat16 with quantization=fp8."
+    )
+    quantization: Literal["fp8", "fp8_per_block", "fp8_per_channel", "fp8_per_tensor"] | None = setting(
+        None, "How vLLM quantizes the weights that it is sent, on accelerators; fp8: per block; null: not at all."
     )
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
         "dummy",

@@ -47,6 +47,7 @@ class VllmSettings:
 
     model_path: str
     dtype: str = "bfloat16"
+    quantization: str | None = None  # of the weights that it loads
     load_format: str = "dummy"
     max_model_len: int | None = None
     max_num_seqs: int | None = None  # None: see `max_sequences`
@@ -81,7 +82,7 @@ class VllmSettings:
 
 
 ENGINE_ARGUMENTS = (
-    *("dtype", "load_format", "max_model_len", "max_num_batched_tokens"),
+    *("dtype", "quantization", "load_format", "max_model_len", "max_num_batched_tokens"),
     *("tensor_parallel_size", "trust_remote_code", "seed"),
 )
 
