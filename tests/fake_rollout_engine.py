@@ -41,7 +41,9 @@ class FakeRolloutEngine:
             tokens = tokens[: stops[0] + 1]
         await asyncio.sleep(self.seconds_per_token * len(tokens))
         logprob = 0.0 if sampling.temperature == 0 else -float(np.log(self.vocabulary))
-        return Completion(tokens, [logprob] * len(tokens), [self._version] * len(tokens), "stop" if stops else "length")
+        logprobs = np.full(len(tokens), logprob, np.float32)
+        versions = np.full(len(tokens), self._version, np.int32)
+        return Completion(tokens, logprobs, versions, "stop" if stops else "length")
 
     async def generate_all(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
         return list(await asyncio.gather(*(self.generate(*request) for request in requests)))

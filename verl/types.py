@@ -57,11 +57,19 @@ class Completion:
     """
 
     token_ids: list[int]
-    logprobs: list[float]
-    versions: list[int]
+    logprobs: npt.NDArray[np.float32]
+    versions: npt.NDArray[np.int32]
     finish_reason: str
     routed_experts: npt.NDArray[np.integer] | None = None
     engine: int = -1
+
+    def __eq__(self, other: object) -> bool:
+        import numpy as np
+
+        if not isinstance(other, Completion):
+            return NotImplemented
+        names = ("token_ids", "logprobs", "versions", "finish_reason", "routed_experts", "engine")
+        return all(np.array_equal(getattr(self, name), getattr(other, name)) for name in names)
 
 
 FailureKind = Literal["error", "timeout", "died", "invalid"]

@@ -27,8 +27,8 @@ class Transcript:
 
     tokens: list[int]
     mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
+    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)  # of each part
+    versions: list[npt.NDArray[np.int32]] = field(default_factory=list)  # of each part
     finish_reason: str = "stop"
     routed_experts: npt.NDArray[np.integer] | None = None  # of the first tokens, if the engine returns them
     engines: set[int] = field(default_factory=set)  # that generated parts of it
@@ -45,8 +45,8 @@ class Transcript:
         """Append generated tokens, on which the model is trained."""
         self.tokens += completion.token_ids
         self.mask += [True] * len(completion.token_ids)
-        self.logprobs += completion.logprobs
-        self.versions += completion.versions
+        self.logprobs.append(np.asarray(completion.logprobs, np.float32))
+        self.versions.append(np.asarray(completion.versions, np.int32))
         self.finish_reason = completion.finish_reason
         if (routed := completion.routed_experts) is not None:
             known = routed[:0] if self.routed_experts is None else self.routed_experts
@@ -63,8 +63,8 @@ class Transcript:
             group=group,
             tokens=np.array(self.tokens, np.int32),
             mask=np.array(self.mask, np.bool_),
-            logprobs=np.array(self.logprobs, np.float32),
-            versions=np.array(self.versions, np.int32),
+            logprobs=np.concatenate(self.logprobs),
+            versions=np.concatenate(self.versions),
             score=score,
             finish_reason=self.finish_reason,
             metrics=metrics,
@@ -74,8 +74,8 @@ class Transcript:
 
     def _pad(self, count: int) -> None:
         self.mask += [False] * count
-        self.logprobs += [0.0] * count
-        self.versions += [-1] * count
+        self.logprobs.append(np.zeros(count, np.float32))
+        self.versions.append(np.full(count, -1, np.int32))
 
 
 Episode = Callable[[Prompt, Generate, SamplingParams], Awaitable[Transcript]]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -109,9 +110,13 @@ class HfEngine:
             tokens.append(token)
             logprobs.append(logprob)
             if token in sampling.stop_token_ids:
-                return Completion(tokens, logprobs, [self._version] * len(tokens), "stop")
+                return self._completion(tokens, logprobs, "stop")
             step = torch.tensor([[token]], device=self._device)
-        return Completion(tokens, logprobs, [self._version] * len(tokens), "length")
+        return self._completion(tokens, logprobs, "length")
+
+    def _completion(self, tokens: list[int], logprobs: list[float], finish_reason: str) -> Completion:
+        versions = np.full(len(tokens), self._version, np.int32)
+        return Completion(tokens, np.array(logprobs, np.float32), versions, finish_reason)
 
 
 def _draw(logits: Tensor, sampling: SamplingParams, random: torch.Generator) -> tuple[int, float]:

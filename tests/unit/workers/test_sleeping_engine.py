@@ -70,4 +70,4 @@ async def test_requests_wait_for_the_weights_of_an_engine_that_sleeps(monkeypatc
     await asyncio.sleep(0)
     assert not request.done()
     await load_weights(actor, [], 1)
-    assert (await request).versions == [1, 1]
+    assert (await request).versions.tolist() == [1, 1]

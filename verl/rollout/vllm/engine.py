@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from verl.checkpoint.adapter import adapter_config, write_adapter
 from verl.config.batch_sizes import CPU_SEQUENCES
 from verl.errors import EngineError, ProcessLostError, WeightSyncError
@@ -20,8 +22,10 @@ from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, share, unpack
 
 if TYPE_CHECKING:
+    import numpy.typing as npt
     from torch import Tensor
     from vllm import SamplingParams as VllmSampling
+    from vllm.logprobs import FlatLogprobs
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.output_processor import RequestOutputCollector
@@ -128,10 +132,12 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind
 
         kind = RequestOutputKind.FINAL_ONLY
-        params = VllmSampling(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False, output_kind=kind)
+        params = VllmSampling(
+            max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False, output_kind=kind
+        )
         with map_engine_errors():
             entries = (await self._result(await self._add(token_ids, params))).prompt_logprobs
-        return [entry[token].logprob for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+        return read_logprobs(entries, token_ids[1:]).tolist()
 
     async def start_weight_update(self) -> None:
         await self._call(self._start_weight_update())
@@ -286,6 +292,7 @@ def _sampling(sampling: SamplingParams) -> VllmSampling:
         seed=sampling.seed,
         stop_token_ids=list(sampling.stop_token_ids),
         logprobs=0,
+        flat_logprobs=True,  # lists of numbers instead of an object for every token
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
@@ -297,11 +304,21 @@ def _completion(final: Any) -> Completion:
         raise EngineError(f"vLLM ended a request with {output.finish_reason!r} instead of 'stop' or 'length'")
     tokens = list(output.token_ids)
     spans = output.weight_versions or []
-    versions = [_parse_version(span.version) for span in spans for _ in range(span.start, span.end)]
+    numbers = np.array([_parse_version(span.version) for span in spans], np.int32)
+    versions = np.repeat(numbers, [span.end - span.start for span in spans] or 0)
     if len(versions) != len(tokens):
         raise EngineError(f"vLLM reported weight versions for {len(versions)} of {len(tokens)} tokens")
-    logprobs = [entry[token].logprob for token, entry in zip(tokens, output.logprobs, strict=True)]
+    logprobs = read_logprobs(output.logprobs, tokens)
     return Completion(tokens, logprobs, versions, output.finish_reason, output.routed_experts)
+
+
+def read_logprobs(flat: FlatLogprobs, tokens: Sequence[int]) -> npt.NDArray[np.float32]:
+    """Return the log-probs of `tokens`. vLLM was asked for no others; the first token of a prompt has none."""
+    if flat.token_ids != list(tokens):
+        raise EngineError(
+            f"vLLM returned log-probs of {len(flat.token_ids)} tokens instead of the {len(tokens)} requested ones"
+        )
+    return np.array(flat.logprobs, np.float32)
 
 
 async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> AsyncLLM:
