@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("kills", "families", "sleep"),
+    ("kills", "families", "sleep", "step"),
     ("lora", "api", "save_cost", "offload", "placement"),
     ("optimizers", "algorithms", "routing", "budget"),
     ("distillation", "reward_overlap", "poison", "reshard", "load"),
