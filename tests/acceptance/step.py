@@ -176,8 +176,8 @@ async def measure(folder: Path, case: Case) -> dict[str, float]:
             await task.begin(0)
             for version in range(WARM_UP + case.steps):
                 metrics = await task.step(version)
-                times = compare(metrics, bare, planner.handles, version)
-                if version >= WARM_UP or case.steps == 1:
+                times = compare(metrics, bare, planner.handles)
+                if version >= WARM_UP:
                     rounds.append(times)
                     print({name: round(value, 3) for name, value in times.items()}, flush=True)
     finally:
@@ -186,7 +186,7 @@ async def measure(folder: Path, case: Case) -> dict[str, float]:
     return {name: round(median(each[name] for each in rounds), 3) for name in rounds[0]}
 
 
-def compare(metrics: Any, bare: dict[str, Part], handles: Sequence[SampleHandle], version: int) -> dict[str, float]:
+def compare(metrics: Any, bare: dict[str, Part], handles: Sequence[SampleHandle]) -> dict[str, float]:
     """Repeat a step with the bare parts."""
     prompts = {
         handle.group: random.Random(handle.group).choices(range(2, 250), k=handle.prompt_tokens) for handle in handles

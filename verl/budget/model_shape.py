@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
+from verl.training.families import EXPERT_COUNTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class ModelShape:
         if missing := [key for key in required if not text.get(key)]:
             raise ConfigError([f"{name}: has no {', '.join(missing)}; memory can be estimated for decoder-only models"])
         width, heads = int(text["hidden_size"]), int(text["num_attention_heads"])
-        experts = next((int(text[key]) for key in _EXPERT_COUNTS if text.get(key)), 0)
+        experts = next((int(text[key]) for key in EXPERT_COUNTS if text.get(key)), 0)
         mlp = text.get("moe_intermediate_size") if experts else None
         return cls(
             vocabulary=int(text["vocab_size"]),
@@ -96,9 +97,6 @@ class ModelShape:
     @property
     def _router(self) -> int:
         return self.experts * self.width
-
-
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def read_config(path: str) -> Mapping[str, Any] | None:

@@ -18,7 +18,7 @@ from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
 from verl.data.validate import describe_missing_column, find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
 from verl.sft.examples import Example, ExampleReader, find_missing_header
-from verl.trainer.preflight import find_expert_problems, find_model_problems, raise_problems
+from verl.trainer.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
 from verl.trainer.run_data import check_model, data_splits, find_stop_tokens, length_cache_dir, open_tokenizer
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
@@ -131,9 +131,9 @@ def check_sft_files(config: SftConfig) -> None:
     """Raise one error with everything that is wrong with the model and data files, as far as a quick look can see."""
     model, data = config.model, config.data
     paths = {"model.path": model.path, "model.tokenizer_path": model.tokenizer_path}
-    ulysses, trust = model.ulysses_sequence_parallel_size, model.trust_remote_code
     found = [
-        *find_model_problems(paths, trust_remote_code=trust, ulysses=ulysses),
+        *find_model_problems(paths, trust_remote_code=model.trust_remote_code),
+        *find_heads_problems("model", model.ulysses_sequence_parallel_size, paths),
         *find_expert_problems("model.fsdp_config", model.fsdp_config, model.path),
     ]
     problems: list[VerlError] = [ConfigError([problem]) for problem in found]

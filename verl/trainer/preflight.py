@@ -128,8 +128,8 @@ def _find_model_problems(config: Config) -> Iterator[str]:
     if reward.reward_model.enable:
         paths["reward.reward_model.model_path"] = reward.reward_model.model_path
     trained = config.actor_rollout_ref.actor
-    ulysses = trained.ulysses_sequence_parallel_size
-    yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code, ulysses=ulysses)
+    yield from find_model_problems(paths, trust_remote_code=actor.trust_remote_code)
+    yield from find_heads_problems(ACTOR, trained.ulysses_sequence_parallel_size, paths)
     routing: list[tuple[str, object, object]] = [
         ("router_replay.mode", trained.router_replay.mode, "disabled"),
         ("router_aux_loss_coef", trained.router_aux_loss_coef, 0),
@@ -147,10 +147,18 @@ def find_expert_problems(section: str, fsdp: FsdpConfig, path: str) -> Iterator[
     """Yield why the experts of a model cannot be distributed."""
     key, size = f"{section}.expert_parallel_size", fsdp.expert_parallel_size
     if size > 1 and (problem := mixture_problem(path, size)):
-        yield f"{key}: {size} ranks have nothing to share: {problem}; set {key}=1"
+        yield f"{key}: {size} is not possible with this model: {problem}; set {key}=1"
 
 
-def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool, ulysses: int = 1) -> Iterator[str]:
+def find_heads_problems(section: str, size: int, paths: Mapping[str, str | None]) -> Iterator[str]:
+    """Yield which of the models cannot share sequences, because of their attention heads."""
+    key = f"{section}.ulysses_sequence_parallel_size"
+    for name, path in paths.items():
+        if path is not None and not name.endswith(_NOT_TRAINED) and (problem := heads_problem(path, size)):
+            yield f"{key}: {size} is not possible with {name}: {problem}"
+
+
+def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: bool) -> Iterator[str]:
     """Yield what is wrong with models, by the setting that names each: missing, unsafe, or of an unsupported kind."""
     for key, path in paths.items():
         if path is None:
@@ -158,8 +166,6 @@ def find_model_problems(paths: Mapping[str, str | None], *, trust_remote_code: b
         yield from (f"{key}: {problem}" for problem in model_problems(path, trust_remote_code=trust_remote_code))
         if not key.endswith(_NOT_TRAINED):
             yield from (f"{key}: {problem}" for problem in family_problems(path))
-            if problem := heads_problem(path, ulysses):
-                yield f"{key}: {problem}"
         folder = Path(path).expanduser()
         if folder.is_dir() or not _is_local(path):
             continue

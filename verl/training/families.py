@@ -37,7 +37,7 @@ STATEFUL = {
     "xlstm",
     "zamba",
 }
-_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MODALITIES = ("vision_config", "audio_config")
 
 
@@ -62,22 +62,19 @@ def family_problems(path: str) -> Iterator[str]:
 
 
 def heads_problem(path: str, size: int) -> str | None:
-    """Return why `size` ranks cannot share the attention heads of the model in the folder `path`."""
+    """Return why `size` ranks cannot share the attention heads of the model in the folder `path`; None if they can."""
     config = _read_json(Path(path).expanduser() / "config.json")
     heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads")
     if not isinstance(heads, int) or heads % size == 0:
         return None
-    return (
-        f"{path} has {heads} attention heads, which {size} ranks cannot share; set ulysses_sequence_parallel_size="
-        f"{math.gcd(heads, size)}"
-    )
+    return f"{path} has {heads} attention heads, which {size} ranks cannot share; set it to {math.gcd(heads, size)}"
 
 
 def mixture_problem(path: str, ranks: int = 1) -> str | None:
     """Return why the model in the folder `path` has no experts, or not for this many ranks; None if it is no folder."""
     config = _read_json(Path(path).expanduser() / "config.json")
     text = {**config, **(config.get("text_config") or {})}
-    experts = next((text[name] for name in _EXPERT_COUNTS if text.get(name)), 0)
+    experts = next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
     if not config or (experts and experts % ranks == 0):
         return None
     if experts:
