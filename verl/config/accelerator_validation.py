@@ -23,6 +23,17 @@ def find_accelerator_conflicts(config: Config) -> Iterator[str]:
         yield from _check_determinism(config)
     if get_quantization(config) is not None:
         yield from _check_quantization(config)
+    if config.trainer.device == "cpu":
+        yield from find_layout_problems(config)
+
+
+def find_layout_problems(config: Config) -> Iterator[str]:
+    """Yield sizes of engines that vLLM does not have on CPUs."""
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
+        key, size = f"{ROLLOUT}.{name}", getattr(rollout, name)
+        if size > 1:
+            yield f"{key}: {size} needs accelerators: vLLM on CPUs has only tensor_model_parallel_size; set {key}=1"
 
 
 def check_capability(capability: tuple[int, int]) -> None:

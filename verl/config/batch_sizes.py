@@ -87,7 +87,7 @@ def count_group_devices(config: Config | SftConfig) -> int:
     if isinstance(config, SftConfig):
         return 1
     shared = config.actor_rollout_ref.hybrid_engine
-    widths = [config.actor_rollout_ref.rollout.tensor_model_parallel_size if shared else 1]
+    widths = [count_engine_devices(config) if shared else 1]
     if config.reward.reward_model.enable:
         widths.append(config.reward.reward_model.rollout.tensor_model_parallel_size)
     return max(widths)
@@ -98,7 +98,13 @@ def count_engines(config: Config) -> int:
     rollout = config.actor_rollout_ref.rollout
     if rollout.num_engines is not None and not config.trainer.local:
         return rollout.num_engines
-    return max(1, count_rollout_devices(config) // rollout.tensor_model_parallel_size)
+    return max(1, count_rollout_devices(config) // count_engine_devices(config))
+
+
+def count_engine_devices(config: Config) -> int:
+    """Return the number of devices of a rollout engine."""
+    rollout = config.actor_rollout_ref.rollout
+    return rollout.tensor_model_parallel_size * rollout.pipeline_model_parallel_size * rollout.data_parallel_size
 
 
 def count_rollout_devices(config: Config) -> int:
@@ -254,8 +260,9 @@ def _explain_engines(config: Config) -> str:
         return "trainer.local"
     if rollout.num_engines is not None:
         return "rollout.num_engines"
-    size = rollout.tensor_model_parallel_size
-    return f"{count_train_ranks(config)} devices / rollout.tensor_model_parallel_size={size}"
+    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size")
+    used = [f"rollout.{name}={getattr(rollout, name)}" for name in sizes if getattr(rollout, name) > 1]
+    return " / ".join([f"{count_train_ranks(config)} devices", *(used or [f"rollout.{sizes[0]}=1"])])
 
 
 def _explain_sequences(config: Config) -> str:

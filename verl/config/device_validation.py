@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl.config.batch_sizes import count_group_devices
+from verl.config.batch_sizes import count_engine_devices, count_group_devices
 from verl.config.features import VLLM_LORA_RANKS
 from verl.config.schema import Config
 from verl.config.schema.reward import RewardRolloutConfig
@@ -72,12 +72,14 @@ def _check_widths(config: Config) -> Iterator[str]:
         engines.append(("reward.reward_model.rollout", model.rollout))
     is_shared = config.actor_rollout_ref.hybrid_engine
     for section, engine in engines:
-        key, width = f"{section}.tensor_model_parallel_size", engine.tensor_model_parallel_size
+        key, size = f"{section}.tensor_model_parallel_size", engine.tensor_model_parallel_size
+        width = count_engine_devices(config) if section == ROLLOUT else size
+        more = "" if width == size else f" x {width // size} (pipeline x data parallel size)"
         nodes, per_node, widest = "trainer", config.trainer.n_gpus_per_node, count_group_devices(config)
         if section == ROLLOUT and not is_shared:
             nodes, per_node, widest = ROLLOUT, rollout.n_gpus_per_node or width, width
         if width > 1 and config.trainer.local:
-            yield f"{key}: {width} needs several processes, but trainer.local=true runs all in one; set {key}=1"
+            yield f"{key}: {size}{more} needs several processes, but trainer.local=true runs all in one; set {key}=1"
         elif per_node % width or widest % width:
             whole = per_node if per_node % width else widest
             fitting = [size for size in range(1, width) if whole % size == 0]
@@ -87,7 +89,15 @@ def _check_widths(config: Config) -> Iterator[str]:
                 if per_node % width
                 else f"the devices of the widest engine, {widest}, are not a multiple of it"
             )
-            yield f"{key}: {width} is not possible: {reason}; set {key}={fitting[-1]}"
+            fix = f"set {key}={fitting[-1]}" if width == size else f"reduce them to {fitting[-1]} devices"
+            yield f"{key}: {size}{more} is not possible: {reason}; {fix}"
+    experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if experts not in (1, devices):
+        key = f"{ROLLOUT}.expert_parallel_size"
+        yield (
+            f"{key}: {experts} is not possible: vLLM distributes experts over all {devices} devices of an engine "
+            f"(tensor x data parallel size) or none; set {key}={devices}"
+        )
     used = [engine.gpu_memory_utilization for _, engine in engines if engine.name != "hf"]
     if config.trainer.device == "cuda" and is_shared and sum(used) > 1:
         yield (

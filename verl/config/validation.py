@@ -14,6 +14,7 @@ from verl.config.accelerator_validation import find_accelerator_conflicts
 from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
+    count_engine_devices,
     count_policy_steps,
     count_rollout_devices,
     get_actor_batch_sizes,
@@ -60,11 +61,11 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"({rollout.max_num_seqs}), one token each; set {ROLLOUT}.max_num_seqs={rollout.max_num_batched_tokens}"
         )
     devices = count_rollout_devices(config)
-    most = max(1, devices // rollout.tensor_model_parallel_size)
+    most = max(1, devices // count_engine_devices(config))
     if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > most:
         yield (
             f"{ROLLOUT}.num_engines: {rollout.num_engines} must not exceed the {devices} devices of the engines "
-            f"(nnodes x n_gpus_per_node), {rollout.tensor_model_parallel_size} for each; set "
+            f"(nnodes x n_gpus_per_node), {count_engine_devices(config)} for each; set "
             f"{ROLLOUT}.num_engines={most}"
         )
     seconds, deadline = config.reward.sandbox.seconds, config.reward.deadline_s

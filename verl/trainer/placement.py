@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from verl.cluster.device_pool import PlacementPool
-from verl.config.batch_sizes import count_engines
+from verl.config.batch_sizes import count_engine_devices, count_engines
 from verl.config.features import scores_responses
 from verl.config.schema.root import Config
 from verl.trainer.worker_settings import deadlines, engine_settings, reward_model_settings
@@ -27,7 +27,7 @@ def place_engines(
     `accelerators` are those of the train workers, by rank; None: there are none, and engines own their devices.
     """
     rollout = config.actor_rollout_ref.rollout
-    count, width = count_engines(config), rollout.tensor_model_parallel_size
+    count, width = count_engines(config), count_engine_devices(config)
     at_once = -(-count * width // pool.count)  # engines on a device; several only on CPU cores
     engines = []
     for index in range(count):

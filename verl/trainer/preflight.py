@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.accelerator_validation import check_capability
+from verl.config.accelerator_validation import check_capability, find_layout_problems
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.actor import FsdpConfig
 from verl.config.schema.root import Config
-from verl.config.schema.rules import ACTOR
+from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
@@ -95,6 +95,12 @@ def check_determinism(config: Config, device: str) -> None:
             check_capability((int(major), int(minor)))
 
 
+def check_engine_layout(config: Config, device: str) -> None:
+    """Raise if engines of the wanted sizes need accelerators, and this machine has none (trainer.device=auto)."""
+    if device == "cpu" and (problems := list(find_layout_problems(config))):
+        raise ConfigError(problems)
+
+
 def _query_gpus(field: str) -> list[str]:
     """Return a property of each NVIDIA accelerator of this machine, without using it."""
     command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
@@ -137,6 +143,11 @@ def _find_model_problems(config: Config) -> Iterator[str]:
     for name, value, default in routing:
         if value != default and (problem := mixture_problem(actor.path)):
             yield f"{ACTOR}.{name}: {value} has no routers to work on: {problem}; set {ACTOR}.{name}={default}"
+    rollout = config.actor_rollout_ref.rollout
+    for name in ("data_parallel_size", "expert_parallel_size"):
+        key, size = f"{ROLLOUT}.{name}", getattr(rollout, name)
+        if size > 1 and (problem := mixture_problem(actor.path, size if name == "expert_parallel_size" else 1)):
+            yield f"{key}: {size} is for mixtures of experts: {problem}; set {key}=1"
     yield from find_expert_problems(f"{ACTOR}.fsdp_config", trained.fsdp_config, actor.path)
     if uses_critic(config):
         critic = config.critic

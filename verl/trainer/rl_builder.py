@@ -13,6 +13,7 @@ from verl.cluster.device_pool import DevicePool
 from verl.cluster.hangs.pending_calls import MARGIN_S
 from verl.config.batch_sizes import (
     count_data_ranks,
+    count_engine_devices,
     count_rollout_devices,
     count_total_steps,
     count_train_ranks,
@@ -30,7 +31,7 @@ from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.buffer import EpisodeBuffer, differs
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.placement import place_engines, place_reward_models
-from verl.trainer.preflight import check_determinism, check_rl_run, memory_notes
+from verl.trainer.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_trainer import RLTrainer
 from verl.trainer.run_data import RunData, read_data
@@ -99,6 +100,7 @@ class RLBuilder(RunBuilder[Config]):
             await check_rl_run(self.config, reward)
         await self.start_runtime()
         check_determinism(self.config, self.device)
+        check_engine_layout(self.config, self.device)
         self.note(memory_notes(self.config, self.device))
         policy = self.spawn_train_workers(PolicyGroup)
         devices = [] if self.device == "cpu" else await policy.visible_devices()
@@ -141,7 +143,7 @@ class RLBuilder(RunBuilder[Config]):
 
     async def reserve_rollout_devices(self) -> DevicePool:
         """Reserve the devices of engines that do not share those of the train workers."""
-        width = self.config.actor_rollout_ref.rollout.tensor_model_parallel_size
+        width = count_engine_devices(self.config)
         return await self.reserve_devices(
             count_rollout_devices(self.config), width, "actor_rollout_ref.rollout.n_gpus_per_node"
         )

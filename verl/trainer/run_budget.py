@@ -14,6 +14,7 @@ from verl.budget.timing import Workload
 from verl.config.batch_sizes import (
     BatchSizes,
     count_data_ranks,
+    count_engine_devices,
     count_train_ranks,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
@@ -156,7 +157,7 @@ def _engine(config: Config) -> EngineMemory | None:
     return EngineMemory(
         ModelShape.from_config(content),
         share=rollout.gpu_memory_utilization,
-        width=rollout.tensor_model_parallel_size,
+        width=count_engine_devices(config),
         sleeps=config.trainer.max_staleness == 0 if wanted is None else wanted,
         sequences=rollout.max_num_seqs,
         tokens=get_max_sequence_tokens(config),

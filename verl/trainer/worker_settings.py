@@ -10,6 +10,7 @@ from typing import Any
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
+    count_engine_devices,
     count_policy_steps,
     get_actor_batch_sizes,
     get_critic_batch_sizes,
@@ -96,7 +97,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
         sync_adapter_only=syncs_adapter_only(config),
         sync_bucket_bytes=config.actor_rollout_ref.rollout.update_weights_bucket_megabytes * 2**20,
         shares_devices=frees_engine_memory(config, device),
-        engine_width=config.actor_rollout_ref.rollout.tensor_model_parallel_size,
+        engine_width=count_engine_devices(config),
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents=_contents(actor.checkpoint.save_contents, critic.checkpoint.save_contents),
@@ -321,6 +322,9 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
         "max_num_seqs": rollout.max_num_seqs,
         "max_num_batched_tokens": rollout.max_num_batched_tokens,
         "tensor_parallel_size": rollout.tensor_model_parallel_size,
+        "pipeline_parallel_size": rollout.pipeline_model_parallel_size,
+        "data_parallel_size": rollout.data_parallel_size,
+        "expert_parallel": rollout.expert_parallel_size > 1,
         "gpu_memory_utilization": rollout.gpu_memory_utilization,
         "sleeps": frees_engine_memory(config, device),
         "enforce_eager": rollout.enforce_eager,

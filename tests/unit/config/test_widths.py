@@ -3,6 +3,7 @@
 import pytest
 
 from verl.config.batch_sizes import (
+    count_engine_devices,
     count_engines,
     count_extra_devices,
     count_group_devices,
@@ -13,6 +14,8 @@ from verl.config.features import frees_engine_memory
 from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.trainer.preflight import check_engine_layout
+from verl.trainer.worker_settings import engine_settings
 
 pytestmark = pytest.mark.unit
 
@@ -94,3 +97,36 @@ def test_nccl_reaches_other_devices_and_ipc_the_same_ones() -> None:
     assert problem.endswith(f"set {R}.weight_transport=nccl, or host")
     assert not find_problems(cuda, *own, f"{R}.weight_transport=nccl")
     assert not find_problems(cuda, f"{R}.weight_transport=ipc")
+
+
+def test_pipeline_and_data_parallel_sizes_multiply_the_devices_of_an_engine() -> None:
+    layout = (f"{R}.tensor_model_parallel_size=2", f"{R}.pipeline_model_parallel_size=2", f"{R}.data_parallel_size=2")
+    config = find_config(*layout, f"{R}.expert_parallel_size=4", "trainer.nnodes=2")
+    assert (count_engine_devices(config), count_group_devices(config), count_engines(config)) == (8, 8, 2)
+    settings = engine_settings(config, "cuda", 0)
+    assert [settings[name] for name in ("pipeline_parallel_size", "data_parallel_size", "expert_parallel")] == [
+        2,
+        2,
+        True,
+    ]
+
+
+def test_an_engine_over_stages_must_not_span_nodes_either() -> None:
+    [problem] = find_problems(f"{R}.tensor_model_parallel_size=4", f"{R}.pipeline_model_parallel_size=4")
+    assert problem.startswith(f"{R}.tensor_model_parallel_size: 4 x 4 (pipeline x data parallel size) is not possible")
+    assert problem.endswith("reduce them to 8 devices")
+
+
+def test_an_engine_distributes_its_experts_over_all_devices_or_none() -> None:
+    [problem] = find_problems(f"{R}.tensor_model_parallel_size=4", f"{R}.expert_parallel_size=2")
+    assert problem.endswith(f"set {R}.expert_parallel_size=4")
+
+
+def test_engines_on_cpus_have_no_stages_and_no_distributed_experts() -> None:
+    layout = (f"{R}.tensor_model_parallel_size=2", f"{R}.expert_parallel_size=2")
+    [problem] = find_problems(*layout, "trainer.device=cpu")
+    with pytest.raises(ConfigError) as refused:
+        check_engine_layout(find_config(*layout), "cpu")
+    assert refused.value.problems == [problem]
+    assert problem.endswith(f"set {R}.expert_parallel_size=1")
+    check_engine_layout(find_config(*layout), "cuda")

@@ -30,7 +30,6 @@ TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engin
 CLAMPS = needs("clamping of the distillation loss")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
 BUFFER_DTYPE = ignored("buffers keep the type of the model")
-EXPERT_ENGINES = needs("expert parallelism of engines", *ONE)
 CHECKPOINT_ENGINE = ignored("weights are sent by weight_transport; the results are the same")
 CHECKPOINT_STRICT = ignored("checkpoints are always verified and loaded completely")
 
@@ -112,8 +111,6 @@ _ROLLOUT = {
     f"{_R}.do_sample": needs("greedy responses in training", "true", instead=f"{_R}.temperature"),
     f"{_R}.ignore_eos": needs("responses that go on after their end", *OFF),
     f"{_R}.skip_tokenizer_init": always_on("engines receive and return token ids"),
-    f"{_R}.data_parallel_size": needs("data parallelism inside an engine", *ONE, instead=f"{_R}.num_engines"),
-    f"{_R}.expert_parallel_size": EXPERT_ENGINES,
     f"{_R}.enable_rollout_routing_replay": needs(
         "a second switch for routing replay", "false", instead=f"{_A}.router_replay.mode=R3"
     ),

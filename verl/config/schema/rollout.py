@@ -53,7 +53,7 @@ class RolloutConfig(Section):
     top_k: int = setting(-1, "Sample from the k most likely tokens; -1: from all.", ge=-1)
     val_kwargs: ValidationSampling = section(ValidationSampling, "Sampling in validation.")
     num_engines: Count | None = setting(
-        None, "Rollout engines; null: all devices / tensor_model_parallel_size.", unit="engines"
+        None, "Rollout engines; null: all devices / devices per engine.", unit="engines"
     )
     nnodes: Count | None = setting(
         None, "Nodes of the engines' own devices; null: one.", unit="nodes", only_if=_HAS_OWN_DEVICES
@@ -61,7 +61,24 @@ class RolloutConfig(Section):
     n_gpus_per_node: Count | None = setting(
         None, "The engines' own devices on each of their nodes.", unit="devices", only_if=_HAS_OWN_DEVICES
     )
-    tensor_model_parallel_size: Count = setting(1, "Devices per engine, on one node.", unit="devices", only_if=_IS_VLLM)
+    tensor_model_parallel_size: Count = setting(
+        1, "Devices per engine that divide each layer, on one node.", unit="devices", only_if=_IS_VLLM
+    )
+    pipeline_model_parallel_size: Count = setting(
+        1, "Stages of layers per engine, on one node; multiplies its devices.", unit="stages", only_if=_IS_VLLM
+    )
+    data_parallel_size: Count = setting(
+        1,
+        "Copies of the attention per engine of a mixture of experts; multiplies its devices.",
+        unit="copies",
+        only_if=_IS_VLLM,
+    )
+    expert_parallel_size: Count = setting(
+        1,
+        "Devices per engine that divide the experts; 1, or tensor x data parallel size.",
+        unit="devices",
+        only_if=_IS_VLLM,
+    )
     gpu_memory_utilization: float = setting(
         0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_IS_VLLM, _HAS_GPU)
     )

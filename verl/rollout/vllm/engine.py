@@ -57,6 +57,9 @@ class VllmSettings:
     max_num_seqs: int | None = None  # None: see `max_sequences`
     max_num_batched_tokens: int | None = None  # None: vLLM chooses
     tensor_parallel_size: int = 1
+    pipeline_parallel_size: int = 1  # as the next two, on accelerators only: vLLM for CPUs fails with them
+    data_parallel_size: int = 1
+    expert_parallel: bool = False
     gpu_memory_utilization: float = 0.5
     enforce_eager: bool | None = None  # None: see `is_eager`
     trust_remote_code: bool = False
@@ -73,6 +76,11 @@ class VllmSettings:
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def processes(self) -> int:
+        """The number of vLLM's worker processes, one for each device."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
+
+    @property
     def is_eager(self) -> bool:
         """Whether nothing is compiled or captured in CUDA graphs; by default only on the CPU."""
         return self.device == "cpu" if self.enforce_eager is None else self.enforce_eager
@@ -87,7 +95,7 @@ class VllmSettings:
 
 ENGINE_ARGUMENTS = (
     *("dtype", "quantization", "load_format", "max_model_len", "max_num_batched_tokens"),
-    *("tensor_parallel_size", "trust_remote_code", "seed"),
+    *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "trust_remote_code", "seed"),
 )
 
 
@@ -343,11 +351,11 @@ async def start_vllm(settings: VllmSettings, arguments: dict[str, Any]) -> Async
     }
     if settings.device != "cpu":
         common["gpu_memory_utilization"] = settings.gpu_memory_utilization
-    if settings.tensor_parallel_size > 1:
+    if settings.processes > 1:
         common["distributed_executor_backend"] = "mp"  # inside a placement group vLLM would choose Ray
     try:
         llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**common | arguments | settings.kwargs), usage_context=context)
-        if settings.tensor_parallel_size > 1:
+        if settings.processes > 1:
             await llm.collective_rpc("unlink_shared_memory")
         return llm
     except Exception as error:  # the cause is on stderr, which vLLM's process shares with this one
@@ -361,6 +369,8 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }
+    if settings.expert_parallel:
+        arguments["enable_expert_parallel"] = True
     if settings.adapter is not None:
         arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": settings.adapter.max_rank}
     if settings.sleeps and settings.device != "cpu":  # vLLM's CPU worker takes the calls, and frees nothing
@@ -385,7 +395,7 @@ def environment(settings: VllmSettings) -> dict[str, str]:
     if settings.device == "cpu":
         wanted["VLLM_CPU_KVCACHE_SPACE"] = str(settings.cpu_cache_gib)
         # AsyncLLM has an engine process either way; this keeps the model in it instead of in a third process.
-        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.tensor_parallel_size == 1 else "1"
+        wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0" if settings.processes == 1 else "1"
         if settings.cpu_cores:
             wanted["VLLM_CPU_OMP_THREADS_BIND"] = settings.cpu_cores
         if settings.is_eager:
