@@ -115,7 +115,10 @@ class Sample:
     of one prompt. A sample with a `failure` has no score and is not trained on. `baseline` is the score of the greedy
     response to the same prompt, if requested. `routed_experts` are the experts [tokens, layers, k] of the first tokens,
     those that were an input of the engine. `teacher_prompt` is the prompt in the teacher's own chat template,
-    which it reads instead of the policy's.
+    which it reads instead of the policy's. `turn_rewards` are the parts of the score that single turns earned, each
+    with the position of the last token of its turn; the rest of the score belongs to the last token. An episode with
+    several `branches` is as many samples, with the same `index` in the group and the same score. `shares` are then 1 /
+    the number of branches that contain a token, and `episode_tokens` the generated tokens of all, each counted once.
 
     >>> sample = Sample(
     ...     group=3, tokens=np.array([1, 2, 9, 9], np.int32), mask=np.array([0, 0, 1, 1], bool), score=1.0,
@@ -135,6 +138,11 @@ class Sample:
     routed_experts: npt.NDArray[np.integer] | None = None
     teacher_prompt: npt.NDArray[np.int32] | None = None
     engines: frozenset[int] = frozenset()  # the rollout engines that generated it
+    turn_rewards: tuple[tuple[int, float], ...] = ()
+    branches: int = 1
+    shares: npt.NDArray[np.float32] | None = None
+    episode_tokens: int = 0
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +152,8 @@ class SampleHandle:
     `tokens` counts prompt and response, `teacher_tokens` the same in the teacher's own chat template (0 without one),
     `prompt_tokens` those before the first generated one (0 if unknown), `generated` the generated ones; `version` is
     the oldest weight version used.
-    `index` is the position of the response within its group: (group, index) identifies a sample of a run.
+    `index` is the position of the episode within its group: (group, index) identifies an episode of a run. If it has
+    several `branches`, there are as many samples with that index.
     `final_answer` is its vote among the responses to a validation prompt.
     """
 
@@ -163,3 +172,4 @@ class SampleHandle:
     teacher_tokens: int = 0
     prompt_tokens: int = 0
     engines: frozenset[int] = frozenset()
+    branches: int = 1

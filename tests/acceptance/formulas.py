@@ -387,7 +387,13 @@ def objective(draw: random.Random) -> float:
     mask, offsets = layout(batch)
     names = {"old_logprobs": "old", "ref_logprobs": "ref", "advantages": "advantages"}
     micro = SimpleNamespace(
-        mask=mask, offsets=offsets, weights=None, chosen=None, **{k: flat(batch, v) for k, v in names.items()}
+        mask=mask,
+        offsets=offsets,
+        weights=None,
+        chosen=None,
+        shares=None,
+        episode_tokens=None,
+        **{k: flat(batch, v) for k, v in names.items()},
     )
     ours = PolicyObjective(
         AlgorithmSettings(

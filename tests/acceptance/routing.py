@@ -23,7 +23,7 @@ from ranks import free_port
 from tiny import save_family
 from transformers.utils.logging import disable_progress_bar
 
-from verl.agents.episode import Transcript
+from verl.agents.transcript import Transcript
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, UpdateSizes
@@ -53,10 +53,10 @@ async def generate(engine, step):
     ]
     samples = []
     for (prompt, sampling), completion in zip(requests, await engine.generate_all(requests), strict=True):
-        transcript = Transcript(list(prompt))
-        transcript.append_completion(completion)
+        transcript = Transcript()
+        transcript.add(prompt, completion)
         score = float(np.mean([token % 2 == 0 for token in completion.token_ids]))
-        samples.append(transcript.to_sample(sampling.seed // 100, score, {}))
+        samples += transcript.to_samples(sampling.seed // 100, 0, score, {})
     return samples
 
 

@@ -16,7 +16,8 @@ import pyarrow.parquet as pq
 import pytest
 from tiny import chat_tokenizer
 
-from verl.agents.episode import Transcript, score_by_function
+from verl.agents.episode import score_by_function
+from verl.agents.transcript import Transcript
 from verl.config.load import LoadedConfig, load
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError, DataError, RewardError
@@ -266,7 +267,7 @@ async def test_a_function_that_takes_prompts_gets_them_without_any_setting(tmp_p
     [prompt] = PromptDataset(data, chat_tokenizer(), PromptOptions(max_prompt_length=50))
     with open_rewards(replace(reward_pool_settings(config), workers=0)) as rewards:
         await rewards.start()
-        assert await score_by_function(rewards.score)(prompt, Transcript([1]), "4") == Scored(1.0)
+        assert await score_by_function(rewards.score)(prompt, Transcript(), "4") == Scored(1.0)
 
 
 async def test_a_row_without_a_prompt_is_named_to_a_function_that_takes_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Episodes: their tokens, how they are scored, and the runner that turns a prompt into scored samples."""
+"""Episodes: how they are scored, and the runner that turns a prompt into scored samples."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from verl.agents.deterministic_batcher import DeterministicBatcher, Generate
+from verl.agents.transcript import Transcript
 from verl.errors import ConfigError
 from verl.rewards.models.interface import SETTING, ScoringFailure
 from verl.rewards.models.tokenization import EncodeConversation
@@ -20,71 +21,13 @@ from verl.rewards.result import RewardInput, make_failure
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, Sample, SamplingParams, Scored
 
-
-@dataclass
-class Transcript:
-    """The tokens of an episode so far. Generated tokens are stored as they are, never decoded and tokenized again."""
-
-    tokens: list[int]
-    mask: list[bool] = field(default_factory=list)
-    logprobs: list[npt.NDArray[np.float32]] = field(default_factory=list)  # of each part
-    versions: list[npt.NDArray[np.int32]] = field(default_factory=list)  # of each part
-    finish_reason: str = "stop"
-    routed_experts: npt.NDArray[np.integer] | None = None  # of the first tokens, if the engine returns them
-    engines: set[int] = field(default_factory=set)  # that generated parts of it
-
-    def __post_init__(self) -> None:
-        self._pad(len(self.tokens))
-
-    def append_context(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the model did not generate: tool output, or the next user message."""
-        self.tokens += token_ids
-        self._pad(len(token_ids))
-
-    def append_completion(self, completion: Completion) -> None:
-        """Append generated tokens, on which the model is trained."""
-        self.tokens += completion.token_ids
-        self.mask += [True] * len(completion.token_ids)
-        self.logprobs.append(np.asarray(completion.logprobs, np.float32))
-        self.versions.append(np.asarray(completion.versions, np.int32))
-        self.finish_reason = completion.finish_reason
-        if (routed := completion.routed_experts) is not None:
-            known = routed[:0] if self.routed_experts is None else self.routed_experts
-            # Tokens of earlier turns keep the experts that they were generated with.
-            self.routed_experts = np.concatenate([known, routed[len(known) :]])
-        self.engines.add(completion.engine)
-
-    def get_response(self) -> list[int]:
-        """Return all generated tokens."""
-        return [token for token, generated in zip(self.tokens, self.mask, strict=True) if generated]
-
-    def to_sample(self, group: int, score: float, metrics: dict[str, float]) -> Sample:
-        return Sample(
-            group=group,
-            tokens=np.array(self.tokens, np.int32),
-            mask=np.array(self.mask, np.bool_),
-            logprobs=np.concatenate(self.logprobs),
-            versions=np.concatenate(self.versions),
-            score=score,
-            finish_reason=self.finish_reason,
-            metrics=metrics,
-            routed_experts=self.routed_experts,
-            engines=frozenset(self.engines),
-        )
-
-    def _pad(self, count: int) -> None:
-        self.mask += [False] * count
-        self.logprobs.append(np.zeros(count, np.float32))
-        self.versions.append(np.full(count, -1, np.int32))
-
-
 Episode = Callable[[Prompt, Generate, SamplingParams], Awaitable[Transcript]]
 
 
 async def single_turn(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
     """Generate one response to the prompt."""
-    transcript = Transcript(list(prompt.token_ids))
-    transcript.append_completion(await generate(transcript.tokens, sampling))
+    transcript = Transcript()
+    transcript.add(prompt.token_ids, await generate(prompt.token_ids, sampling))
     return transcript
 
 
@@ -93,10 +36,14 @@ EpisodeScorer = Callable[[Prompt, Transcript, str], Awaitable[Scored | Failed]]
 
 
 def score_by_function(score: Callable[[str, str, Any, dict[str, Any]], Awaitable[Scored | Failed]]) -> EpisodeScorer:
-    """Return a scorer that calls a reward function; a raw prompt is passed as `raw_prompt` in `extra_info`."""
+    """Return a scorer that calls a reward function.
+
+    `extra_info` also has a raw prompt as `raw_prompt`, and the conversation of several turns as `messages`.
+    """
 
     async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
-        extra = prompt.extra_info if prompt.raw is None else {**prompt.extra_info, "raw_prompt": prompt.raw}
+        more = {"raw_prompt": prompt.raw, "messages": transcript.messages}
+        extra = {**prompt.extra_info, **{name: value for name, value in more.items() if value is not None}}
         return await score(prompt.data_source, response, prompt.ground_truth, extra)
 
     return score_episode
@@ -110,7 +57,7 @@ def score_by_model(
     async def score_episode(prompt: Prompt, transcript: Transcript, response: str) -> Scored | Failed:
         graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
         try:
-            tokens = encode(prompt, transcript.tokens, response)
+            tokens = encode(prompt, transcript.last.get_tokens(), response)
         except Exception as error:  # noqa: BLE001 - a chat template is code of the model's author
             message = f"its chat template rejects the conversation: {error}"
             return make_failure("error", SETTING, message, graded, "Fix the template, or the prompts that it rejects.")
@@ -167,7 +114,7 @@ class EpisodeRunner:
         batcher: DeterministicBatcher | None = None,
         score: EpisodeScorer | None = None,
     ) -> list[Sample]:
-        """Return one sample per seed (None: not seeded), in their order.
+        """Return the samples of one episode per seed (None: not seeded), in their order.
 
         With `greedy_baseline` also a greedy response is generated; its score becomes the `baseline` of the samples.
         `overlong` penalizes long responses. With a `batcher` each episode takes a slot. `score` replaces the scorer.
@@ -176,15 +123,16 @@ class EpisodeRunner:
         if greedy_baseline:
             samplings.append(replace(sampling, temperature=0.0, seed=None))
         slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in samplings]
-        samples = await asyncio.gather(
+        episodes = await asyncio.gather(
             *(
-                self._run_one(prompt, group, each, overlong, slot, score or self._score)
-                for each, slot in zip(samplings, slots, strict=True)
+                self._run_one(prompt, group, index, each, overlong, slot, score or self._score)
+                for index, (each, slot) in enumerate(zip(samplings, slots, strict=True))
             )
         )
         if not greedy_baseline:
-            return samples
-        greedy = samples.pop()
+            return [sample for samples in episodes for sample in samples]
+        greedy = episodes.pop()[0]
+        samples = [sample for samples in episodes for sample in samples]
         if greedy.failure is not None:  # no baseline
             return [replace(sample, failure=sample.failure or greedy.failure) for sample in samples]
         return [replace(sample, baseline=greedy.score) for sample in samples]
@@ -193,35 +141,42 @@ class EpisodeRunner:
         self,
         prompt: Prompt,
         group: int,
+        index: int,
         sampling: SamplingParams,
         overlong: OverlongPenalty | None,
         slot: AbstractContextManager[Generate],
         score_episode: EpisodeScorer,
-    ) -> Sample:
+    ) -> list[Sample]:
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
-        tokens = transcript.get_response()
-        teacher_prompt = _get_teacher_prompt(prompt, transcript)
-        result = await score_episode(prompt, transcript, self.decode(tokens))
+        if not transcript.turns:  # it failed before its first request
+            transcript.add(prompt.token_ids, Completion([], np.empty(0, np.float32), np.empty(0, np.int32), "stop"))
+        result = await self._score_transcript(prompt, transcript, score_episode)
         if isinstance(result, Failed):
-            return replace(transcript.to_sample(group, math.nan, {}), failure=result)
-        score, metrics = result.score, result.metrics
+            return [replace(each, failure=result) for each in transcript.to_samples(group, index, math.nan, {})]
+        turn_rewards = sum(turn.reward for turn in transcript.turns)
+        score, metrics = result.score + turn_rewards, transcript.metrics | result.metrics
         if overlong is not None:
-            penalty = overlong.compute(len(tokens))
+            penalty = overlong.compute(transcript.last.count_generated())
             score, metrics = score + penalty, metrics | {"raw_score": score, "overlong_penalty": penalty}
-        return replace(transcript.to_sample(group, score, metrics), teacher_prompt=teacher_prompt)
+        teacher_prompt = _get_teacher_prompt(prompt, transcript)
+        samples = transcript.to_samples(group, index, score, metrics)
+        return [replace(sample, teacher_prompt=teacher_prompt) for sample in samples]
+
+    async def _score_transcript(self, prompt: Prompt, transcript: Transcript, score: EpisodeScorer) -> Scored | Failed:
+        """Return what the episode says about itself, or else what the scorer says about its last turn."""
+        if transcript.failure is not None:
+            return transcript.failure
+        if transcript.score is not None:
+            return Scored(transcript.score)
+        return await score(prompt, transcript, self.decode(transcript.last.completion.token_ids))
 
 
 def _get_teacher_prompt(prompt: Prompt, transcript: Transcript) -> npt.NDArray[np.int32] | None:
     """Return the prompt in the teacher's own chat template, if it is used; refuse episodes of several turns."""
     if prompt.teacher_token_ids is None:
         return None
-    count = len(prompt.token_ids)
-    if (
-        transcript.tokens[:count] != prompt.token_ids
-        or any(transcript.mask[:count])
-        or not all(transcript.mask[count:])
-    ):
+    if len(transcript.turns) > 1 or transcript.last.context != prompt.token_ids:
         raise ConfigError(
             [
                 "distillation.teacher.use_own_chat_template: true supports only episodes of one response that directly "

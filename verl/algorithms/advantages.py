@@ -22,7 +22,8 @@ EPS = 1e-6
 class AdvantageInputs:
     """The responses of a step: B sequences of T tokens on this rank, and access to the other ranks.
 
-    `per_group` and `total` work over all ranks, so that an estimator is written as if there were only one.
+    `per_group` and `total` work over all ranks, so that an estimator is written as if there were only one. An episode
+    may consist of several branches, each a sequence: statistics count episodes, whatever their number of branches.
     """
 
     scores: Tensor  # [B] float64, after any KL penalty
@@ -34,29 +35,48 @@ class AdvantageInputs:
     baselines: Tensor | None = None  # [B] float64: the score of the greedy response to the same prompt
     process: Tensor | None = None  # [T] float64: token rewards of a process reward model
     components: Mapping[str, Tensor] = field(default_factory=dict)  # [B] float64 each: the parts of the reward, by name
+    episodes: Tensor | None = None  # [B] int64: the episode in its group that a sequence is a branch of; None: its own
+    branches: Tensor | None = None  # [B] float64: number of branches of its episode; None: one each
+    token_shares: Tensor | None = None  # [T] float64: 1 / branches that contain the token; None: one each
     options: EstimatorOptions = field(default_factory=EstimatorOptions)
     rank: int = 0
     gather: Callable[[Tensor], Tensor] = lambda rows: rows  # rows [n, k] of this rank -> rows [N, k] of all ranks
 
     @property
     def lengths(self) -> Tensor:
-        """[B]: generated tokens per sequence."""
-        return segment_sum(self.mask.double(), self.offsets)
+        """[B]: generated tokens per sequence; over the branches of an episode, their mean is its length."""
+        lengths = segment_sum(self.token_weights, self.offsets)
+        return lengths if self.branches is None else lengths * self.branches
+
+    @property
+    def episode_shares(self) -> Tensor:
+        """[B]: what each sequence adds to a count of episodes."""
+        return torch.ones_like(self.scores) if self.branches is None else 1.0 / self.branches
+
+    @property
+    def token_weights(self) -> Tensor:
+        """[T]: what each token adds to a count of generated tokens."""
+        return self.mask.double() if self.token_shares is None else self.token_shares * self.mask
 
     def per_group(self, formula: Callable[..., Tensor], *columns: Tensor) -> Tensor:
-        """Apply a formula to the n samples of each prompt, across ranks: columns [B] -> [B].
+        """Apply a formula to the n episodes of each prompt, across ranks: columns [B] -> [B].
 
-        `formula` is called once per prompt with one [n] tensor per column, and returns [n].
+        `formula` is called once per prompt with one [n] tensor per column, and returns [n]. An episode enters with the
+        mean of its branches.
         """
         ranks = torch.full_like(columns[0], self.rank)
-        rows = self.gather(torch.stack([ranks, self.groups.to(ranks.dtype), *columns], dim=1))
-        _, group, counts = torch.unique(rows[:, 1], return_inverse=True, return_counts=True)
+        keys = [self.groups] if self.episodes is None else [self.groups, self.episodes]
+        rows = self.gather(torch.stack([ranks, *(key.to(ranks.dtype) for key in keys), *columns], dim=1))
+        names, values, branch = rows[:, 1], rows[:, 1 + len(keys) :], None
+        if self.episodes is not None:
+            names, values, branch = _merge_branches(rows[:, 1:3], values)
+        _, group, counts = torch.unique(names, return_inverse=True, return_counts=True)
         order = torch.argsort(group, stable=True)
-        parts = rows[order, 2:].split(counts.tolist())
-        result = rows.new_zeros(len(rows))
+        parts = values[order].split(counts.tolist())
+        result = rows.new_zeros(len(values))
         if parts:
             result[order] = torch.cat([formula(*part.unbind(1)) for part in parts])
-        return result[rows[:, 0] == self.rank]
+        return (result if branch is None else result[branch])[rows[:, 0] == self.rank]
 
     def total(self, *values: Tensor) -> list[float]:
         """Return the sum of all elements of each tensor, over all ranks."""
@@ -86,6 +106,9 @@ class AdvantageInputs:
             baselines=None,
             process=None,
             components={},
+            episodes=None if self.episodes is None else self.episodes[indices],
+            branches=None if self.branches is None else self.branches[indices],
+            token_shares=None,
         )
 
     def per_token(self, values: Tensor) -> Tensor:
@@ -143,7 +166,7 @@ def opo(x: AdvantageInputs) -> Tensor:
 
 def gpg(x: AdvantageInputs) -> Tensor:
     """B / (number of non-zero scores) * (s - mean_g). A group of one keeps its score."""
-    samples, nonzero = x.total(torch.ones_like(x.scores), x.scores != 0)
+    samples, nonzero = x.total(x.episode_shares, x.episode_shares * (x.scores != 0))
     return x.per_token(samples / max(nonzero, 1.0) * x.per_group(_center, x.scores))
 
 
@@ -254,9 +277,10 @@ distillation without rewards uses `no_rewards`."""
 
 def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:
     """(v - mean) / sqrt(var + 1e-8) over the generated tokens of all ranks, unbiased variance: [T] -> [T]."""
-    count, total = x.total(x.mask, values * x.mask)
+    weights = x.token_weights
+    count, total = x.total(weights, values * weights)
     centered = (values - total / max(count, 1.0)) * x.mask
-    (squares,) = x.total(centered.square())
+    (squares,) = x.total(weights * centered.square())
     return centered / (squares / max(count - 1.0, 1.0) + 1e-8) ** 0.5
 
 
@@ -291,6 +315,16 @@ def _next_generated(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:
     row = segment_ids(offsets)[indices]
     following = torch.where(row[1:] == row[:-1], values[indices[1:]], 0.0)
     return torch.zeros_like(values).index_copy(0, indices[:-1], following)
+
+
+def _merge_branches(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the group of each episode, the means of its branches, and the episode of each branch.
+
+    keys [N, 2] (group, episode), values [N, k] -> [E], [E, k], [N]; episodes are in the order of their first branch.
+    """
+    unique, branch, counts = torch.unique(keys, dim=0, return_inverse=True, return_counts=True)
+    means = values.new_zeros(len(unique), values.shape[1]).index_add(0, branch, values) / counts[:, None]
+    return unique[:, 0], means, branch
 
 
 def _center(s: Tensor) -> Tensor:

@@ -16,7 +16,10 @@ MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-to
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Generated tokens, and sequences that have any, in the whole mini-batch over all ranks."""
+    """Generated tokens, and sequences that have any, in the whole mini-batch over all ranks.
+
+    All branches of an episode are one sequence together, and a turn that is in several of them counts once.
+    """
 
     tokens: float
     sequences: float
@@ -33,28 +36,53 @@ def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     return values.new_zeros(len(offsets) - 1).index_add(0, segment_ids(offsets), values)
 
 
-def count_totals(mask: Tensor, offsets: Tensor) -> Totals:
+@dataclass(frozen=True, slots=True)
+class BranchWeights:
+    """How the branches of episodes are weighed: both [T], float32.
+
+    `shares`: 1 / the number of branches that contain the token. `tokens`: generated tokens of the whole episode.
+    """
+
+    shares: Tensor
+    tokens: Tensor
+
+
+def count_totals(mask: Tensor, offsets: Tensor, branches: BranchWeights | None = None) -> Totals:
     """Return what one micro-batch adds to the totals of its mini-batch: mask [T], offsets [B+1]."""
-    per_sequence = segment_sum(mask.long(), offsets)
-    return Totals(tokens=float(per_sequence.sum()), sequences=float((per_sequence > 0).sum()))
+    if branches is None:
+        per_sequence = segment_sum(mask.long(), offsets)
+        return Totals(tokens=float(per_sequence.sum()), sequences=float((per_sequence > 0).sum()))
+    shares = branches.shares.double() * mask
+    return Totals(tokens=float(shares.sum()), sequences=float((shares / branches.tokens).sum()))
 
 
 def aggregate(
-    values: Tensor, mask: Tensor, offsets: Tensor, mode: str, totals: Totals, *, scale: float | None = None
+    values: Tensor,
+    mask: Tensor,
+    offsets: Tensor,
+    mode: str,
+    totals: Totals,
+    *,
+    scale: float | None = None,
+    branches: BranchWeights | None = None,
 ) -> Tensor:
     """Return the share of these tokens in the aggregate of their mini-batch: values, mask [T], offsets [B+1].
+
+    With `branches` a sequence is an episode, however many branches it has.
 
     - `token-mean`: sum / tokens
     - `seq-mean-token-sum`: sum / sequences
     - `seq-mean-token-mean`: sum over sequences of (sum / tokens of that sequence), / sequences
     - `seq-mean-token-sum-norm`: sum / (sequences * scale)
     """
-    values = torch.where(mask, values, 0.0)
+    values = torch.where(mask, values if branches is None else values * branches.shares, 0.0)
     tokens, sequences = max(totals.tokens, 1.0), max(totals.sequences, 1.0)
     if mode == "token-mean":
         return values.sum() / tokens
     if mode == "seq-mean-token-sum":
         return values.sum() / sequences
+    if mode == "seq-mean-token-mean" and branches is not None:
+        return (values / branches.tokens).sum() / sequences
     if mode == "seq-mean-token-mean":
         counts = segment_sum(mask.to(values.dtype), offsets).clamp(min=1.0)
         return (segment_sum(values, offsets) / counts).sum() / sequences

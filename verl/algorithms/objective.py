@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from verl.algorithms.aggregate import Totals, aggregate
+from verl.algorithms.aggregate import BranchWeights, Totals, aggregate
 from verl.algorithms.losses import (
     EXACT_KL,
     LOSSES,
@@ -64,6 +64,15 @@ class Batch(Protocol):
     returns: Tensor | None
     weights: Tensor | None
     chosen: Tensor | None
+    shares: Tensor | None
+    episode_tokens: Tensor | None
+
+
+def weigh_branches(batch: Batch) -> BranchWeights | None:
+    """Return how the tokens of a batch are weighed, if its episodes have several branches."""
+    if batch.shares is None or batch.episode_tokens is None:
+        return None
+    return BranchWeights(batch.shares, batch.episode_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +85,9 @@ class PolicyObjective:
         algorithm = self.algorithm
 
         def share(values: Tensor, mode: str = algorithm.agg_mode) -> Tensor:
-            return aggregate(values, batch.mask, batch.offsets, mode, totals, scale=algorithm.scale)
+            return aggregate(
+                values, batch.mask, batch.offsets, mode, totals, scale=algorithm.scale, branches=weigh_branches(batch)
+            )
 
         def token_mean(values: Tensor | None) -> Tensor:
             values = output.logprobs * 0 if values is None else values.to(output.logprobs.dtype)
@@ -148,12 +159,22 @@ class ValueObjective:
 
     def __call__(self, output: ValueOutput, batch: Batch, totals: Totals) -> tuple[Tensor, dict[str, Tensor]]:
         def token_mean(values: Tensor) -> Tensor:
-            return aggregate(values.detach(), batch.mask, batch.offsets, "token-mean", totals)
+            return aggregate(
+                values.detach(), batch.mask, batch.offsets, "token-mean", totals, branches=weigh_branches(batch)
+            )
 
         algorithm = self.algorithm
         old_values, returns = _require(batch.values, "values"), _require(batch.returns, "returns")
         losses, clipped = value_loss(output.values, old_values, returns, algorithm.value_clip)
-        loss = aggregate(losses, batch.mask, batch.offsets, algorithm.value_agg_mode, totals, scale=algorithm.scale)
+        loss = aggregate(
+            losses,
+            batch.mask,
+            batch.offsets,
+            algorithm.value_agg_mode,
+            totals,
+            scale=algorithm.scale,
+            branches=weigh_branches(batch),
+        )
         return loss, {
             "critic/vf_loss": loss.detach(),
             "critic/vf_clipfrac": token_mean(clipped),
@@ -177,7 +198,7 @@ class OutcomeObjective:
         losses = binary_cross_entropy_with_logits(logits, outcome, reduction="none")
         is_correct = ((logits > 0) == (outcome > 0.5)).to(losses.dtype)
         loss, accuracy = (
-            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals)
+            aggregate(values, batch.mask, batch.offsets, "seq-mean-token-mean", totals, branches=weigh_branches(batch))
             for values in (losses, is_correct)
         )
         return loss, {"process/loss": loss.detach(), "process/accuracy": accuracy}

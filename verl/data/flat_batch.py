@@ -38,6 +38,9 @@ class FlatBatch:
     chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
     routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of a mixture; -1 if unknown
     teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
+    turn_rewards: Tensor | None = None  # [T] float32: the reward of a turn, on its last token
+    shares: Tensor | None = None  # [T] float32: 1 / branches of the episode that contain the token; None: one each
+    episode_tokens: Tensor | None = None  # [T] float32: generated tokens of the whole episode, with `shares`
     for_teacher: FlatBatch | None = None  # the same B responses after the teacher's own prompts
 
     def __len__(self) -> int:
@@ -79,6 +82,8 @@ class FlatBatch:
             mask=lay((sample.mask for sample in samples), np.bool_),
             rollout_logprobs=lay((sample.logprobs for sample in samples), np.float32),
             routed_experts=_lay_experts(samples),
+            turn_rewards=_lay_turn_rewards(samples),
+            **_lay_branches(samples),
             for_teacher=None
             if not samples or samples[0].teacher_prompt is None
             else cls.from_samples([_replace_prompt(sample) for sample in samples]),
@@ -135,6 +140,32 @@ def _replace_prompt(sample: Sample) -> Sample:
     logprobs[mask] = sample.logprobs[sample.mask]
     tokens = np.concatenate([sample.teacher_prompt, sample.tokens[sample.mask]])
     return replace(sample, tokens=tokens, mask=mask, logprobs=logprobs, routed_experts=None, teacher_prompt=None)
+
+
+def _lay_turn_rewards(samples: Sequence[Sample]) -> Tensor | None:
+    """Put the rewards of turns on the last token of each; None if there are none."""
+    if not any(sample.turn_rewards for sample in samples):
+        return None
+    rewards, start = np.zeros(sum(len(sample.tokens) for sample in samples), np.float32), 0
+    for sample in samples:
+        for position, reward in sample.turn_rewards:
+            rewards[start + position] += reward
+        start += len(sample.tokens)
+    return torch.from_numpy(rewards)
+
+
+def _lay_branches(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    """Return the weights of tokens if any of the episodes has several branches."""
+    if all(sample.shares is None for sample in samples):
+        return {}
+    shares = [np.ones(len(sample.tokens)) if sample.shares is None else sample.shares for sample in samples]
+    tokens = [
+        np.full(len(sample.tokens), max(1.0, sample.episode_tokens or float(sample.mask.sum()))) for sample in samples
+    ]
+    return {
+        name: torch.from_numpy(np.concatenate(parts).astype(np.float32))
+        for name, parts in (("shares", shares), ("episode_tokens", tokens))
+    }
 
 
 def _lay_experts(samples: Sequence[Sample]) -> Tensor | None:

@@ -75,7 +75,7 @@ class RankPlan:
     rank: int
     refs: list[Any]  # [n] reference to each sample
     groups: npt.NDArray[np.int64]  # [n] prompt of each sample
-    indices: npt.NDArray[np.int64]  # [n] index of each response in its group
+    indices: npt.NDArray[np.int64]  # [n] index of each one's episode in its group
     scores: npt.NDArray[np.float64]  # [n]
     baselines: npt.NDArray[np.float64] | None  # [n] score of the greedy response, if requested
     forward: RaggedIndices  # micro-batches of forward passes over all samples
@@ -83,6 +83,7 @@ class RankPlan:
     policy: Updates
     critic: Updates | None = None
     components: dict[str, npt.NDArray[np.float64]] = field(default_factory=dict)  # [n] each: parts of the reward
+    branches: npt.NDArray[np.float64] | None = None  # [n] of the episode of each sample; None: all have one
 
     def __len__(self) -> int:
         """Return the number of samples on this rank."""
@@ -184,6 +185,7 @@ class Planner:
                 policy=policy[rank],
                 critic=critic[rank],
                 components=_collect_components([handles[i] for i in samples], self._components),
+                branches=_collect_branches([handles[i] for i in samples]),
             )
             for rank, samples in enumerate(shares.samples)
         ]
@@ -202,7 +204,7 @@ class Planner:
             "plan/updates": float(len(policy[0])),
             "plan/micro_batches": float(micro_batches),
             "plan/packing_efficiency": self._update.utilization(len(handles), computed, micro_batches * self.ranks),
-            **_describe_samples(handles, groups, scores),
+            **_describe_samples(handles),
         }
         if self._share_prompts:
             metrics["plan/computed_tokens"] = float(computed)
@@ -317,16 +319,25 @@ def _collect_baselines(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float6
     return np.array(baselines, np.float64) if len(baselines) == len(handles) else None
 
 
+def _collect_branches(handles: Sequence[SampleHandle]) -> npt.NDArray[np.float64] | None:
+    branches = np.array([handle.branches for handle in handles], np.float64)
+    return None if (branches == 1).all() else branches
+
+
 def _collect_components(handles: Sequence[SampleHandle], names: Sequence[str]) -> dict[str, npt.NDArray[np.float64]]:
     """Return the numbers that are named, of each sample; `score` is the score itself."""
     numbers = [{"score": handle.score, **handle.metrics} for handle in handles] if names else []
     return {name: np.array([each[name] for each in numbers], np.float64) for name in names}
 
 
-def _describe_samples(
-    handles: Sequence[SampleHandle], groups: npt.NDArray[np.int64], scores: npt.NDArray[np.float64]
-) -> dict[str, float]:
-    """Return statistics of rewards and response lengths. Groups of one sample are not groups without signal."""
+def _describe_samples(samples: Sequence[SampleHandle]) -> dict[str, float]:
+    """Return statistics of rewards and response lengths over episodes, each by its last branch.
+
+    Groups of one episode are not groups without signal.
+    """
+    handles = list({(each.group, each.index) if each.branches > 1 else id(each): each for each in samples}.values())
+    groups = np.fromiter((handle.group for handle in handles), np.int64, len(handles))
+    scores = np.fromiter((handle.score for handle in handles), np.float64, len(handles))
     responses = np.fromiter((handle.generated for handle in handles), np.int64, len(handles))
     truncated = sum(handle.finish_reason == "length" for handle in handles)
     order = np.argsort(groups, kind="stable")

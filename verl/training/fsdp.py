@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl.algorithms.aggregate import Totals, count_totals
-from verl.algorithms.objective import ModelOutput, ValueOutput
+from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
@@ -301,7 +301,7 @@ class FsdpEngine:
         return metrics if self._routing is None else {**metrics, **self._routing.metrics()}
 
     def _totals(self, micro_batches: Sequence[FlatBatch]) -> Totals:
-        parts = [count_totals(batch.mask, batch.offsets) for batch in micro_batches]
+        parts = [count_totals(batch.mask, batch.offsets, weigh_branches(batch)) for batch in micro_batches]
         counts = torch.tensor([sum(t.tokens for t in parts), sum(t.sequences for t in parts)], dtype=torch.float64)
         dist.all_reduce(counts)
         counts /= self.settings.sequence_parallel_size  # ranks that have the same batches

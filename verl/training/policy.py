@@ -189,17 +189,29 @@ class PolicyTrainer:
     def _compute_rewards(
         self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None
     ) -> tuple[AdvantageInputs, dict[str, float]]:
-        """Put each score on the last generated token, and subtract the KL penalty from all generated tokens."""
+        """Put rewards of turns on their last tokens and the rest of each score on the last generated token.
+
+        The KL penalty is subtracted from all generated tokens.
+        """
         scores, rewards = torch.from_numpy(plan.scores), torch.zeros(batch.num_tokens, dtype=torch.float64)
         indices, sequences = _last_generated(batch)
         rewards[indices] = scores[sequences]
+        if batch.turn_rewards is not None:
+            turns = batch.turn_rewards.double()
+            rewards[indices] -= segment_sum(turns, batch.offsets)[sequences]
+            rewards += turns
         penalty = torch.zeros_like(rewards)
         if self._reward_kl is not None:
             kind = self.algorithm.reward_kl_type
             kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
             penalty = self._reward_kl.beta * kl
+        branches = None if plan.branches is None else torch.from_numpy(plan.branches)
+        if branches is None or batch.shares is None:
+            penalties = segment_sum(penalty, batch.offsets)
+        else:  # an episode enters its group with the mean of its branches
+            penalties = segment_sum(penalty * batch.shares, batch.offsets) * branches
         inputs = AdvantageInputs(
-            scores=scores - segment_sum(penalty, batch.offsets),
+            scores=scores - penalties,
             groups=torch.from_numpy(plan.groups),
             mask=batch.mask,
             offsets=batch.offsets,
@@ -207,6 +219,9 @@ class PolicyTrainer:
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
             components={name: torch.from_numpy(values) for name, values in plan.components.items()},
+            episodes=torch.from_numpy(plan.indices),
+            branches=branches,
+            token_shares=None if batch.shares is None else batch.shares.double(),
             options=self.algorithm.estimator_options,
             rank=self.actor.data_rank,
             gather=self.actor.gather,

@@ -210,7 +210,7 @@ class EpisodeWorker:
         if scored := [sample for sample in samples if sample.failure is None]:
             self._latest[request.split, prompt.data_source] = prompt, scored[0]
         # In a thread: half of this worker's time would go into waiting for the object store.
-        handles = await asyncio.to_thread(lambda: [put_sample(each, index) for index, each in enumerate(samples)])
+        handles = await asyncio.to_thread(lambda: [put_sample(each) for each in samples])
         if request.split == "train" or len(samples) == 1:
             return handles
         answers = (extract_final_answer(self._decode_response(sample)) for sample in samples)
@@ -246,7 +246,7 @@ class EpisodeWorker:
         return SamplePreview(prompt.data_source, self._decode_response(sample), prompt.ground_truth, sample.score)
 
 
-def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
+def put_sample(sample: Sample) -> SampleHandle:
     """Put a sample into the object store and return its handle. A failed one is not stored."""
     generated = sample.versions[sample.mask]
     return SampleHandle(
@@ -259,9 +259,10 @@ def put_sample(sample: Sample, index: int = 0) -> SampleHandle:
         finish_reason=sample.finish_reason,
         metrics=sample.metrics,
         baseline=sample.baseline,
-        index=index,
+        index=sample.index,
         failure=sample.failure,
         prompt_tokens=int(sample.mask.argmax()) if len(generated) else len(sample.tokens),
         teacher_tokens=0 if sample.teacher_prompt is None else len(sample.teacher_prompt) + len(generated),
         engines=sample.engines,
+        branches=sample.branches,
     )

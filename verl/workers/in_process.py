@@ -20,7 +20,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -295,7 +295,7 @@ class TrainerWorker:
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
         planner = Planner(1, UpdateSizes(self._mini_batch_size or groups, None, self._micro_batch_tokens))
-        plan = planner.plan([put_sample(sample, index) for index, sample in enumerate(samples)])
+        plan = planner.plan([put_sample(replace(sample, index=index)) for index, sample in enumerate(samples)])
         [rank_plan] = plan.ranks
         prepared = self._policy.prepare(get_all(rank_plan.refs, timeout=UNLIMITED_S), rank_plan)
         updated = self._policy.update(rank_plan)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from verl.agents.deterministic_batcher import Generate
-from verl.agents.episode import EpisodeRunner, Transcript
+from verl.agents.episode import EpisodeRunner
+from verl.agents.transcript import Transcript
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Failed, Prompt, SamplingParams, Scored
@@ -30,7 +31,7 @@ def decode(tokens: Sequence[int]) -> str:
 
 async def accept(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
     assert prompt is PROMPT
-    assert decode(transcript.get_response()) == response
+    assert decode(transcript.last.completion.token_ids) == response
     return Scored(float(response.split()[0]), {"words": float(len(response.split()))})
 
 
@@ -48,16 +49,16 @@ async def test_one_sample_per_seed_with_prompt_and_response() -> None:
 
 async def test_tokens_that_the_model_did_not_generate_are_masked_and_not_scored() -> None:
     async def with_tool(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
-        transcript = Transcript(list(prompt.token_ids))
-        transcript.append_completion(await generate(transcript.tokens, sampling))
-        transcript.append_context([90, 91, 92])
-        transcript.append_completion(await generate(transcript.tokens, sampling))
+        transcript = Transcript()
+        first = transcript.add(prompt.token_ids, await generate(prompt.token_ids, sampling))
+        context = [90, 91, 92]
+        transcript.add(context, await generate([*first.get_tokens(), *context], sampling), first)
         return transcript
 
     [sample] = await EpisodeRunner(echo, accept, decode, with_tool).run(PROMPT, 0, [5], SamplingParams(max_tokens=4))
     assert sample.tokens.tolist() == [1, 2, 5, 2, 90, 91, 92, 5, 7]
     assert sample.mask.tolist() == [False, False, True, True, False, False, False, True, True]
-    assert sample.metrics == {"words": 4.0}
+    assert sample.metrics == {"words": 2.0}, "the last turn is scored"
     assert np.all((sample.versions >= 0) == sample.mask)
 
 
@@ -137,11 +138,11 @@ async def test_a_failed_baseline_fails_all_samples() -> None:
 
 
 def test_tokens_of_earlier_turns_keep_the_experts_that_they_were_generated_with() -> None:
-    transcript = Transcript([1, 2])
-    transcript.append_completion(Completion([3, 4], [0.0] * 2, [0] * 2, "stop", np.full((3, 1, 2), 5, np.uint8)))
-    transcript.append_context([9])
-    transcript.append_completion(Completion([6], [0.0], [0], "stop", np.full((5, 1, 2), 8, np.uint8)))
-    experts = transcript.to_sample(0, 0.0, {}).routed_experts
+    transcript = Transcript()
+    first = Completion([3, 4], [0.0] * 2, [0] * 2, "stop", np.full((3, 1, 2), 5, np.uint8))
+    second = Completion([6], [0.0], [0], "stop", np.full((5, 1, 2), 8, np.uint8))
+    transcript.add([9], second, transcript.add([1, 2], first))
+    experts = transcript.to_samples(0, 0, 0.0, {})[0].routed_experts
     assert experts is not None
     assert experts[:, 0, 0].tolist() == [5, 5, 5, 8, 8]
 
@@ -164,9 +165,11 @@ async def test_a_sample_carries_the_prompt_of_the_teacher() -> None:
 @pytest.mark.parametrize("context", [[90], []])
 async def test_only_a_response_right_after_its_prompt_can_have_another_prompt(context: list[int]) -> None:
     async def episode(prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
-        transcript = Transcript([*prompt.token_ids, 4] if not context else list(prompt.token_ids))
-        transcript.append_completion(await generate(transcript.tokens, sampling))
-        transcript.append_context(context)
+        transcript = Transcript()
+        start = prompt.token_ids if context else [*prompt.token_ids, 4]
+        first = transcript.add(start, await generate(start, sampling))
+        if context:
+            transcript.add(context, await generate([*first.get_tokens(), *context], sampling), first)
         return transcript
 
     with pytest.raises(ConfigError, match=r"use_own_chat_template: true supports only .*; set it to false"):

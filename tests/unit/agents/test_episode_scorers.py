@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 
-from verl.agents.episode import Transcript, score_by_function, score_by_model, weighted_sum
+from verl.agents.episode import score_by_function, score_by_model, weighted_sum
+from verl.agents.transcript import Transcript, Turn
 from verl.rewards.models.interface import ScoringFailure
-from verl.types import Failed, Prompt, Scored
+from verl.types import Completion, Failed, Prompt, Scored
 
 pytestmark = pytest.mark.unit
 
 PROMPT = Prompt(0, [1, 2], "sums", "46", {"level": 3}, raw=[{"role": "user", "content": "12+34"}])
-TRANSCRIPT = Transcript([1, 2, 9])
+TRANSCRIPT = Transcript([Turn([1, 2], Completion([9], [0.0], [0], "stop"))])
 
 
 async def function(source: str, answer: str, truth: Any, extra: dict[str, Any]) -> Scored | Failed:

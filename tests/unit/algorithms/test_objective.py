@@ -27,6 +27,8 @@ def example():
         returns=None,
         weights=None,
         chosen=None,
+        shares=None,
+        episode_tokens=None,
     )
     return output, batch, count_totals(mask, offsets)
 

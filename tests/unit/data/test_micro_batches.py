@@ -121,7 +121,7 @@ def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
 
 def put_sample_in_memory(sample: Sample, index: int) -> Any:
     with patch("verl.workers.episodes.put", lambda _: index):
-        return put_sample(sample, index)
+        return put_sample(sample)
 
 
 def test_the_prompt_of_a_handle_ends_before_the_first_generated_token() -> None:

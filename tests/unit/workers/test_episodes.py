@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from verl.agents.episode import EpisodeRunner, Transcript
+from verl.agents.episode import EpisodeRunner
+from verl.agents.transcript import Transcript
 from verl.errors import ProcessLostError
 from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored

@@ -1,0 +1,153 @@
+"""The tokens of an episode: a tree of turns, whose paths from the root to a leaf become samples.
+
+Tokens that the model generated are stored as the engine returned them, never decoded and tokenized again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from verl.types import Completion, Failed, Sample
+
+
+@dataclass(eq=False, slots=True)
+class Turn:
+    """What the model generated in one request, after `context`: tokens that are new since `parent`, and not generated.
+
+    The context of a turn without a parent is the whole prompt. `reward` is what this turn alone has earned.
+    """
+
+    context: list[int]
+    completion: Completion
+    parent: Turn | None = None
+    reward: float = 0.0
+
+    def path(self) -> list[Turn]:
+        """Return the turns from the root to this one."""
+        turns: list[Turn] = [self]
+        while (parent := turns[-1].parent) is not None:
+            turns.append(parent)
+        return turns[::-1]
+
+    def get_tokens(self) -> list[int]:
+        """Return all tokens up to the end of this turn."""
+        return [token for turn in self.path() for part in (turn.context, turn.completion.token_ids) for token in part]
+
+    def count_generated(self) -> int:
+        """Return the number of generated tokens up to the end of this turn."""
+        return sum(len(turn.completion.token_ids) for turn in self.path())
+
+
+@dataclass
+class Transcript:
+    """All turns of an episode, in the order in which they ended, and what became of it.
+
+    `score` is the reward that the episode gave itself, besides those of its turns; None: a reward function or model
+    scores it. With a `failure`, it is not trained on. `messages` are the conversation of an episode with several turns.
+    """
+
+    turns: list[Turn] = field(default_factory=list)
+    score: float | None = None
+    failure: Failed | None = None
+    is_truncated: bool = False  # ended by a limit of tokens, turns or time, and not by the model or its environment
+    metrics: dict[str, float] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+
+    def add(self, context: Sequence[int], completion: Completion, parent: Turn | None = None) -> Turn:
+        """Add a turn that continues `parent`, or starts with the whole prompt."""
+        turn = Turn(list(context), completion, parent)
+        self.turns.append(turn)
+        return turn
+
+    @property
+    def last(self) -> Turn:
+        return self.turns[-1]
+
+    def get_leaves(self) -> list[Turn]:
+        """Return the turns that no other turn continues: the ends of the branches."""
+        continued = {id(turn.parent) for turn in self.turns}
+        return [turn for turn in self.turns if id(turn) not in continued]
+
+    @property
+    def finish_reason(self) -> str:
+        return "length" if self.is_truncated else self.last.completion.finish_reason
+
+    def to_samples(self, group: int, index: int, score: float, metrics: dict[str, float]) -> list[Sample]:
+        """Return one sample for each branch. All have the score of the episode."""
+        leaves = self.get_leaves()
+        samples = [self._to_sample(leaf, group, index, score, metrics) for leaf in leaves]
+        if len(leaves) == 1:
+            return samples
+        uses = Counter(id(turn) for leaf in leaves for turn in leaf.path())
+        total = sum(len(turn.completion.token_ids) for turn in self.turns)
+        return [
+            replace(sample, branches=len(leaves), shares=_share_turns(leaf, uses), episode_tokens=total)
+            for leaf, sample in zip(leaves, samples, strict=True)
+        ]
+
+    def _to_sample(self, leaf: Turn, group: int, index: int, score: float, metrics: dict[str, float]) -> Sample:
+        tokens, mask, logprobs, versions = Parts(np.int32), Parts(np.bool_), Parts(np.float32), Parts(np.int32)
+        experts: npt.NDArray[np.integer] | None = None
+        rewards: list[tuple[int, float]] = []
+        for turn in leaf.path():
+            completion = turn.completion
+            for ids, is_generated in ((turn.context, False), (completion.token_ids, True)):
+                tokens.add(ids)
+                mask.fill(len(ids), is_generated)
+            logprobs.fill(len(turn.context), 0.0)
+            logprobs.add(completion.logprobs)
+            versions.fill(len(turn.context), -1)
+            versions.add(completion.versions)
+            if (routed := completion.routed_experts) is not None:
+                known = routed[:0] if experts is None else experts
+                # Tokens of earlier turns keep the experts that they were generated with.
+                experts = np.concatenate([known, routed[len(known) :]])
+            if turn.reward:
+                rewards.append((tokens.size - 1, turn.reward))
+        return Sample(
+            group=group,
+            tokens=tokens.join(),
+            mask=mask.join(),
+            logprobs=logprobs.join(),
+            versions=versions.join(),
+            score=score,
+            finish_reason=self.finish_reason if leaf is self.last else leaf.completion.finish_reason,
+            metrics=metrics,
+            routed_experts=experts,
+            engines=frozenset(turn.completion.engine for turn in leaf.path()),
+            turn_rewards=tuple(rewards),
+            index=index,
+        )
+
+
+def _share_turns(leaf: Turn, uses: Mapping[int, int]) -> npt.NDArray[np.float32]:
+    """Return 1 / the number of branches that contain the turn of each token."""
+    shares = Parts(np.float32)
+    for turn in leaf.path():
+        shares.fill(len(turn.context) + len(turn.completion.token_ids), 1 / uses[id(turn)])
+    return shares.join()
+
+
+class Parts:
+    """Arrays of one type that are concatenated at the end."""
+
+    def __init__(self, dtype: type) -> None:
+        self._dtype = dtype
+        self._arrays: list[npt.NDArray[Any]] = []
+        self.size = 0
+
+    def add(self, values: Any) -> None:
+        self._arrays.append(np.asarray(values, self._dtype))
+        self.size += len(self._arrays[-1])
+
+    def fill(self, count: int, value: float) -> None:
+        self.add(np.full(count, value, self._dtype))
+
+    def join(self) -> npt.NDArray[Any]:
+        return np.concatenate(self._arrays)
