@@ -41,6 +41,7 @@ from verl.config.schema.algorithm import Rejection
 from verl.rewards.settings import OverlongPenalty
 from verl.training.logprobs import LastLayer, vocabulary_kl
 
+UNBRANCHED = {"shares": None, "episode_tokens": None}  # every episode is one sequence
 LIMIT = 1e-6
 CASES = 1000
 
@@ -348,6 +349,7 @@ def policy(draw, batch, objective, weights, value, gradient) -> float:
                 "advantages": flat(part, "advantages"),
                 "weights": torch.tensor([w for x in part for w in weight_of[id(x)]], dtype=torch.float64),
                 "chosen": None,
+                **UNBRANCHED,
             }
             micro_batches.append(SimpleNamespace(**(fields | seen.fields)))
         totals = [count_totals(micro.mask, micro.offsets) for micro in micro_batches]
@@ -391,8 +393,7 @@ def objective(draw: random.Random) -> float:
         offsets=offsets,
         weights=None,
         chosen=None,
-        shares=None,
-        episode_tokens=None,
+        **UNBRANCHED,
         **{k: flat(batch, v) for k, v in names.items()},
     )
     ours = PolicyObjective(
@@ -506,7 +507,7 @@ def value_loss(draw: random.Random) -> float:
     values = torch.tensor([v for row in now for v in row], dtype=torch.float64, requires_grad=True)
     mask, offsets = layout(batch)
     target = torch.tensor([v for row in returns for v in row], dtype=torch.float64)
-    micro = SimpleNamespace(mask=mask, offsets=offsets, values=flat(batch, "values"), returns=target)
+    micro = SimpleNamespace(mask=mask, offsets=offsets, values=flat(batch, "values"), returns=target, **UNBRANCHED)
     loss, _ = ValueObjective(AlgorithmSettings(value_clip=eps, value_agg_mode=mode, scale=scale))(
         SimpleNamespace(values=values), micro, count_totals(mask, offsets)
     )
@@ -525,7 +526,7 @@ def outcome(draw: random.Random) -> float:
     mask, offsets = layout(batch)
     returns = torch.tensor([x.score for x in batch for _ in x.mask], dtype=torch.float64)
     lp = flat(batch, "lp").requires_grad_()
-    micro = SimpleNamespace(mask=mask, offsets=offsets, ref_logprobs=flat(batch, "ref"), returns=returns)
+    micro = SimpleNamespace(mask=mask, offsets=offsets, ref_logprobs=flat(batch, "ref"), returns=returns, **UNBRANCHED)
     loss, _ = OutcomeObjective(beta)(SimpleNamespace(logprobs=lp), micro, count_totals(mask, offsets))
     (ours,) = torch.autograd.grad(loss, lp)
     return max(difference(loss.item(), value), difference(ours.tolist(), [g for row in gradient for g in row]))
