@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import multiprocessing
 import os
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -102,18 +104,27 @@ def compare_reward_models(folder: Path) -> float:
     Qwen2ForSequenceClassification(config).save_pretrained(folder)
     texts = [[5 + k, *range(1, 2 + k)] for k in range(8)]
 
-    async def score(width: int) -> list[float]:
-        cores = "|".join(map(str, range(width)))
-        options: dict[str, Any] = {"tensor_parallel_size": width, "cpu_cores": cores}
-        actor = RewardActor(RewardModelSettings("vllm", str(folder), batch=8, deadline_s=120.0, **options))
+    context = multiprocessing.get_context("spawn")  # vLLM reads the settings of an engine once per process
+    with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as processes:
+        one, two = processes.map(score_texts, [str(folder)] * 2, [texts] * 2, [1, 2])
+    return max(abs(a - b) for a, b in zip(one, two, strict=True))
+
+
+def score_texts(model: str, texts: list[list[int]], width: int) -> list[float]:
+    cores = "|".join(map(str, range(width)))
+    settings = RewardModelSettings(
+        "vllm", model, batch=8, deadline_s=120.0, tensor_parallel_size=width, cpu_cores=cores
+    )
+
+    async def score() -> list[float]:
+        actor = RewardActor(settings)
         await actor.start()
         try:
             return [float(value) for value in await asyncio.gather(*map(actor.score, texts))]  # type: ignore[arg-type]
         finally:
             await actor.close()
 
-    one, two = (asyncio.run(score(width)) for width in (1, 2))
-    return max(abs(a - b) for a, b in zip(one, two, strict=True))
+    return asyncio.run(score())
 
 
 if __name__ == "__main__":
