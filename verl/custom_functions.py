@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+FILE_MODULE = "verl_custom_"  # how the names of modules begin that were loaded from a file
 
 
 def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
@@ -43,7 +44,7 @@ def _import_function(name: str, setting: str) -> Callable[..., Any]:
 
 def load_file(file: Path) -> ModuleType:
     """Import a Python file under a unique name: one called `math.py` shadows nothing."""
-    name = f"verl_custom_{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
+    name = f"{FILE_MODULE}{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None

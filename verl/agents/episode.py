@@ -74,6 +74,13 @@ async def skip_scoring(prompt: Prompt, transcript: Transcript, response: str) ->
     return Scored(0.0)
 
 
+async def refuse_to_score(prompt: Prompt, transcript: Transcript, response: str) -> Failed:
+    """Fail an episode that has no score, in a run whose episodes score themselves."""
+    graded = RewardInput(prompt.data_source, response, prompt.ground_truth)
+    fix = "Return a number from the agent, or set reward.custom_reward_function.path"
+    return make_failure("invalid", "the agent", "returned no score, and the run has no reward", graded, fix)
+
+
 def weighted_sum(function: EpisodeScorer, model: EpisodeScorer, weight: float) -> EpisodeScorer:
     """Return a scorer for function + weight * model, with both scores as metrics."""
 

@@ -51,7 +51,7 @@ class ChatRenderer:
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of a reply with the special tokens in it, but not the one that ends the turn."""
         ids = list(token_ids)
-        if ids and ids[-1] in self._tail_ids or ids[-1:] == [self._tokenizer.eos_token_id]:
+        if (ids and ids[-1] in self._tail_ids) or ids[-1:] == [self._tokenizer.eos_token_id]:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False))
 

@@ -57,6 +57,7 @@ class Aliases(NamedTuple):
 
 TRAIN_ALIASES = Aliases(
     {
+        f"{_ROLLOUT}.multi_turn.max_assistant_turns": f"{_ROLLOUT}.multi_turn.max_turns",
         # the sections of the policy, without their common parent
         "actor": _ACTOR,
         "rollout": _ROLLOUT,

@@ -9,7 +9,16 @@ from verl.config.schema.actor import CheckpointConfig, FsdpConfig, OptimConfig, 
 def uses_reward_function(config: Config) -> bool:
     """Whether a reward function scores responses, built-in or custom; a reward model alone needs none."""
     reward = config.reward
-    return not reward.reward_model.enable or bool(reward.functions) or reward.custom_reward_function.path is not None
+    if reward.functions or reward.custom_reward_function.path is not None:
+        return True
+    return not reward.reward_model.enable and not may_score_itself(config)
+
+
+def may_score_itself(config: Config) -> bool:
+    """Whether episodes bring their own score: from an environment, or from an agent of the user."""
+    rollout = config.actor_rollout_ref.rollout
+    is_custom = rollout.agent.default_agent_loop not in ("tool_agent", "single_turn")
+    return rollout.multi_turn.enable and (rollout.multi_turn.environment is not None or is_custom)
 
 
 def may_score_code(config: Config) -> bool:

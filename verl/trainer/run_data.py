@@ -8,8 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from verl.agents.agent_episode import AgentEpisode, load_agent
+from verl.agents.rendering import check_template
+from verl.agents.tool_sources import load_sources
 from verl.config.batch_sizes import get_max_sequence_tokens
-from verl.config.features import may_score_code, uses_task_rewards
+from verl.config.features import may_score_code, uses_reward_function, uses_task_rewards
 from verl.config.schema.actor import ModelConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.root import Config
@@ -33,6 +36,7 @@ from verl.data.vocabulary import describe_vocabulary_gap
 from verl.errors import ConfigError, DataError, RewardError
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer, resolve_scorer
 from verl.rewards.scorers import code
+from verl.trainer.worker_settings import agent_settings
 from verl.training.families import family_note, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
@@ -50,6 +54,18 @@ class RunData:
     reports: list[str]
     stop_token_ids: tuple[int, ...]
     vocabulary: int
+
+
+def check_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
+    """Check the tools, the agent and the chat template of episodes with several turns; return the tools' schemas."""
+    settings = agent_settings(config)
+    AgentEpisode(settings, tokenizer)  # loads what the settings name
+    if settings.agent not in ("tool_agent", "single_turn"):
+        load_agent(settings.agent, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    tools = [dict(schema) for source in load_sources(settings) for schema in source.list_schemas()]
+    if config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode == "strict":
+        check_template(tokenizer, tools, settings.template_kwargs, branches=settings.branch_per_turn)
+    return tools
 
 
 def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptions:
@@ -71,9 +87,12 @@ def read_data(config: Config) -> RunData:
     datasets: dict[str, DatasetSettings] = {}
     reports: list[str] = []
     val_sources: list[str] = []
+    tools = check_agents(config, tokenizer) if config.actor_rollout_ref.rollout.multi_turn.enable else []
     teacher, teacher_notes = _open_teacher(config, tokenizer) if config.distillation.enable else (None, [])
     for split, files in data_splits(config).items():
         options = prompt_options(config.data, is_training=split == "train")
+        if tools:  # their descriptions are part of the prompt
+            options = replace(options, chat_template_kwargs={**options.chat_template_kwargs, "tools": tools})
         if split == "train":
             options = replace(options, streaming=_should_stream(config))
         has_own_template = (
@@ -102,7 +121,7 @@ def read_data(config: Config) -> RunData:
         else:
             val_sources = sources
         unknown = sorted(source for source in set(sources) if resolve_scorer(config, source) is None)
-        if unknown and (split != "train" or uses_task_rewards(config)):
+        if unknown and uses_reward_function(config) and (split != "train" or uses_task_rewards(config)):
             others = f". The same holds for {', '.join(map(repr, unknown[1:6]))}" if len(unknown) > 1 else ""
             raise RewardError(f"{dataset.report.name}: {explain_no_scorer(unknown[0])}{others}")
         if may_score_code(config) and any(BUILTIN_SCORERS.get(source) == code.__name__ for source in sources):

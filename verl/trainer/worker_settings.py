@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
+from verl.agents.settings import AgentSettings
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
     BatchSizes,
@@ -268,6 +269,32 @@ def episode_settings(
         deadlines(config),
         list(reward_components(config)),
         scores_training=uses_task_rewards(config),
+        agent=agent_settings(config) if config.actor_rollout_ref.rollout.multi_turn.enable else None,
+    )
+
+
+def agent_settings(config: Config) -> AgentSettings:
+    """Return how episodes of several turns are played."""
+    rollout = config.actor_rollout_ref.rollout
+    multi_turn = rollout.multi_turn
+    return AgentSettings(
+        agent=rollout.agent.default_agent_loop,
+        environment=multi_turn.environment,
+        functions=multi_turn.function_tool_path,
+        tool_file=multi_turn.tool_config_path,
+        tool_server=multi_turn.tool_server,
+        format=multi_turn.format,
+        max_turns=multi_turn.max_turns,
+        max_user_turns=multi_turn.max_user_turns,
+        max_parallel_calls=multi_turn.max_parallel_calls,
+        max_invalid_calls=multi_turn.max_invalid_calls,
+        max_tool_response_length=multi_turn.max_tool_response_length,
+        tool_response_truncate_side=multi_turn.tool_response_truncate_side,
+        max_sequence_tokens=get_max_sequence_tokens(config),
+        branch_per_turn=multi_turn.use_inference_chat_template,
+        deadline_s=multi_turn.deadline_s,
+        tool_deadline_s=multi_turn.tool_deadline_s,
+        template_kwargs=config.data.apply_chat_template_kwargs,
     )
 
 

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
+from verl.agents.agent_episode import AgentEpisode
 from verl.agents.deterministic_batcher import DeterministicBatcher
 from verl.agents.episode import (
     EpisodeRunner,
     EpisodeScorer,
+    refuse_to_score,
     score_by_function,
     score_by_model,
+    single_turn,
     skip_scoring,
     weighted_sum,
 )
+from verl.agents.settings import AgentSettings
 from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
     MARGIN_S,
@@ -85,6 +89,7 @@ class EpisodeSettings:
     deadlines: Deadlines = DEFAULT_DEADLINES
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
     scores_training: bool = True  # False: only responses of validation are scored
+    agent: AgentSettings | None = None  # None: episodes of one turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +144,15 @@ class EpisodeWorker:
             generate=self._pool.generate,
             score=await self._build_scorer(tokenizer),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
+            episode=single_turn if settings.agent is None else AgentEpisode(settings.agent, tokenizer),
         )
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
         """Return the scorer: a reward function in a pool of processes, the reward model, their sum, or none."""
         reward, model = self._settings.reward, self._settings.model_reward
         by_model = None if model is None else self._build_model_scorer(tokenizer, model)
+        if reward is None and by_model is None and self._settings.agent is not None:
+            return refuse_to_score
         if reward is None:
             return by_model or skip_scoring
         rewards = open_rewards(reward)

@@ -16,6 +16,7 @@ _HYBRID = "actor_rollout_ref.hybrid_engine"
 _HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use the devices of the train workers")
 _IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
 _IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
+_IS_MULTI_TURN = needs(".enable")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
 
@@ -31,9 +32,64 @@ class ValidationSampling(Section):
 
 
 class MultiTurnConfig(Section):
-    enable: bool = setting(False, "Episodes of several turns, with tools.")
-    max_turns: Count | None = setting(None, "Maximum model turns per episode; null: no limit.", unit="turns")
-    tool_server: str | None = setting(None, "URL of a tool server.")
+    enable: bool = setting(False, "Episodes of several turns: tools, environments, custom agents.")
+    max_turns: Count | None = setting(
+        None, "Maximum turns of the model per episode; null: no limit.", unit="turns", only_if=_IS_MULTI_TURN
+    )
+    max_user_turns: Count | None = setting(
+        None,
+        "Maximum turns of tools or the environment per episode; null: no limit.",
+        unit="turns",
+        only_if=_IS_MULTI_TURN,
+    )
+    function_tool_path: str | None = setting(None, "Python file with @verl.tool functions.", only_if=_IS_MULTI_TURN)
+    tool_config_path: str | None = setting(None, "YAML file of tool classes.", only_if=_IS_MULTI_TURN)
+    tool_server: str | None = setting(None, "URL of a tool server.", only_if=_IS_MULTI_TURN, planned=True)
+    environment: str | None = setting(
+        None, "Class that episodes are played against, package.module:class or file.py:class.", only_if=_IS_MULTI_TURN
+    )
+    format: Literal["hermes", "qwen3_coder", "llama3_json", "gpt-oss", "glm", "deepseek", "kimi"] | None = setting(
+        None, "How the model writes tool calls; null: as its chat template says.", only_if=_IS_MULTI_TURN
+    )
+    max_parallel_calls: Count = setting(1, "Maximum tool calls per turn.", unit="calls", only_if=_IS_MULTI_TURN)
+    max_invalid_calls: int = setting(
+        3,
+        "Tool calls per episode that cannot be read or run; with one more the episode ends.",
+        unit="calls",
+        ge=0,
+        only_if=_IS_MULTI_TURN,
+    )
+    max_tool_response_length: Count = setting(
+        256, "Longer results of tools are truncated.", unit="characters", only_if=_IS_MULTI_TURN
+    )
+    tool_response_truncate_side: Literal["left", "middle", "right"] = setting(
+        "middle", "Where results of tools are truncated.", only_if=_IS_MULTI_TURN
+    )
+    use_inference_chat_template: bool = setting(
+        False,
+        "Render the whole conversation for every turn, each a branch of its own; false: append to what was generated.",
+        only_if=_IS_MULTI_TURN,
+    )
+    tokenization_sanity_check_mode: Literal["strict", "disable"] = setting(
+        "strict", "Whether chat templates that rewrite earlier turns are refused.", only_if=_IS_MULTI_TURN
+    )
+    deadline_s: Positive = setting(
+        3600.0, "An episode that takes longer ends as it is.", unit="seconds", only_if=_IS_MULTI_TURN
+    )
+    tool_deadline_s: Positive = setting(
+        60.0,
+        "A call of a tool or the environment that takes longer has failed.",
+        unit="seconds",
+        only_if=_IS_MULTI_TURN,
+    )
+
+
+class AgentConfig(Section):
+    default_agent_loop: str = setting(
+        "tool_agent",
+        "tool_agent, single_turn, or package.module:function; a row's column agent_name comes first.",
+        only_if=needs("actor_rollout_ref.rollout.multi_turn.enable"),
+    )
 
 
 class EngineArguments(Section):
@@ -144,4 +200,5 @@ class RolloutConfig(Section):
         None, "Tokens per rank and pass; null: same as the actor.", unit="tokens", only_if=BY_TOKENS
     )
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
-    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.", planned=True)
+    multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.")
+    agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.")

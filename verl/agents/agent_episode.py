@@ -1,0 +1,137 @@
+"""Runs an agent on a prompt as an episode: with its deadline, its limits, and a second attempt after a failure."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.agents.agents import Agent, EnvironmentAgent, Task, ToolAgent
+from verl.agents.chat_model import ChatModel, Parse
+from verl.agents.deterministic_batcher import Generate
+from verl.agents.episode import single_turn
+from verl.agents.errors import EpisodeLimitError, ToolFailureError
+from verl.agents.rendering import ChatRenderer
+from verl.agents.settings import AgentSettings
+from verl.agents.tool_calls import ParsedReply
+from verl.agents.tool_formats import FORMATS, detect_format
+from verl.agents.tool_sources import ToolSource, load_sources
+from verl.agents.transcript import Transcript
+from verl.custom_functions import load_function
+from verl.data.chat import read_prompt
+from verl.errors import ConfigError, DataError
+from verl.types import Failed, Prompt, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ATTEMPTS = 2  # of an episode whose tools or environment fail; a single call is never made twice
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+
+class AgentEpisode:
+    """An `Episode` that an agent plays. Made once per worker."""
+
+    def __init__(
+        self, settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]] = ()
+    ) -> None:
+        self._settings = settings
+        self._renderer = ChatRenderer(tokenizer, settings.template_kwargs)
+        self._sources: list[ToolSource] = load_sources(settings, tools)
+        self._parse = choose_parser(settings, tokenizer, self._sources)
+        self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(settings, self._sources)}
+        if settings.environment is not None:
+            make = load_agent(settings.environment, f"{_ROLLOUT}.multi_turn.environment")
+            self._agents["environment"] = EnvironmentAgent(settings, make)
+
+    async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
+        name = self._choose_agent(prompt)
+        if name == "single_turn":
+            return await single_turn(prompt, generate, sampling)
+        agent = self._agents.get(name) or load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop")
+        task = make_task(prompt)
+        for attempt in range(ATTEMPTS):
+            model = ChatModel(
+                generate,
+                self._renderer,
+                sampling,
+                self._parse,
+                max_sequence_tokens=self._settings.max_sequence_tokens,
+                max_turns=self._settings.max_turns,
+                branch_per_turn=self._settings.branch_per_turn,
+            )
+            transcript = await self._play(agent, task, model)
+            transcript.metrics |= {"turns": float(len(transcript.turns)), "attempts": float(attempt + 1)}
+            if transcript.failure is None:
+                break
+        return transcript
+
+    def _choose_agent(self, prompt: Prompt) -> str:
+        default = "environment" if self._settings.environment is not None else self._settings.agent
+        return str(prompt.extra_info.get("agent_name") or default)
+
+    async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
+        """Return the transcript of one attempt. An agent that does not end in time is left behind."""
+        playing = asyncio.ensure_future(agent(task, model))
+        try:
+            done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)
+        finally:
+            playing.cancel()  # no effect once it is done
+            model.close()
+        transcript = model.transcript
+        if not done:
+            transcript.is_truncated = True
+            transcript.metrics["deadline_exceeded"] = 1.0
+            if not transcript.turns:
+                transcript.failure = Failed("timeout", f"no reply within {self._settings.deadline_s:g} s")
+            return transcript
+        try:
+            transcript.score = playing.result()
+        except EpisodeLimitError:
+            transcript.is_truncated = True
+            if not transcript.turns:
+                transcript.failure = Failed("error", "the prompt leaves no tokens for a reply")
+        except ToolFailureError as error:
+            transcript.failure = Failed("error", str(error))
+        except Exception as error:  # noqa: BLE001 - the user's agent
+            name = getattr(agent, "__name__", type(agent).__name__)
+            transcript.failure = Failed("error", f"the agent {name} raised {type(error).__name__}: {error}")
+        return transcript
+
+
+def make_task(prompt: Prompt) -> Task:
+    """Return what an agent gets of a prompt."""
+    raw = read_prompt(prompt.raw) if prompt.raw is not None else None
+    if raw is None or isinstance(raw, str):
+        raise DataError(
+            f"row {prompt.row}: its prompt is text, but {_ROLLOUT}.multi_turn.enable=true needs chat messages; write "
+            'each prompt as [{"role": "user", "content": "..."}]'
+        )
+    row = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
+    return Task(raw, row)
+
+
+def load_agent(name: str, setting: str) -> Callable[..., Any]:
+    try:
+        return load_function(name, {}, setting)
+    except ValueError as error:
+        raise ConfigError([str(error)]) from error
+
+
+def choose_parser(settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, sources: Sequence[ToolSource]) -> Parse:
+    """Return the parser of tool calls; without tools, replies are text."""
+    if not sources and settings.format is None:
+        return lambda text, schemas: ParsedReply(text, ())
+    key = f"{_ROLLOUT}.multi_turn.format"
+    template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
+    name = settings.format or detect_format(template)
+    if name is None:
+        raise ConfigError(
+            [f"{key}: the chat template shows no known format of tool calls; set it to one of {', '.join(FORMATS)}"]
+        )
+    parser = FORMATS[name]
+
+    def parse(text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedReply:
+        return parser(text, schemas)
+
+    return parse

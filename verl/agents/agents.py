@@ -1,0 +1,199 @@
+"""Agents: what happens in an episode of several turns. Each asks the model as often as it likes.
+
+An agent is a coroutine `agent(task, model)`. It returns the score of the episode, or None to leave it to the run's
+reward. The built-in ones call tools (`ToolAgent`) or play with an environment (`EnvironmentAgent`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from verl.agents.chat_model import ChatModel, Reply
+from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
+from verl.agents.settings import AgentSettings
+from verl.agents.tool_calls import InvalidCall, ToolCall
+from verl.agents.tool_sources import ToolSource
+from verl.agents.tools import Tool, ToolResult, call_tools, truncate_text
+from verl.agents.user_code import call_method, with_deadline
+
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A row of the data: its prompt as messages, and all of its columns.
+
+    `row` has `data_source`, `ground_truth` and `extra_info`, which the model does not see.
+    """
+
+    messages: list[dict[str, Any]]
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+Agent = Callable[[Task, ChatModel], Awaitable["float | None"]]
+
+
+class ToolAgent:
+    """Lets the model call tools until it replies without a call."""
+
+    def __init__(self, settings: AgentSettings, sources: Sequence[ToolSource]) -> None:
+        self._settings, self._sources = settings, sources
+
+    async def __call__(self, task: Task, model: ChatModel) -> float | None:
+        async with AsyncExitStack() as stack:
+            found = [
+                tool for source in self._sources for tool in await stack.enter_async_context(source.open(task.row))
+            ]
+            await self._converse(task, model, select_tools(found, task.row))
+        return None
+
+    async def _converse(self, task: Task, model: ChatModel, tools: Sequence[Tool]) -> None:
+        settings, invalid, answers = self._settings, 0, 0
+        metrics = model.transcript.metrics
+        metrics |= {"tools/calls": 0.0, "tools/invalid_calls": 0.0}
+        messages = list(task.messages)
+        while True:
+            reply = await model.chat(messages, tools)
+            model.transcript.messages = messages = [*messages, reply.message]
+            if not reply.calls or reply.finish_reason == "length":
+                return
+            answers += 1
+            if settings.max_user_turns is not None and answers > settings.max_user_turns:
+                raise EpisodeLimitError(f"{settings.max_user_turns} turns of tools")
+            results = await self._answer(reply, tools)
+            mistakes = sum(isinstance(result, ToolError) for result in results)
+            metrics["tools/calls"] += len(results)
+            metrics["tools/invalid_calls"] += mistakes
+            invalid += mistakes
+            if invalid > settings.max_invalid_calls:
+                raise EpisodeLimitError(f"{settings.max_invalid_calls} invalid calls")
+            reply.turn.reward += sum(result.reward for result in results if isinstance(result, ToolResult))
+            messages = [*messages, *self._to_messages(reply, results)]
+            model.transcript.messages = messages
+
+    async def _answer(self, reply: Reply, tools: Sequence[Tool]) -> list[ToolResult | ToolError]:
+        """Run the calls of a reply, in its order. What cannot be read, or is one too many, is answered by a mistake."""
+        limit = self._settings.max_parallel_calls
+        accepted = [call for call in reply.calls[:limit] if isinstance(call, ToolCall)]
+        by_name = {tool.schema["function"]["name"]: tool for tool in tools}
+        calls = [(call.name, call.arguments) for call in accepted]
+        answered = iter(await call_tools(by_name, calls, self._settings.tool_deadline_s))
+        results: list[ToolResult | ToolError] = []
+        for index, call in enumerate(reply.calls):
+            if isinstance(call, InvalidCall):
+                results.append(ToolError(call.reason))
+            elif index >= limit:
+                results.append(ToolError(f"at most {limit} calls at a time are allowed"))
+            else:
+                results.append(next(answered))
+        return results
+
+    def _to_messages(self, reply: Reply, results: Sequence[ToolResult | ToolError]) -> list[dict[str, Any]]:
+        ids = iter(call["id"] for call in reply.message.get("tool_calls", ()))
+        limit, side = self._settings.max_tool_response_length, self._settings.tool_response_truncate_side
+        messages = []
+        for call, result in zip(reply.calls, results, strict=True):
+            text = result.text if isinstance(result, ToolResult) else f"Error: {result}"
+            message = {"role": "tool", "name": call.name or "unknown", "content": truncate_text(text, limit, side)}
+            messages.append(message | {"tool_call_id": next(ids) if isinstance(call, ToolCall) else "invalid"})
+        return messages
+
+
+def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
+    """Return the tools that a row names, all if it names none."""
+    extra = row.get("extra_info") or {}
+    wanted = extra.get("tool_selection") or extra.get("tools")
+    names = {tool.schema["function"]["name"]: tool for tool in tools}
+    if wanted is None:
+        return list(tools)
+    if unknown := [name for name in wanted if name not in names]:
+        raise ToolFailureError(f"a row of the data names the tool {unknown[0]!r}; there are: {', '.join(names)}")
+    return [names[name] for name in wanted]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The answer of an environment: messages for the model, the reward of the turn, and whether the episode is over."""
+
+    messages: Sequence[Message] = ()
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """What an episode plays against. Methods may be coroutines or not; `close` may be missing."""
+
+    def reset(self, row: Mapping[str, Any]) -> Any:
+        """Return the first messages for the model."""
+        ...
+
+    def step(self, reply: Reply) -> Any:
+        """Return a `Step`, or a tuple of its fields, for a reply of the model."""
+        ...
+
+
+class EnvironmentAgent:
+    """Plays an episode against an environment made for it. The sum of its rewards is the score."""
+
+    def __init__(self, settings: AgentSettings, make: Callable[[], Any]) -> None:
+        self._settings, self._make = settings, make
+
+    async def __call__(self, task: Task, model: ChatModel) -> float | None:
+        environment = self._make()
+        try:
+            messages = to_messages(await self._call(environment.reset, {"prompt": task.messages, **task.row}))
+            await self._play(environment, messages or list(task.messages), model)
+        finally:
+            if hasattr(environment, "close"):
+                await self._call(environment.close)
+        return 0.0
+
+    async def _play(self, environment: Any, messages: list[dict[str, Any]], model: ChatModel) -> None:
+        limit, steps = self._settings.max_user_turns, 0
+        while True:
+            reply = await model.chat(messages, ())
+            step = to_step(await self._call(environment.step, reply))
+            reply.turn.reward += step.reward
+            messages = [*messages, reply.message, *map(dict, step.messages)]
+            model.transcript.messages = messages
+            steps += 1
+            if step.done:
+                return
+            if reply.finish_reason == "length":
+                raise EpisodeLimitError("tokens")
+            if limit is not None and steps >= limit:
+                raise EpisodeLimitError(f"{limit} turns of the environment")
+
+    async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the environment. Whatever it raises is not the model's fault."""
+
+        name = f"{type(getattr(method, '__self__', method)).__name__}.{method.__name__}"
+        try:
+            return await with_deadline(call_method(method, *args), self._settings.tool_deadline_s, name)
+        except ToolFailureError:
+            raise
+        except Exception as error:  # the user's code
+            raise ToolFailureError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def to_step(value: Any) -> Step:
+    """Return what an environment returned: a `Step`, (messages, reward, done), or Gymnasium's five values."""
+    if isinstance(value, tuple):
+        if len(value) == 5:
+            observation, reward, terminated, truncated, _ = value
+            return Step(to_messages(observation), float(reward), bool(terminated or truncated))
+        messages, reward, done = value
+        return Step(to_messages(messages), float(reward), bool(done))
+    return value if isinstance(value, Step) else Step(to_messages(value.messages), float(value.reward), value.done)
+
+
+def to_messages(value: Any) -> list[dict[str, Any]]:
+    """Return messages as such; text is what the user says."""
+    if value is None:
+        return []
+    if isinstance(value, str):
+        return [{"role": "user", "content": value}]
+    return [dict(message) for message in value]

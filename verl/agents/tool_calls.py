@@ -1,0 +1,53 @@
+"""Tool calls as the model wrote them, independent of the format of its chat template."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A readable call. Whether the tool exists and accepts the arguments is checked by whoever executes it."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class InvalidCall:
+    """A tool call that cannot be read: the model's own mistake, which it is told about."""
+
+    text: str  # what the model wrote, shortened
+    reason: str  # one sentence for the model
+    name: str = ""  # of the tool, if it could be read
+
+
+Call = ToolCall | InvalidCall
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedReply:
+    """One turn of the model, split into text and calls.
+
+    `ParsedReply("Let me check.", (ToolCall("weather", {"city": "Oslo"}),))` is what the text of `content` followed by
+    one call is read as, in every format.
+    """
+
+    content: str  # text outside of the calls, stripped if there are calls
+    calls: tuple[Call, ...]  # in the order written
+
+
+class ReplyParser(Protocol):
+    """Splits the text of one turn into content and calls. Never raises, and takes time linear in the text."""
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
+        """Return the content and the calls of a turn.
+
+        Args:
+            text: One turn with its special tokens, without the token that ends the turn.
+            tools: Schemas of the tools as in a chat completion request. Formats that write arguments as plain text
+                convert them to the declared types.
+        """
+        ...

@@ -1,0 +1,175 @@
+"""Tools that a model may call: functions of the user, described by their signature and docstring.
+
+    @verl.tool
+    async def lookup(key: str, *, row) -> str:
+        \"\"\"Return the value of a key.
+
+        Args:
+            key: The name of the value.
+        \"\"\"
+        return row["extra_info"]["values"][key]
+
+The model sees the name, the description and the arguments. A keyword-only parameter `row` is not one of them: it gets
+the row of the data, so that every episode may have its own answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import functools
+import inspect
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from verl.agents.errors import ToolError, classify_error
+from verl.agents.user_code import call_in_process, with_deadline
+
+HIDDEN = "row"  # the parameter that the model does not see
+_ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
+_TRUNCATED = "...(truncated)..."
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a tool answers: text for the model, a reward for the turn that called it, and numbers for the metrics."""
+
+    text: str
+    reward: float = 0.0
+
+
+@runtime_checkable
+class Tool(Protocol):
+    """A tool: its JSON schema for the model, and a call. It belongs to one episode."""
+
+    @property
+    def schema(self) -> Mapping[str, Any]:
+        """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
+        """Run it. `ToolError`: the arguments are wrong; `ToolFailureError`: it cannot be run, or not in time."""
+        ...
+
+
+class FunctionTool:
+    """A function as a tool. Calling it calls the function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function, self._row = function, dict[str, Any]()
+        self._arguments = _build_arguments(function)
+        description, _ = _read_docstring(function)
+        parameters = self._arguments.model_json_schema()
+        parameters.pop("title", None)
+        for each in parameters.get("properties", {}).values():
+            each.pop("title", None)
+        self.name = function.__name__
+        self.schema: Mapping[str, Any] = {
+            "type": "function",
+            "function": {"name": self.name, "description": description, "parameters": parameters},
+        }
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def bind(self, row: Mapping[str, Any]) -> FunctionTool:
+        """Return the tool of an episode on this row."""
+        bound = copy.copy(self)
+        bound._row = dict(row)
+        return bound
+
+    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
+        try:
+            checked = self._arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            raise ToolError(_describe_mistakes(self.name, error)) from None
+        values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        if HIDDEN in inspect.signature(self._function).parameters:
+            values[HIDDEN] = self._row
+        if inspect.iscoroutinefunction(self._function):
+            return to_result(await with_deadline(self._function(**values), deadline_s, self.name))
+        return to_result(await call_in_process(self._function, values, deadline_s))
+
+
+def tool(function: Callable[..., Any]) -> FunctionTool:
+    """Make a function a tool: its name, annotations and docstring are what the model sees of it."""
+    return FunctionTool(function)
+
+
+def to_result(value: Any) -> ToolResult:
+    """Return what a tool returned: text, any JSON, or a `(text, reward)` pair."""
+    if isinstance(value, ToolResult):
+        return value
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float)):
+        return ToolResult(to_result(value[0]).text, float(value[1]))
+    return ToolResult(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def truncate_text(text: str, limit: int, side: str) -> str:
+    """Shorten text to `limit` characters, removing them on a `side`: left, right or middle.
+
+    >>> truncate_text("0123456789" * 3, 4, "middle")
+    '01...(truncated)...89'
+    """
+    if len(text) <= limit:
+        return text
+    if side == "left":
+        return _TRUNCATED + text[len(text) - limit :]
+    if side == "right":
+        return text[:limit] + _TRUNCATED
+    return text[: limit - limit // 2] + _TRUNCATED + text[len(text) - limit // 2 :]
+
+
+def _build_arguments(function: Callable[..., Any]) -> type[BaseModel]:
+    """Return a model of the arguments that a call must have."""
+    _, descriptions = _read_docstring(function)
+    fields: dict[str, Any] = {}
+    hints = inspect.get_annotations(function, eval_str=True)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == HIDDEN and parameter.kind is parameter.KEYWORD_ONLY:
+            continue
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"the tool {function.__name__} takes *{name}; name all arguments, so that a model can too")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[name] = (hints.get(name, str), Field(default, description=descriptions.get(name)))
+    return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
+
+
+def _read_docstring(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """Return the description of a function, and those of its arguments from an `Args:` section."""
+    text = inspect.getdoc(function) or ""
+    description, _, rest = text.partition("Args:")
+    section, _, _ = rest.partition("Returns:")
+    found = (_ARGUMENT.match(line) for line in section.splitlines())
+    return " ".join(description.split()), {match[1]: match[2].strip() for match in found if match}
+
+
+def _describe_mistakes(name: str, error: ValidationError) -> str:
+    problems = "; ".join(
+        f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}" for each in error.errors()[:4]
+    )
+    return f"the arguments of {name} are wrong: {problems}"
+
+
+async def call_tools(
+    tools: Mapping[str, Tool], calls: Sequence[tuple[str, Mapping[str, Any]]], deadline_s: float
+) -> list[ToolResult | ToolError]:
+    """Run the calls of one turn concurrently. Raise `ToolFailureError` if one cannot be run or does not end in time."""
+
+    async def run(name: str, arguments: Mapping[str, Any]) -> ToolResult | ToolError:
+        if name not in tools:
+            return ToolError(f"there is no tool {name!r}; there are: {', '.join(sorted(tools)) or 'none'}")
+        try:
+            return await tools[name].call(arguments, deadline_s)
+        except Exception as error:
+            if isinstance(result := classify_error(error), ToolError):
+                return result
+            raise result from error
+
+    return list(await asyncio.gather(*(run(name, arguments) for name, arguments in calls)))
