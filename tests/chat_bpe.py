@@ -1,9 +1,10 @@
 """A byte-level BPE tokenizer with merges and a chat template with tools: what real chat models have, but small."""
 
+import json
 from collections.abc import Sequence
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import Qwen2Tokenizer
 
 __all__ = ["TOOL_TEMPLATE", "bpe_tokenizer"]
 
@@ -27,23 +28,24 @@ _TEXTS = (
 
 def bpe_tokenizer(
     texts: Sequence[str] = _TEXTS, template: str = TOOL_TEMPLATE, vocabulary: int = 512
-) -> PreTrainedTokenizerFast:
-    """Return a tokenizer trained on `texts`, whose turns end with <|im_end|>."""
+) -> Qwen2Tokenizer:
+    """Return a tokenizer trained on `texts`, whose turns end with <|im_end|>. It may be saved with a Qwen2 model."""
     core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    core.pre_tokenizer = Qwen2Tokenizer(vocab={}, merges=[]).backend_tokenizer.pre_tokenizer
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
-        special_tokens=special,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     core.train_from_iterator(list(texts) * 4, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core,
+    model = json.loads(core.to_str())["model"]
+    return Qwen2Tokenizer(
+        vocab=model["vocab"],
+        merges=[tuple(merge) for merge in model["merges"]],
         eos_token="<|im_end|>",
         pad_token="<|endoftext|>",
+        unk_token="<|endoftext|>",
         additional_special_tokens=["<|im_start|>"],
         chat_template=template,
     )

@@ -44,6 +44,10 @@ class AgentEpisode:
             make = load_agent(settings.environment, f"{_ROLLOUT}.multi_turn.environment")
             self._agents["environment"] = EnvironmentAgent(settings, make)
 
+    def list_schemas(self) -> list[dict[str, Any]]:
+        """Return what the model sees of the tools."""
+        return [dict(schema) for source in self._sources for schema in source.list_schemas()]
+
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
         name = self._choose_agent(prompt)
         if name == "single_turn":

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.agents.settings import AgentSettings
+from verl.agents.tool_servers import load_mcp_servers, load_tool_server
 from verl.agents.tools import FunctionTool, Tool, ToolResult, to_result
 from verl.agents.user_code import call_method, with_deadline
 from verl.custom_functions import load_file, load_function
@@ -112,6 +113,8 @@ def load_sources(settings: AgentSettings, tools: Sequence[Any] = ()) -> list[Too
         sources.append(FunctionSource(functions))
     if settings.tool_file is not None:
         sources += load_tool_file(settings.tool_file)
+    if settings.tool_server is not None:
+        sources.append(load_tool_server(settings.tool_server, f"{SETTING}.tool_server"))
     names = [schema["function"]["name"] for source in sources for schema in source.list_schemas()]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ConfigError([f"{SETTING}: there are two tools {twice[0]!r}; rename one"])
@@ -150,7 +153,10 @@ def load_tool_file(path: str) -> list[ToolSource]:
     sources: list[ToolSource] = []
     for spec in specs:
         kind = (spec.get("config") or {}).get("type", "native")
-        if kind != "native":
-            raise ConfigError([f"{key}: {path} has a tool of type {kind!r}; only native tools are supported yet"])
-        sources.append(ClassSource(spec, f"{key}={path}"))
+        if kind == "mcp":
+            sources += load_mcp_servers(spec, f"{key}={path}", file.parent)
+        elif kind == "native":
+            sources.append(ClassSource(spec, f"{key}={path}"))
+        else:
+            raise ConfigError([f"{key}: {path} has a tool of type {kind!r}; set config.type to native or mcp"])
     return sources

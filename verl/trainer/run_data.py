@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.agent_episode import AgentEpisode, load_agent
 from verl.agents.rendering import check_template
-from verl.agents.tool_sources import load_sources
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.features import may_score_code, uses_reward_function, uses_task_rewards
 from verl.config.schema.actor import ModelConfig
@@ -59,10 +58,9 @@ class RunData:
 def check_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Check the tools, the agent and the chat template of episodes with several turns; return the tools' schemas."""
     settings = agent_settings(config)
-    AgentEpisode(settings, tokenizer)  # loads what the settings name
+    tools = AgentEpisode(settings, tokenizer).list_schemas()
     if settings.agent not in ("tool_agent", "single_turn"):
         load_agent(settings.agent, "actor_rollout_ref.rollout.agent.default_agent_loop")
-    tools = [dict(schema) for source in load_sources(settings) for schema in source.list_schemas()]
     if config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode == "strict":
         check_template(tokenizer, tools, settings.template_kwargs, branches=settings.branch_per_turn)
     return tools

@@ -134,10 +134,6 @@ def test_the_lora_snippet_loads() -> None:
 @pytest.mark.parametrize(
     ("text", "keys"),
     [
-        (
-            "rollout: {multi_turn: {enable: true, max_turns: 5, tool_server: 'http://tool-server:8080'}}",
-            {"actor_rollout_ref.rollout.multi_turn.tool_server"},
-        ),
         ("rollout: {name: sglang}", {"actor_rollout_ref.rollout.name"}),
         ("trainer: {prometheus: {enable: true, port: 9090}}", {"trainer.prometheus.enable"}),
         (

@@ -43,8 +43,10 @@ class MultiTurnConfig(Section):
         only_if=_IS_MULTI_TURN,
     )
     function_tool_path: str | None = setting(None, "Python file with @verl.tool functions.", only_if=_IS_MULTI_TURN)
-    tool_config_path: str | None = setting(None, "YAML file of tool classes.", only_if=_IS_MULTI_TURN)
-    tool_server: str | None = setting(None, "URL of a tool server.", only_if=_IS_MULTI_TURN, planned=True)
+    tool_config_path: str | None = setting(None, "YAML file of tool classes and MCP servers.", only_if=_IS_MULTI_TURN)
+    tool_server: str | None = setting(
+        None, "URL of a tool server: MCP (streamable HTTP) or plain JSON.", only_if=_IS_MULTI_TURN
+    )
     environment: str | None = setting(
         None, "Class that episodes are played against, package.module:class or file.py:class.", only_if=_IS_MULTI_TURN
     )

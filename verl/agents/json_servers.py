@@ -1,0 +1,149 @@
+"""Tool servers that speak plain JSON. `GET /tools` lists their tools, `POST /call` calls one:
+
+    {"name": "lookup", "arguments": {"key": "a"}, "episode": "6f1c..."}  ->  {"result": "7", "reward": 0.5}
+
+The reward may be missing. `{"error": "..."}` is a mistake of the model, which it reads. A server that keeps state keeps
+it by `episode`, a text that is different for every episode.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import ssl
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import httpx
+
+from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.tools import ToolResult, to_result
+from verl.redaction import redact
+
+CONNECT_S = 5.0  # other deadlines are those of the call
+_EXCERPT = 300
+_NOT_BY_THE_MODEL = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
+"""Statuses that say nothing about the arguments, unless the reply has an `error`."""
+create_ssl_context = lru_cache(ssl.create_default_context)  # reading the certificates takes longer than a request
+
+
+@dataclass(frozen=True, slots=True)
+class JsonServer:
+    """A tool server that speaks plain JSON below a URL."""
+
+    url: str
+
+    async def list_tools(self) -> list[Mapping[str, Any]]:
+        """Return the schemas of its tools. Raise `httpx.TransportError` if it cannot be reached."""
+        async with self.make_client() as client:
+            response = await client.get(self.join("tools"))
+        if not response.is_success:
+            raise ToolFailureError(f"GET /tools returned HTTP {response.status_code}")
+        tools = _read_json(response)
+        if isinstance(tools, Mapping):
+            tools = tools.get("tools")
+        if not isinstance(tools, list):
+            raise ToolFailureError(f"GET /tools returned no JSON list: {_excerpt(response)}")
+        return [to_schema(tool) for tool in tools]
+
+    def start_session(self) -> JsonSession:
+        return JsonSession(self)
+
+    def join(self, name: str) -> httpx.URL:
+        url = httpx.URL(self.url)
+        return url.copy_with(path=f"{url.path.rstrip('/')}/{name}")
+
+    def make_client(self) -> httpx.AsyncClient:
+        # A client per request: a connection that idles until the next call may be closed while it is sent.
+        return httpx.AsyncClient(verify=create_ssl_context(), timeout=httpx.Timeout(None, connect=CONNECT_S))
+
+
+class JsonSession:
+    """The calls of one episode."""
+
+    def __init__(self, server: JsonServer) -> None:
+        self._server, self._episode = server, uuid.uuid4().hex
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Send a call, once. Whether it has arrived is unknown if the connection breaks."""
+        body = {"name": name, "arguments": dict(arguments), "episode": self._episode}
+        try:
+            async with self._server.make_client() as client:
+                response = await client.post(self._server.join("call"), json=body)
+        except httpx.HTTPError as error:
+            problem = f"{type(error).__name__}: {error}"
+            raise ToolFailureError(f"{name}: the tool server {redact(self._server.url)}: {problem}") from error
+        try:
+            return read_reply(response)
+        except ToolFailureError as error:
+            raise ToolFailureError(f"{name}: the tool server {redact(self._server.url)} {error}") from error
+
+    async def close(self) -> None:
+        """Do nothing: the server has no session."""
+
+
+def read_reply(response: httpx.Response) -> ToolResult:
+    """Return the result of a call; raise `ToolError` for what the model did wrong."""
+    status, body = response.status_code, _read_json(response)
+    error = body.get("error") if isinstance(body, Mapping) else None
+    if 400 <= status < 500 and (error is not None or status not in _NOT_BY_THE_MODEL):
+        raise ToolError(_to_text(error) if error is not None else _excerpt(response) or f"HTTP {status}")
+    if not response.is_success:
+        raise ToolFailureError(f"returned HTTP {status}: {_excerpt(response)}")
+    if error is not None:
+        raise ToolError(_to_text(error))
+    if not isinstance(body, Mapping) or "result" not in body:
+        raise ToolFailureError(f'returned neither "result" nor "error": {_excerpt(response)}')
+    return ToolResult(_to_text(body["result"]), _read_reward(body.get("reward")))
+
+
+def to_schema(tool: Any) -> Mapping[str, Any]:
+    """Return the schema of a tool as in a chat completion request, from that or from `{name, parameters}`."""
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise ToolFailureError(f"GET /tools returned a tool without a name: {str(tool)[:_EXCERPT]}")
+    keys: Sequence[str] = ("parameters", "input_schema", "inputSchema")
+    parameters = next((function[key] for key in keys if function.get(key) is not None), None)
+    if parameters is None:
+        parameters = {"type": "object", "properties": {}}
+    if not isinstance(parameters, Mapping):
+        raise ToolFailureError(f"GET /tools returned no JSON schema for the parameters of {function['name']}")
+    description = str(function.get("description") or "")
+    return make_schema(function["name"], description, parameters)
+
+
+def make_schema(name: str, description: str, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of a tool as in a chat completion request."""
+    function = {"name": name, "description": description, "parameters": parameters}
+    return {"type": "function", "function": function}
+
+
+def replace_surrogates(text: str) -> str:
+    """Return text that can be encoded: JSON allows lone surrogates, tokenizers do not."""
+    return text.encode(errors="replace").decode()
+
+
+def _read_json(response: httpx.Response) -> Any:
+    try:
+        return json.loads(response.content)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_reward(reward: Any) -> float:
+    if reward is None:
+        return 0.0
+    if isinstance(reward, bool) or not isinstance(reward, (int, float)) or not math.isfinite(reward):
+        raise ToolFailureError(f"returned the reward {reward!r}, which is not a finite number")
+    return float(reward)
+
+
+def _to_text(value: Any) -> str:
+    return replace_surrogates(to_result(value).text)
+
+
+def _excerpt(response: httpx.Response) -> str:
+    return replace_surrogates(response.text[:_EXCERPT])

@@ -1,0 +1,315 @@
+"""MCP servers through the official SDK: over streamable HTTP, or as processes that talk over stdin and stdout.
+
+The SDK's cancel scopes have to be left by the task that entered them. So each session is opened, held and closed by a
+task of its own, while the calls of an episode, and the end of the episode, come from other tasks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+import anyio
+
+from verl.agents.errors import ToolError, ToolFailureError
+from verl.agents.json_servers import CONNECT_S, create_ssl_context, make_schema, replace_surrogates
+from verl.agents.tools import ToolResult, to_result
+from verl.redaction import redact
+
+if TYPE_CHECKING:
+    import httpx2
+    from mcp import ClientSession
+    from mcp.types import CallToolResult, ContentBlock, Tool
+
+_log = logging.getLogger(__name__)
+CLOSE_S = 15.0  # the SDK gives a process 2 s to end, and 2 s after SIGTERM
+DELETE_S = 5.0
+MAX_PAGES = 100  # of a list of tools
+MAX_EVENT_BYTES = 16 << 20
+_STDERR_CHARACTERS = 600
+_EPISODE = "verl/episode"  # in the metadata of calls, for servers whose protocol has no sessions
+_owners: set[asyncio.Task[None]] = set()  # loops hold their tasks only weakly
+
+
+class McpServer(Protocol):
+    """How to reach an MCP server."""
+
+    @property
+    def label(self) -> str:
+        """What messages call it."""
+        ...
+
+    def connect(self) -> AbstractAsyncContextManager[ClientSession]:
+        """Return a session, to be entered and left by one task. Nothing of it remains afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StdioServer:
+    """A program that is an MCP server, started for each session. It inherits few environment variables."""
+
+    name: str
+    command: str
+    args: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    cwd: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"the MCP server {self.name}"
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[ClientSession]:
+        from mcp.client.stdio import StdioServerParameters, stdio_client
+
+        parameters = StdioServerParameters(
+            command=self.command,
+            args=list(self.args),
+            env=dict(self.env),
+            cwd=self.cwd,
+            encoding_error_handler="replace",
+        )
+        with tempfile.TemporaryFile("w+") as stderr:
+            try:
+                async with stdio_client(parameters, stderr) as streams, _start_session(streams) as session:
+                    yield session
+            except Exception as error:  # the SDK raises groups of anything
+                raise ToolFailureError(_describe(error) + _read_tail(stderr)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class HttpServer:
+    """An MCP server behind a URL (streamable HTTP)."""
+
+    url: str
+    headers: Mapping[str, str] = field(default_factory=dict)
+    name: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"the MCP server {'' if self.name is None else f'{self.name} at '}{redact(self.url)}"
+
+    @asynccontextmanager
+    async def connect(self) -> AsyncIterator[ClientSession]:
+        import httpx2
+        from mcp.client.streamable_http import streamable_http_client
+
+        endpoint = _Endpoint()
+        client = httpx2.AsyncClient(
+            headers=dict(self.headers),
+            verify=create_ssl_context(),
+            timeout=httpx2.Timeout(None, connect=CONNECT_S),
+            limits=httpx2.Limits(max_keepalive_connections=0),  # one that idles may be closed while a call is sent
+            event_hooks={"response": [endpoint.read]},
+        )
+        async with client:
+            try:
+                transport = streamable_http_client(
+                    self.url, http_client=client, terminate_on_close=False, max_sse_event_size=MAX_EVENT_BYTES
+                )
+                async with transport as streams, _start_session(streams) as session:
+                    yield session
+            except Exception as error:  # the SDK raises groups of anything
+                raise ToolFailureError(_describe(error) + endpoint.describe_status()) from error
+            finally:  # the SDK does not end the session of a connection that broke
+                with anyio.move_on_after(DELETE_S, shield=True):
+                    await endpoint.delete_session(client)
+
+
+class _Endpoint:
+    """What the replies of a server say about a session."""
+
+    def __init__(self) -> None:
+        self._session: tuple[httpx2.URL, dict[str, str]] | None = None
+        self._status: int | None = None
+
+    async def read(self, response: httpx2.Response) -> None:
+        if response.request.method == "POST":
+            self._status = response.status_code if response.status_code >= 400 else None
+        if (session_id := response.headers.get("mcp-session-id")) and self._session is None:
+            self._session = response.request.url, {"mcp-session-id": session_id}
+
+    def describe_status(self) -> str:
+        return "" if self._status is None else f" (HTTP {self._status})"
+
+    async def delete_session(self, client: httpx2.AsyncClient) -> None:
+        import httpx2
+
+        if self._session is not None:
+            url, headers = self._session
+            with contextlib.suppress(httpx2.HTTPError):  # the server is gone, and the session with it
+                await client.delete(url, headers=headers)
+
+
+class McpSession:
+    """A session of one episode, opened by its first call."""
+
+    def __init__(self, server: McpServer) -> None:
+        self._server, self._episode = server, uuid.uuid4().hex
+        self._owner: asyncio.Task[None] | None = None
+        self._opening = anyio.CancelScope()
+        self._is_open, self._closing = asyncio.Event(), asyncio.Event()
+        self._session: ClientSession | None = None
+        self._problem: Exception | None = None
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        """Send a call, once. Whether it has arrived is unknown if the connection breaks."""
+        from mcp import MCPError
+        from mcp.types import INVALID_PARAMS, CallToolRequest, CallToolRequestParams, CallToolResult
+
+        session = await self._open()
+        fields = {"name": name, "arguments": dict(arguments), "_meta": {_EPISODE: self._episode}}
+        request = CallToolRequest(params=CallToolRequestParams.model_validate(fields))
+        try:
+            # Not `call_tool`, which lists all tools after the first call, to check what programs make of its result.
+            result = await session.send_request(request, CallToolResult)
+        except Exception as error:  # of the protocol, the connection, or the server
+            if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
+                raise ToolError(error.message) from None
+            await self._abandon(error)
+            raise ToolFailureError(f"{name}: {self._describe_problem()}") from error
+        return read_result(result)
+
+    async def list_tools(self) -> list[Mapping[str, Any]]:
+        """Return the schemas of all tools."""
+        session = await self._open()
+        try:
+            tools = await _list_tools(session)
+        except Exception as error:  # of the protocol, the connection, or the server
+            await self._abandon(error)
+            raise ToolFailureError(self._describe_problem()) from error
+        return [make_schema(tool.name, tool.description or "", tool.input_schema) for tool in tools]
+
+    async def close(self) -> None:
+        """End the session. If this is cancelled, the session's task still ends it."""
+        self._closing.set()
+        if not self._is_open.is_set():
+            self._opening.cancel()
+        if self._owner is None:
+            return
+        done, _ = await asyncio.wait([self._owner], timeout=CLOSE_S)
+        if not done:
+            _log.warning("%s does not end its session within %g s; it is abandoned", self._server.label, CLOSE_S)
+            self._owner.cancel()
+
+    async def _open(self) -> ClientSession:
+        if self._owner is None and not self._closing.is_set():
+            self._owner = asyncio.create_task(self._own())
+            _owners.add(self._owner)
+            self._owner.add_done_callback(_owners.discard)
+        if self._owner is not None:
+            await self._is_open.wait()
+        if self._session is None:
+            raise ToolFailureError(self._describe_problem())
+        return self._session
+
+    async def _own(self) -> None:
+        """Open the session, hold it until it is to be closed, and close it."""
+        try:
+            with self._opening:
+                async with self._server.connect() as session:
+                    self._session = session
+                    self._is_open.set()
+                    await self._closing.wait()
+                    if self._problem is not None:
+                        raise self._problem  # so that the server may explain it
+        except Exception as error:  # noqa: BLE001 - whoever calls gets it
+            self._problem = error
+        finally:
+            self._session = None
+            self._is_open.set()
+
+    async def _abandon(self, error: Exception) -> None:
+        """End a session that cannot be used any longer, and find out why."""
+        if self._problem is None:
+            self._problem = error
+        await self.close()
+
+    def _describe_problem(self) -> str:
+        problem = self._problem
+        return f"{self._server.label}: {_describe(problem) if problem is not None else 'the session is closed'}"
+
+
+def read_result(result: CallToolResult) -> ToolResult:
+    """Return the text of a result. Raise `ToolError` if the tool reports an error."""
+    text = "\n".join(_to_text(block) for block in result.content)
+    if not result.content and result.structured_content is not None:
+        text = to_result(result.structured_content).text
+    text = replace_surrogates(text)
+    if result.is_error:
+        raise ToolError(text or "the tool reports an error")
+    return ToolResult(text)
+
+
+def _to_text(block: ContentBlock) -> str:
+    """Return text as it is, and describe what a model cannot read."""
+    if block.type == "text":
+        return block.text
+    if block.type == "resource":
+        text = getattr(block.resource, "text", None)
+        return text if text is not None else f"[resource {block.resource.uri}, {block.resource.mime_type or 'binary'}]"
+    if block.type == "resource_link":
+        return f"[resource {block.uri}]"
+    return f"[{block.type}, {block.mime_type}]"
+
+
+@asynccontextmanager
+async def _start_session(streams: tuple[Any, Any]) -> AsyncIterator[ClientSession]:
+    """Open a session. Tools may keep state in it, so the protocol of 2026-07-28, which has none, is the last resort."""
+    from mcp import ClientSession, MCPError
+    from mcp.types import METHOD_NOT_FOUND, UNSUPPORTED_PROTOCOL_VERSION
+
+    async with ClientSession(*streams) as session:
+        try:
+            await session.initialize()
+        except MCPError as error:
+            if error.code not in (METHOD_NOT_FOUND, UNSUPPORTED_PROTOCOL_VERSION):
+                raise
+            await session.discover()
+            await _list_tools(session)  # says which arguments a call repeats in its headers
+        yield session
+
+
+async def _list_tools(session: ClientSession) -> list[Tool]:
+    from mcp.types import PaginatedRequestParams
+
+    tools: list[Tool] = []
+    cursor: str | None = None
+    for _ in range(MAX_PAGES):
+        page = await session.list_tools(params=PaginatedRequestParams(cursor=cursor))
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None:
+            break
+    return tools
+
+
+def _describe(error: BaseException) -> str:
+    """Return what went wrong, from groups of errors the one below the consequences."""
+    from mcp import MCPError
+
+    errors = list(_iter_errors(error))
+    first = next((each for each in errors if not isinstance(each, MCPError)), errors[0])
+    return str(first) if isinstance(first, (MCPError, ToolFailureError)) else f"{type(first).__name__}: {first}"
+
+
+def _iter_errors(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [each for inner in error.exceptions for each in _iter_errors(inner)]
+    return [error]
+
+
+def _read_tail(stderr: TextIO) -> str:
+    """Return the end of what a process has written. Its position in the file is not changed: the process shares it."""
+    size = os.fstat(stderr.fileno()).st_size
+    length = min(size, 4 * _STDERR_CHARACTERS)
+    text = os.pread(stderr.fileno(), length, size - length).decode(errors="replace").strip()
+    return f"; its last output: {redact(text[-_STDERR_CHARACTERS:])}" if text else ""
