@@ -5,14 +5,19 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import pickle
 import sys
-from collections.abc import Callable, Mapping
+import sysconfig
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from verl.private_files import check_owner
+
 F = TypeVar("F", bound=Callable[..., Any])
+PICKLE = ".pkl"  # the end of the names of files that the Python API writes
 FILE_MODULE = "verl_custom_"  # how the names of modules begin that were loaded from a file
 
 
@@ -30,9 +35,8 @@ def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
 def _import_function(name: str, setting: str) -> Callable[..., Any]:
     path, _, attribute = name.rpartition(":")
     try:
-        module = load_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
-        function = getattr(module, attribute)
-    except (ImportError, AttributeError, OSError) as error:
+        function = _find_function(path, attribute)
+    except (ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
             f"{setting}: {name!r} cannot be imported: {error}; it must be package.module:function, importable where "
             "the run starts (add its folder to PYTHONPATH)"
@@ -40,6 +44,13 @@ def _import_function(name: str, setting: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{setting}: {name!r} is {type(function).__name__}, it must be a function")
     return function
+
+
+def _find_function(path: str, attribute: str) -> Any:
+    if path.endswith(PICKLE):
+        return load_pickle(Path(path))[attribute]
+    module = load_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
+    return getattr(module, attribute)
 
 
 def load_file(file: Path) -> ModuleType:
@@ -56,3 +67,32 @@ def load_file(file: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def pickle_by_value(value: Any, functions: Sequence[Any]) -> bytes:
+    """Pickle `value` with the code of the modules that define `functions`: they need not be importable elsewhere."""
+    import cloudpickle
+
+    names = {getattr(function, "__module__", None) or "" for function in functions} - {"__main__"}
+    modules = [module for name in names if (module := sys.modules.get(name)) is not None and not _is_installed(module)]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        return bytes(cloudpickle.dumps(value))
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+@cache
+def load_pickle(file: Path) -> dict[str, Any]:
+    """Return the objects in a file that the Python API wrote. One that another user may have planted is refused."""
+    check_owner(file)
+    objects: dict[str, Any] = pickle.loads(file.read_bytes())
+    return objects
+
+
+def _is_installed(module: ModuleType) -> bool:
+    file = getattr(module, "__file__", None)
+    installed = [Path(path).resolve() for path in set(sysconfig.get_paths().values())]
+    return file is None or any(Path(file).resolve().is_relative_to(path) for path in installed)

@@ -32,12 +32,10 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 class AgentEpisode:
     """An `Episode` that an agent plays. Made once per worker."""
 
-    def __init__(
-        self, settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Callable[..., Any]] = ()
-    ) -> None:
+    def __init__(self, settings: AgentSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._settings = settings
         self._renderer = ChatRenderer(tokenizer, settings.template_kwargs)
-        self._sources: list[ToolSource] = load_sources(settings, tools)
+        self._sources: list[ToolSource] = load_sources(settings)
         self._parse = choose_parser(settings, tokenizer, self._sources)
         self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(settings, self._sources)}
         if settings.environment is not None:

@@ -15,7 +15,7 @@ from verl.agents.settings import AgentSettings
 from verl.agents.tool_servers import load_mcp_servers, load_tool_server
 from verl.agents.tools import FunctionTool, Tool, ToolResult, to_result
 from verl.agents.user_code import call_method, with_deadline
-from verl.custom_functions import load_file, load_function
+from verl.custom_functions import PICKLE, load_file, load_function, load_pickle
 from verl.errors import ConfigError
 
 SETTING = "actor_rollout_ref.rollout.multi_turn"
@@ -103,14 +103,11 @@ class ClassSource:
         return [self._schema]
 
 
-def load_sources(settings: AgentSettings, tools: Sequence[Any] = ()) -> list[ToolSource]:
-    """Load everything that the settings name; `tools` are functions of a Python caller."""
+def load_sources(settings: AgentSettings) -> list[ToolSource]:
+    """Load everything that the settings name."""
     sources: list[ToolSource] = []
-    functions = [tool if isinstance(tool, FunctionTool) else FunctionTool(tool) for tool in tools]
     if settings.functions is not None:
-        functions += load_functions(settings.functions)
-    if functions:
-        sources.append(FunctionSource(functions))
+        sources.append(FunctionSource(load_functions(settings.functions)))
     if settings.tool_file is not None:
         sources += load_tool_file(settings.tool_file)
     if settings.tool_server is not None:
@@ -127,6 +124,8 @@ def load_functions(path: str) -> list[FunctionTool]:
     file = Path(path).expanduser()
     if not file.is_file():
         raise ConfigError([f"{key}: there is no file {path}; set it to a Python file with @verl.tool functions"])
+    if file.suffix == PICKLE:
+        return [each if isinstance(each, FunctionTool) else FunctionTool(each) for each in load_pickle(file)["tools"]]
     try:
         module = load_file(file)
     except Exception as error:  # the user's code

@@ -75,6 +75,9 @@ class FunctionTool:
         }
         functools.update_wrapper(self, function)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FunctionTool, (self._function,)
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

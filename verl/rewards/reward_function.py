@@ -16,8 +16,6 @@ import importlib
 import inspect
 import logging
 import pickle
-import sys
-import sysconfig
 import traceback
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
@@ -317,23 +315,14 @@ def _format_user_traceback(error: BaseException) -> str:
 
 def pack_function(function: Scorer) -> bytes:
     """Pickle a function by value, with all it refers to: it need not be importable where it is loaded."""
-    import cloudpickle
-
-    module = sys.modules.get(getattr(function, "__module__", None) or "")
-    by_value = module is not None and module.__name__ != "__main__" and not _is_installed(module)
-    if by_value:
-        cloudpickle.register_pickle_by_value(module)
     try:
-        return bytes(cloudpickle.dumps(function))
+        return custom_functions.pickle_by_value(function, [function])
     except Exception as error:
         name = getattr(function, "__qualname__", type(function).__qualname__)
         raise RewardError(
             f"{name}: cannot be sent to the reward workers: {error}. It may refer only to plain data and importable "
             "objects; open files, models and locks inside the function"
         ) from error
-    finally:
-        if by_value:
-            cloudpickle.unregister_pickle_by_value(module)
 
 
 def unpack_function(function: bytes | Scorer) -> Scorer:
@@ -347,9 +336,3 @@ def _prompt_text(extra_info: Mapping[str, Any] | None, where: str) -> str:
     if raw is None:
         raise RewardError(f"{where}: takes `prompt`, but the row has no prompt (extra_info['raw_prompt'])")
     return raw if isinstance(raw, str) else str(raw[-1]["content"])
-
-
-def _is_installed(module: ModuleType) -> bool:
-    file = getattr(module, "__file__", None)
-    installed = [Path(path).resolve() for path in set(sysconfig.get_paths().values())]
-    return file is None or any(Path(file).resolve().is_relative_to(path) for path in installed)

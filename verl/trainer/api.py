@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from verl.checkpoint.manifest import CheckpointDir
 from verl.config.load import LoadedConfig, load_dict
 from verl.config.paths import set_path
+from verl.custom_functions import PICKLE, pickle_by_value
 from verl.data.prompts import Prompts, write_rows
 from verl.errors import CheckpointError, ConfigError, EngineError
-from verl.private_files import make_folder
+from verl.private_files import create_private_file, make_folder
 from verl.tracking.console import Console
 from verl.trainer.launcher import train
 from verl.workers.inputs import check_model, find_tokenizer
@@ -110,6 +111,9 @@ class _Trainer:
         reward: Reward | str | Path | None = None,
         prompts: Prompts | None = None,
         validation: Prompts | None = None,
+        tools: Sequence[Callable[..., Any]] = (),
+        environment: Callable[[], Any] | str | None = None,
+        agent: Callable[..., Any] | str | None = None,
         folder: str | Path = "verl-run",
         local: bool = False,
     ) -> None:
@@ -125,11 +129,15 @@ class _Trainer:
             prompts: Texts, conversations, rows with a "prompt", a dataset or DataLoader of these, or the path of a
                 file.
             validation: Prompts to validate on before and after training.
+            tools: Functions that the model may call, with or without `@verl.tool`.
+            environment: Class that each episode plays against, with `reset`, `step` and maybe `close`.
+            agent: Coroutine function that plays an episode: `agent(task, model)`, or `agent(task, base_url, api_key)`.
             folder: Folder for everything that the run writes.
             local: Run in this process, without Ray, so that breakpoints work.
         """
         self.model, self.tokenizer, self.config = model, tokenizer, config or TrainingConfig()
         self.reward, self.prompts, self.validation = reward, prompts, validation
+        self.tools, self.environment, self.agent = tools, environment, agent
         self.folder, self.local = Path(folder), local
 
     def train(self, prompts: Prompts | None = None) -> TrainResult:
@@ -202,6 +210,7 @@ class _Trainer:
             "trainer.resume_mode": "disable",
             "trainer.default_local_dir": str(folder),
             **_reward_settings(self.reward),
+            **_agent_settings(self.tools, self.environment, self.agent, folder),
             "algorithm.adv_estimator": self._estimator,
             "actor_rollout_ref.rollout.n": config.group_size or self._group_size,
             self._kl_switch: uses_kl,
@@ -259,6 +268,36 @@ def _reward_settings(reward: Reward | str | Path | None) -> dict[str, Any]:
         return {f"{function}.path": str(reward)}
     name = getattr(reward, "__name__", type(reward).__name__)
     return {f"{function}.path": f"python:{getattr(reward, '__module__', '')}", f"{function}.name": name}
+
+
+def _agent_settings(
+    tools: Sequence[Callable[..., Any]],
+    environment: Callable[[], Any] | str | None,
+    agent: Callable[..., Any] | str | None,
+    folder: Path,
+) -> dict[str, Any]:
+    """Return the settings of episodes with several turns. Objects are written to a file, which workers load."""
+    if not tools and environment is None and agent is None:
+        return {}
+    file = folder.resolve() / f"agents{PICKLE}"
+    given = {"environment": environment, "agent": agent}
+    objects: dict[str, Any] = {name: value for name, value in given.items() if callable(value)}
+    names = {name: f"{file}:{name}" if name in objects else value for name, value in given.items()}
+    if tools:
+        objects["tools"] = list(tools)
+    try:
+        pickled = pickle_by_value(objects, [*tools, *objects.values()])
+    except Exception as error:
+        raise ConfigError([f"{', '.join(objects)}: cannot be sent to the workers: {error}"]) from error
+    create_private_file(file)
+    file.write_bytes(pickled)
+    rollout = "actor_rollout_ref.rollout"
+    return {
+        f"{rollout}.multi_turn.enable": True,
+        **({f"{rollout}.multi_turn.function_tool_path": str(file)} if tools else {}),
+        **({f"{rollout}.multi_turn.environment": names["environment"]} if environment is not None else {}),
+        **({f"{rollout}.agent.default_agent_loop": names["agent"]} if agent is not None else {}),
+    }
 
 
 def _save(model: Any, folder: Path) -> str | None:

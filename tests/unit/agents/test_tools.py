@@ -156,7 +156,9 @@ def test_wrong_files_of_tools_are_configuration_errors(settings: AgentSettings, 
         load_sources(settings)
 
 
-def test_two_tools_of_one_name_are_refused() -> None:
-    tool = load_functions(FILE)[0]
+def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    file = tmp_path / "tools.yaml"
+    file.write_text(COUNTER.replace("name: count", "name: lookup"))
     with pytest.raises(ConfigError, match="two tools 'lookup'"):
-        load_sources(AgentSettings(functions=FILE), [tool])
+        load_sources(AgentSettings(functions=FILE, tool_file=str(file)))
