@@ -583,14 +583,17 @@ def kl(lp: float, ref: float, name: str) -> Slope:
     return (results[0], -x) if name.endswith("+") else results
 
 
-def exact_kl(current: list[float], other: list[float]) -> tuple[float, list[float]]:
-    """sum_v p(v) * (log p(v) - log q(v)) of two rows of logits, and its derivative by each logit of p."""
+def exact_kl(current: list[float], other: list[float], floor: float = -math.inf) -> tuple[float, list[float]]:
+    """sum_v p(v) * (log p(v) - log q(v)) of two rows of logits, and its derivative by each logit of p.
+
+    Log-probs below the floor count as the floor, in sg[log p(v) - log q(v)]: p(v) is as it is.
+    """
     logs = []
     for row in (current, other):
         largest = max(row)
         total = math.fsum(math.exp(x - largest) for x in row)
         logs.append([x - largest - math.log(total) for x in row])
-    gaps = [a - b for a, b in zip(*logs, strict=True)]
+    gaps = [max(a, floor) - max(b, floor) for a, b in zip(*logs, strict=True)]
     kl = math.fsum(math.exp(a) * gap for a, gap in zip(logs[0], gaps, strict=True))
     return kl, [math.exp(a) * (gap - kl) for a, gap in zip(logs[0], gaps, strict=True)]
 

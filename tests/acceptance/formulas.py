@@ -33,9 +33,16 @@ from verl.algorithms.correction import (
     mismatch_moments,
     rejection_mask,
 )
-from verl.algorithms.losses import KL_KINDS, PER_SEQUENCE, LossInputs, kl_penalty
+from verl.algorithms.losses import (
+    KL_KINDS,
+    PER_SEQUENCE,
+    LossInputs,
+    clamp_teacher_kl,
+    estimate_teacher_kl,
+    kl_penalty,
+)
 from verl.algorithms.objective import OutcomeObjective, PolicyObjective, ValueObjective
-from verl.algorithms.settings import AlgorithmSettings, EstimatorOptions, KlController, LossOptions
+from verl.algorithms.settings import AlgorithmSettings, Distillation, EstimatorOptions, KlController, LossOptions
 from verl.algorithms.testing import run_on_ranks
 from verl.config.schema.algorithm import Rejection
 from verl.rewards.settings import OverlongPenalty
@@ -478,6 +485,39 @@ def teacher_kl(draw: random.Random) -> float:
     )
 
 
+def clamped_teacher_kl(draw: random.Random) -> float:
+    """The exact KL to a teacher with a floor of log-probs and a bound of each token, where it has no gradient."""
+    size, positions, reach = draw.randint(1, 12), draw.randint(1, 5), draw.choice([1.0, 10.0])
+    rows, others = ([[reach * draw.gauss(0, 1) for _ in range(size)] for _ in range(positions)] for _ in range(2))
+    floor, bound = -draw.uniform(0.1, 12), draw.uniform(0.01, 12)
+    outcomes = [ref.exact_kl(*pair, floor) for pair in zip(rows, others, strict=True)]
+    unit = torch.eye(size, dtype=torch.float64)
+    current = LastLayer(torch.tensor(rows, dtype=torch.float64).requires_grad_(), unit)
+    other = LastLayer(torch.tensor(others, dtype=torch.float64), unit, floor=floor)
+    ours, _ = clamp_teacher_kl(
+        vocabulary_kl(current, other, chunk=draw.randint(1, 5)), Distillation("loss", loss_max_clamp=bound)
+    )
+    (gradient,) = torch.autograd.grad(ours.sum(), current.hidden)
+    slopes = [slope if abs(value) <= bound else 0.0 for value, slopes in outcomes for slope in slopes]
+    return max(
+        difference(ours.tolist(), [ref.clip(value, -bound, bound) for value, _ in outcomes]),
+        difference(gradient.flatten().tolist(), slopes),
+    )
+
+
+def sampled_teacher_kl(draw: random.Random) -> float:
+    """The KL to a teacher at the sampled tokens, with a floor of log-probs and a bound of each token."""
+    batch, floor, bound = with_policies(draw, random_batch(draw)), -draw.uniform(0.1, 12), draw.uniform(0.01, 12)
+    options = Distillation(log_prob_min_clamp=floor, loss_max_clamp=bound)
+    ours, is_clamped = clamp_teacher_kl(estimate_teacher_kl(flat(batch, "old"), flat(batch, "ref"), options), options)
+    pairs = [pair for x in batch for pair in zip(x.old, x.ref, strict=True)]
+    gaps = [max(old, floor) - max(other, floor) for old, other in pairs]
+    return max(
+        difference(ours.tolist(), [ref.clip(gap, -bound, bound) for gap in gaps]),
+        difference(is_clamped.tolist(), [abs(gap) > bound for gap in gaps]),
+    )
+
+
 def aggregation(mode):
     def case(draw: random.Random) -> float:
         batch, scale = random_batch(draw), draw.uniform(1, 50)
@@ -652,6 +692,8 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     **{f"kl {form}": kl_form(form) for form in KL_FORMS},
     "kl full": exact_kl,
     "kl to a teacher": teacher_kl,
+    "kl to a teacher, clamped": clamped_teacher_kl,
+    "kl to a teacher, sampled, clamped": sampled_teacher_kl,
     **{f"aggregation {mode}": aggregation(mode) for mode in MODES},
     **{
         f"weights {level}{', mean 1' if normalize else ''}": weights(level, normalize)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from verl.algorithms.aggregate import segment_ids, segment_sum
-from verl.algorithms.settings import LossOptions
+from verl.algorithms.settings import Distillation, LossOptions
 
 MAX_LOG_RATIO = 20.0
 MAX_SEQUENCE_LOG_RATIO = 10.0
@@ -174,6 +174,20 @@ def kl_penalty(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
         return value
     k2 = _estimate_kl(logprobs, ref_logprobs, "k2")
     return value.detach() + k2 - k2.detach()
+
+
+def estimate_teacher_kl(logprobs: Tensor, teacher_logprobs: Tensor, o: Distillation) -> Tensor:
+    """Return lp - lp_teacher of each token [T], both at least `log_prob_min_clamp`."""
+    if o.log_prob_min_clamp is not None:
+        logprobs, teacher_logprobs = (each.clamp(min=o.log_prob_min_clamp) for each in (logprobs, teacher_logprobs))
+    return kl_penalty(logprobs, teacher_logprobs, "k1")
+
+
+def clamp_teacher_kl(kl: Tensor, o: Distillation) -> tuple[Tensor, Tensor | None]:
+    """Return the KL of each token [T] within +-`loss_max_clamp`, and where that removed its gradient; None: nowhere."""
+    if o.loss_max_clamp is None:
+        return kl, None
+    return kl.clamp(-o.loss_max_clamp, o.loss_max_clamp), kl.detach().abs() > o.loss_max_clamp
 
 
 def _estimate_kl(logprobs: Tensor, ref_logprobs: Tensor, name: str) -> Tensor:

@@ -19,6 +19,7 @@ from verl.algorithms.losses import (
     PER_SEQUENCE,
     LossInputs,
     PolicyLoss,
+    clamp_teacher_kl,
     kl_penalty,
     value_loss,
 )
@@ -116,8 +117,11 @@ class PolicyObjective:
             metrics["actor/kl_loss"] = kl.detach()
         if algorithm.distillation is not None and algorithm.distillation.mode == "loss":
             teacher_kl = _require(output.teacher_kl, "teacher_kl")
-            loss = loss + algorithm.distillation.coef * share(teacher_kl)
+            clamped, is_clamped = clamp_teacher_kl(teacher_kl, algorithm.distillation)
+            loss = loss + algorithm.distillation.coef * share(clamped)
             metrics["actor/distillation_kl"] = token_mean(teacher_kl)
+            if is_clamped is not None:
+                metrics["actor/distillation_clipfrac"] = token_mean(is_clamped)
         return loss, metrics
 
     def _weights(self, inputs: LossInputs, weights: Tensor | None) -> Tensor | float:

@@ -79,6 +79,8 @@ class Distillation:
 
     mode: str = "reward"
     coef: float = 1.0
+    log_prob_min_clamp: float | None = None  # log-probs of both models below it count as it
+    loss_max_clamp: float | None = None  # bound of a token's KL, above and below 0
 
 
 @dataclass(frozen=True, slots=True)

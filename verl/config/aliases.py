@@ -100,6 +100,9 @@ TRAIN_ALIASES = Aliases(
         "distillation.enabled": "distillation.enable",
         "distillation.distillation_loss.use_task_rewards": "distillation.use_task_rewards",
         "distillation.distillation_loss.use_policy_gradient": "distillation.mode",
+        "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
+        "distillation.distillation_loss.log_prob_min_clamp": "distillation.log_prob_min_clamp",
+        "distillation.distillation_loss.loss_max_clamp": "distillation.loss_max_clamp",
         "distillation.teacher_models.teacher_model.model_path": "distillation.teacher.path",
         # single settings
         "trainer.nnode": "trainer.nnodes",

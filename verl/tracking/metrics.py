@@ -6,7 +6,8 @@ critic/advantages/mean, ...           advantages of the generated tokens; critic
 reward/groups_without_signal          share of prompts whose responses all got the same reward
 response_length/mean, /clip_ratio     generated tokens; share of responses truncated by the length limit
 actor/kl, /kl_loss                    KL divergence from the reference, mean over tokens; the same as a term of the loss
-actor/distillation_kl                 KL divergence from the teacher, mean over tokens
+actor/distillation_kl                 KL divergence from the teacher, mean over tokens; /distillation_clipfrac: share of
+                                      tokens whose KL is beyond distillation.loss_max_clamp
 actor/ppo_kl                          KL divergence from the policy before the update
 actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
 train/loss, /lr, /grad_norm, /skipped_steps   supervised fine-tuning; val/loss: its validation

@@ -44,9 +44,7 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         if algorithm.use_kl_in_reward
         else None,
         reward_kl_type=algorithm.kl_penalty,
-        distillation=Distillation(config.distillation.mode, config.distillation.coef)
-        if config.distillation.enable
-        else None,
+        distillation=_distillation(config) if config.distillation.enable else None,
         correction=Correction(
             weigh=correction.rollout_is,
             threshold=correction.rollout_is_threshold,
@@ -65,6 +63,11 @@ def algorithm_settings(config: Config) -> AlgorithmSettings:
         ref_update_ratio=config.trainer.ref_update_ratio,
         prime_beta=config.reward.prime.beta,
     )
+
+
+def _distillation(config: Config) -> Distillation:
+    settings = config.distillation
+    return Distillation(settings.mode, settings.coef, settings.log_prob_min_clamp, settings.loss_max_clamp)
 
 
 def _estimator(config: Config) -> str:

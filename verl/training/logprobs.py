@@ -25,7 +25,8 @@ CHUNK_POSITIONS = 1024
 class LastLayer(NamedTuple):
     """The last layer of a language model at N positions: hidden [N, H], weight [V, H], bias [V].
 
-    The logits [N, V] are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`.
+    The logits [N, V] are `softcap * tanh((hidden @ weight.T + bias) * scale / softcap) / temperature`. In a KL to this
+    layer, log-probs below `floor` count as `floor`.
     """
 
     hidden: Tensor
@@ -33,6 +34,7 @@ class LastLayer(NamedTuple):
     bias: Tensor | None = None
     scale: float = 1.0
     softcap: float | None = None
+    floor: float | None = None
 
     def chunks(self, chunk: int | None) -> Iterator[tuple[slice, LastLayer]]:
         """Split the positions into chunks of `chunk`, or of a default for the device."""
@@ -54,7 +56,7 @@ class LastLayer(NamedTuple):
 
     def logits(self, temperature: float) -> Tensor:
         """Return the logits [N, V], at least float32, as a new tensor."""
-        hidden, weight, bias, scale, softcap = self
+        hidden, weight, bias, scale, softcap, _ = self
         logits = hidden @ weight.T if bias is None else torch.addmm(bias, hidden, weight.T)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         if softcap is not None:
@@ -101,6 +103,10 @@ def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.
     """Return KL(layer || other) at N positions, exact over the vocabulary, [N] float32. `other` gets no gradients.
 
     Models of one family may pad the same vocabulary to different sizes: the KL is over the tokens that both have.
+
+    With `other.floor` it is the mean under `layer` of max(log p, floor) - max(log q, floor). Its gradient is that of
+    the probabilities alone, p * (ratio - mean), which is also the gradient of the KL without a floor: a token below the
+    floor in both models has no ratio of its own.
     """
     count = min(len(layer.weight), len(other.weight))
     layer, other = layer.first_tokens(count), other.first_tokens(count)
@@ -238,7 +244,7 @@ class _VocabularyKl(torch.autograd.Function):
         kl = hidden.new_empty(len(hidden), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
             log_p = part.logprobs(temperature)
-            kl[rows] = (log_p.exp() * log_p.sub_(other_part.logprobs(temperature))).sum(-1)
+            kl[rows] = (log_p.exp() * _log_ratio(log_p, other_part, temperature)).sum(-1)
         ctx.save_for_backward(*layer[:3], *other[:3], kl)
         ctx.settings = layer[3:], other[3:], temperature, chunk
         return kl
@@ -252,12 +258,20 @@ class _VocabularyKl(torch.autograd.Function):
         for (rows, part), (_, other_part) in zip(layer.chunks(chunk), other.chunks(chunk), strict=True):
             logits = part.logits(temperature)
             grad = logits.softmax(-1)  # d kl / d logits = p * (log p - log q - kl)
-            factor = logits.log_softmax(-1).sub_(other_part.logprobs(temperature)).sub_(kl[rows, None])
+            factor = _log_ratio(logits.log_softmax(-1), other_part, temperature).sub_(kl[rows, None])
             grad.mul_(factor).mul_(grads[0][rows, None] * (layer.scale / temperature))
             if layer.softcap is not None:
                 grad.mul_(logits.mul_(temperature / layer.softcap).square_().neg_().add_(1.0))
             gradients.add(rows, grad)
         return *gradients.result(), None, None, None, None
+
+
+def _log_ratio(log_p: Tensor, other: LastLayer, temperature: float) -> Tensor:
+    """Return log p - log q of the whole vocabulary [C, V], with the floor of `other`. Overwrites `log_p`."""
+    log_q = other.logprobs(temperature)
+    if other.floor is not None:
+        log_p, log_q = log_p.clamp_(min=other.floor), log_q.clamp_(min=other.floor)
+    return log_p.sub_(log_q)
 
 
 class _Gradients:

@@ -17,7 +17,14 @@ from torch import Tensor
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
-from verl.algorithms.losses import EXACT_KL, LOSSES, LossFunction, kl_penalty
+from verl.algorithms.losses import (
+    EXACT_KL,
+    LOSSES,
+    LossFunction,
+    clamp_teacher_kl,
+    estimate_teacher_kl,
+    kl_penalty,
+)
 from verl.algorithms.objective import (
     ModelOutput,
     OutcomeObjective,
@@ -34,6 +41,7 @@ from verl.data.plan import RaggedIndices, RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import TrainEngine, select_contents
 from verl.training.profiler import span
+from verl.training.teacher import FlooredTeacher
 from verl.types import Sample
 
 
@@ -246,16 +254,28 @@ class PolicyTrainer:
             raise ConfigError([f"critic.enable: {problem} to train it on; return both, or set critic.enable=false"])
         metrics: dict[str, float] = {}
         if self.algorithm.distillation is not None and batch.teacher_logprobs is not None:
-            kl = _estimate_kl(batch, batch.teacher_logprobs, "k1")
-            advantages = advantages - self.algorithm.distillation.coef * kl
-            total, tokens = self._inputs.total(kl, batch.mask)
-            metrics["actor/distillation_kl"] = total / max(tokens, 1.0)
+            penalty, metrics = self._penalize_by_teacher(batch)
+            advantages = advantages - penalty
         batch = batch.with_(advantages=advantages.float(), returns=None if returns is None else returns.float())
         metrics |= _prefix("critic/advantages", self._inputs.describe(advantages[batch.mask]))
         if returns is not None and self._inputs.values is not None:
             metrics |= _prefix("critic/returns", self._inputs.describe(returns[batch.mask]))
             metrics["critic/explained_variance"] = explained_variance(self._inputs, returns)
         return batch, metrics
+
+    def _penalize_by_teacher(self, batch: FlatBatch) -> tuple[Tensor, dict[str, float]]:
+        """Return what the teacher's log-probs take from the advantage of each generated token [T], and the metrics."""
+        options = self.algorithm.distillation
+        assert options is not None
+        assert batch.old_logprobs is not None
+        assert batch.teacher_logprobs is not None
+        kl = estimate_teacher_kl(batch.old_logprobs, batch.teacher_logprobs, options).double() * batch.mask
+        clamped, is_clamped = clamp_teacher_kl(kl, options)
+        total, tokens = self._inputs.total(kl, batch.mask)
+        metrics = {"actor/distillation_kl": total / max(tokens, 1.0)}
+        if is_clamped is not None:
+            metrics["actor/distillation_clipfrac"] = self._inputs.total(is_clamped)[0] / max(tokens, 1.0)
+        return options.coef * clamped, metrics
 
     def _correct_mismatch(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:
         """Measure the mismatch with the rollout engine, and correct it if the algorithm says so."""
@@ -284,7 +304,7 @@ class PolicyTrainer:
             self.actor.update,
             loss=self._objective,
             reference=self.reference if is_exact else None,
-            teacher=self.teacher if self._distills_in_loss else None,
+            teacher=self._get_loss_teacher(),
         )
         for step, parts in enumerate(plan.policy):
             if prepass is None:
@@ -293,6 +313,13 @@ class PolicyTrainer:
                 is_current = step == 0 and not self.algorithm.correction.bypass
                 micro_batches, metrics = self._run_prepass(prepass, parts, plan, updated=not is_current)
                 yield update(micro_batches) | metrics
+
+    def _get_loss_teacher(self) -> Any:
+        """Return the teacher whose exact KL is in the loss, if any."""
+        if not self._distills_in_loss or self.algorithm.distillation is None:
+            return None
+        floor = self.algorithm.distillation.log_prob_min_clamp
+        return self.teacher if floor is None else FlooredTeacher(self.teacher, floor)
 
     def _run_prepass(
         self, prepass: Prepass, parts: Sequence[np.ndarray], plan: RankPlan, *, updated: bool

@@ -41,6 +41,20 @@ class TeacherEngine:
         self._engine.reshard()
 
 
+class FlooredTeacher:
+    """A teacher for the exact KL whose log-probs below `floor` count as `floor`, as do those of the policy."""
+
+    def __init__(self, engine: Any, floor: float) -> None:
+        self._engine, self._floor = engine, floor
+
+    def last_layer(self, batch: FlatBatch) -> Any:
+        """Return the last layer of the teacher, with the floor."""
+        return self._engine.last_layer(batch)._replace(floor=self._floor)
+
+    def reshard(self) -> None:
+        self._engine.reshard()
+
+
 def get_teacher_batch(batch: FlatBatch) -> FlatBatch:
     """Return the batch that the teacher reads, with the mask of `batch`: tokens left out there are left out here."""
     view = batch.for_teacher

@@ -38,6 +38,8 @@ def hints(*overrides: str) -> str:
         ([*ALONE, "algorithm.filter_groups.enable=true"], "set algorithm.filter_groups.enable=false"),
         ([*ALONE, "algorithm.use_kl_in_reward=true"], "set actor_rollout_ref.actor.use_kl_loss=true instead"),
         ([*TEACHER, "distillation.coef=0"], "must be above 0"),
+        ([*TEACHER, "distillation.log_prob_min_clamp=10"], "must be below 0"),
+        ([*TEACHER, "distillation.loss_max_clamp=-10"], "must be above 0"),
         (
             [*OWN_TEMPLATE, "data.truncation=left", "data.filter_overlong_prompts=false"],
             "set data.filter_overlong_prompts=true to drop long prompts, or data.truncation=error",
@@ -74,6 +76,17 @@ def test_settings_without_effect_are_reported() -> None:
     assert "algorithm.adv_estimator=gae has no effect: distillation.use_task_rewards=false" in alone
     assert "reward.custom_reward_function.path=score.py has no effect: nothing is scored" in alone
     assert "is only held where it starts" in hints(*TEACHER, "actor_rollout_ref.model.path=teacher")
+
+
+def test_clamps_are_those_of_the_algorithm_by_either_name() -> None:
+    prefix = "distillation.distillation_loss"
+    for keys in (
+        ("distillation.log_prob_min_clamp", "distillation.loss_max_clamp"),
+        (f"{prefix}.log_prob_min_clamp", f"{prefix}.loss_max_clamp"),
+    ):
+        distillation = algorithm_settings(config_of(*TEACHER, f"{keys[0]}=-10.0", f"{keys[1]}=8.0")).distillation
+        assert distillation is not None
+        assert (distillation.log_prob_min_clamp, distillation.loss_max_clamp) == (-10.0, 8.0)
 
 
 def test_distillation_alone_trains_no_critic_and_scores_only_validation() -> None:

@@ -70,6 +70,25 @@ def test_the_kl_over_the_vocabulary_has_the_value_and_gradient_of_its_sum(chunk,
     torch.testing.assert_close(gradients([ours], leaves, [1]), gradients([plain_outputs], leaves, [1]))
 
 
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("floor", [-0.5, -3.0, -100.0])
+def test_a_floor_of_log_probs_bounds_the_ratios_of_the_kl_and_not_its_probabilities(chunk, floor):
+    (hidden, weight), _ = inputs()
+    torch.manual_seed(2)
+    other = LastLayer(torch.randn(13, 7, dtype=torch.float64), torch.randn(17, 7, dtype=torch.float64), floor=floor)
+    ours = vocabulary_kl(LastLayer(hidden, weight), other, chunk=chunk)
+    log_p, log_q = (hidden @ weight.T).log_softmax(-1), (other.hidden @ other.weight.T).log_softmax(-1)
+    ratio = (log_p.clamp(min=floor) - log_q.clamp(min=floor)).detach()
+    assert (ratio == 0).any() == (floor > -10), "the example has tokens below the floor, unless it is low"
+    plain_kl = (log_p.exp() * ratio).sum(-1)
+    torch.testing.assert_close(ours, plain_kl)
+    leaves = [hidden, weight]
+    torch.testing.assert_close(gradients([ours], leaves, [1]), gradients([plain_kl], leaves, [1]))
+    if floor == -100.0:
+        exact = vocabulary_kl(LastLayer(hidden, weight), other._replace(floor=None), chunk=chunk)
+        torch.testing.assert_close(ours, exact)
+
+
 def test_a_model_has_no_kl_to_itself_and_no_gradient():
     (hidden, weight), _ = inputs()
     layer = LastLayer(hidden, weight)

@@ -35,6 +35,48 @@ def test_a_teacher_in_the_advantages_judges_each_token_alone() -> None:
     assert metrics["actor/distillation_kl"] == pytest.approx(float(gap.sum()) / GENERATED, rel=1e-5)
 
 
+def test_clamps_bound_what_the_teacher_says_of_a_token() -> None:
+    actor, teacher, step = Table(), Table(seed=1), step_of(SAMPLES, micro=2)
+    distillation = Distillation(coef=0.5, log_prob_min_clamp=-3.0, loss_max_clamp=1.0)
+    metrics = step.run(
+        PolicyTrainer(actor, AlgorithmSettings("no_rewards", distillation=distillation), teacher=teacher)
+    )
+    [batch] = actor.seen
+    old, taught = actor.lookup_logprobs(batch, actor.before[0]), teacher.lookup_logprobs(batch)
+    gap = torch.where(batch.mask, old.clamp(min=-3.0) - taught.clamp(min=-3.0), torch.zeros(()))
+    torch.testing.assert_close(batch.advantages, -0.5 * gap.clamp(-1.0, 1.0), atol=1e-6, rtol=1e-5)
+    count = int((gap.abs() > 1.0).sum())
+    assert 0 < count < GENERATED
+    assert (old - taught)[batch.mask].abs().max() > gap.abs().max() > 1.0, "both clamps are seen"
+    assert metrics["actor/distillation_kl"] == pytest.approx(float(gap.sum()) / GENERATED, rel=1e-5)
+    assert metrics["actor/distillation_clipfrac"] == pytest.approx(count / GENERATED)
+
+
+@pytest.mark.parametrize("micro", [2, 9])
+def test_a_clamped_exact_kl_has_a_gradient_only_below_the_limit(micro: int) -> None:
+    actor, teacher, step = Table(), Table(seed=1), step_of(SAMPLES, micro=micro)
+    batch = FlatBatch.from_samples(step.samples)
+    start = actor.table.detach().clone().requires_grad_()
+    previous = batch.tokens[batch.mask.nonzero().squeeze(-1) - 1]
+    log_p, log_q = start.log_softmax(-1)[previous], teacher.table.detach().log_softmax(-1)[previous]
+    kl = (log_p.exp() * (log_p.clamp(min=-3.0) - log_q.clamp(min=-3.0)).detach()).sum(-1)
+    limit = float(kl.detach().sort().values[len(kl) // 2]) + 1e-4
+    (0.5 * kl.clamp(max=limit).mean()).backward()
+    assert start.grad is not None
+    distillation = Distillation("loss", 0.5, log_prob_min_clamp=-3.0, loss_max_clamp=limit)
+    metrics = step.run(
+        PolicyTrainer(actor, AlgorithmSettings("no_rewards", distillation=distillation), teacher=teacher)
+    )
+    assert metrics["actor/grad_norm"] == pytest.approx(float(start.grad.norm()), rel=1e-5)
+    assert metrics["actor/distillation_kl"] == pytest.approx(float(kl.detach().mean()), rel=1e-5)
+    is_clamped = kl.detach() > limit
+    assert metrics["actor/distillation_clipfrac"] == pytest.approx(float(is_clamped.float().mean()))
+    below = set(previous[~is_clamped].tolist())
+    untouched = [token for token in previous[is_clamped].tolist() if token not in below]
+    assert untouched
+    assert torch.equal(actor.table.detach()[untouched], start.detach()[untouched])
+
+
 def test_a_teacher_adds_to_the_advantages_of_rewards() -> None:
     step, teacher = step_of(SAMPLES), Table(seed=1)
     batches = []

@@ -27,7 +27,6 @@ PROFILED = always_on("it runs in the train workers, which trainer.profile record
 ENGINE_PROFILER = needs("profiling of engines", *OFF)
 EXACT_LENGTHS = ignored("lengths follow data.max_prompt_length and data.max_response_length")
 TEACHER_ENGINE = ignored("the teacher runs in the train workers, not in an engine of its own")
-CLAMPS = needs("clamping of the distillation loss")
 DYNAMIC = ignored("log-prob passes are batched as training is (actor_rollout_ref.actor.use_dynamic_bsz)")
 BUFFER_DTYPE = ignored("buffers keep the type of the model")
 CHECKPOINT_ENGINE = ignored("weights are sent by weight_transport; the results are the same")
@@ -136,8 +135,6 @@ _REWARD = {
     "algorithm.rollout_correction.loss_type": needs("the REINFORCE loss of rollout correction", "ppo_clip"),
 }
 _DISTILLATION = {
-    "distillation.distillation_loss.log_prob_min_clamp": CLAMPS,
-    "distillation.distillation_loss.loss_max_clamp": CLAMPS,
     "distillation.distillation_loss.loss_mode": needs(
         "distillation by another estimate of the KL", "k1", "kl", "full", instead="distillation.mode"
     ),

@@ -26,6 +26,17 @@ class DistillationConfig(Section):
         "reward", "The KL to the teacher: reward: of each sampled token, in its advantage; loss: exact, in the loss."
     )
     coef: Positive = setting(1.0, "Coefficient of the KL to the teacher.")
+    log_prob_min_clamp: float | None = setting(
+        None,
+        "Log-probs of policy and teacher below this count as this in their KL; null: all count as they are.",
+        unit="nats",
+        lt=0,
+    )
+    loss_max_clamp: Positive | None = setting(
+        None,
+        "Largest KL of a token, above and below 0; in mode=loss a token beyond it has no gradient; null: no limit.",
+        unit="nats",
+    )
     use_task_rewards: bool = setting(
         True, "Also learn from rewards; false: learn from the teacher alone, without scoring training responses."
     )
