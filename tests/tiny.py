@@ -8,7 +8,16 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen2Config
 
-__all__ = ["CHAT_TEMPLATE", "FAMILIES", "WINDOW", "chat_tokenizer", "save_family", "tiny_family", "tiny_qwen2"]
+__all__ = [
+    "CHAT_TEMPLATE",
+    "FAMILIES",
+    "WINDOW",
+    "chat_tokenizer",
+    "save_family",
+    "save_peft_adapter",
+    "tiny_family",
+    "tiny_qwen2",
+]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
@@ -99,6 +108,21 @@ def save_family(name: str, folder: Path, **changes: Any) -> str:
             parameter.add_(torch.randn_like(parameter) * 0.1)
     model.save_pretrained(folder)
     return str(folder)
+
+
+def save_peft_adapter(model: Path, folder: Path, *, dtype: torch.dtype = torch.float32, **config: Any) -> None:
+    """An adapter as PEFT saves it, of rank 4, whose values are large enough to show; `config` as `LoraConfig` names."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(7)
+    base = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    adapted = get_peft_model(base, LoraConfig(**{"r": 4, "lora_alpha": 8, "task_type": "CAUSAL_LM", **config}))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if ".lora_" in name:
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+                parameter.data = parameter.data.to(dtype)
+    adapted.save_pretrained(folder)
 
 
 def chat_tokenizer(template: str | None = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:

@@ -74,6 +74,11 @@ def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]
         problems.append("files: no prompts are given; name a file, such as `verl generate test.parquet ...`")
     if loaded.config.actor_rollout_ref.model.path == MISSING:
         problems.append("actor_rollout_ref.model.path: must be given")
+    if loaded.config.actor_rollout_ref.model.lora_adapter_path is not None:
+        problems.append(
+            "actor_rollout_ref.model.lora_adapter_path: `verl generate` loads whole models; merge the adapter into the "
+            "model (PEFT's merge_and_unload), and set actor_rollout_ref.model.path to the result"
+        )
     if options.part < 1:
         problems.append(f"--part: {options.part} must be at least 1")
     if output.suffix not in (".parquet", ".pq"):

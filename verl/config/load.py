@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import ValidationError
 
 from verl.config import validation
+from verl.config.adapter_files import fill_from_adapter
 from verl.config.aliases import (
     SFT_ALIASES,
     TRAIN_ALIASES,
@@ -161,7 +162,9 @@ def _build(
         _apply(run_type, override, tree, hints, problems)
     _resolve(run_type, tree, problems)
     remember(tree)
-    config, invalid = _validate(run_type, _select_known(run_type, tree, hints, problems), problems)
+    known = _select_known(run_type, tree, hints, problems)
+    origins |= fill_from_adapter(run_type.root, known, hints)
+    config, invalid = _validate(run_type, known, problems)
     conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
         conflicts = [*find_missing(config), *conflicts]

@@ -39,7 +39,7 @@ async def build_sft_trainer(
 class SFTBuilder(RunBuilder[SftConfig]):
     """The stages of building a run."""
 
-    paths = ("model.path", "model.tokenizer_path")
+    paths = ("model.path", "model.tokenizer_path", "model.lora_adapter_path")
 
     async def build(self) -> TrainLoop[SFTTrainer]:
         check_sft_files(self.config)
@@ -70,7 +70,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     settings = replace(
         fsdp_settings(model.path, model.fsdp_config, device),
         role="train",
-        lora=lora_settings(model.peft, config.trainer.seed),
+        lora=lora_settings(model.peft, config.trainer.seed, model.lora_adapter_path),
         grad_clip=config.optim.grad_clip,
         max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,

@@ -18,6 +18,7 @@ from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
 from verl.data.validate import describe_missing_column, find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
 from verl.sft.examples import Example, ExampleReader, find_missing_header
+from verl.trainer.adapter_checks import find_adapter_problems
 from verl.trainer.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
 from verl.trainer.run_data import check_model, data_splits, find_stop_tokens, length_cache_dir, open_tokenizer
 
@@ -135,6 +136,7 @@ def check_sft_files(config: SftConfig) -> None:
         *find_model_problems(paths, trust_remote_code=model.trust_remote_code),
         *find_heads_problems("model", model.ulysses_sequence_parallel_size, paths),
         *find_expert_problems("model.fsdp_config", model.fsdp_config, model.path),
+        *find_adapter_problems(config),
     ]
     problems: list[VerlError] = [ConfigError([problem]) for problem in found]
     keys = {"prompt_key": data.prompt_key, "response_key": data.response_key}

@@ -18,6 +18,7 @@ from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
+from verl.trainer.adapter_checks import find_adapter_problems
 from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_budget import memory_note
 from verl.trainer.run_data import data_splits, load_sampler
@@ -152,6 +153,7 @@ def _find_model_problems(config: Config) -> Iterator[str]:
     if uses_critic(config):
         critic = config.critic
         yield from find_expert_problems("critic.fsdp_config", critic.fsdp_config, critic.model.path or actor.path)
+    yield from find_adapter_problems(config)
 
 
 def find_expert_problems(section: str, fsdp: FsdpConfig, path: str) -> Iterator[str]:

@@ -84,6 +84,7 @@ class RLBuilder(RunBuilder[Config]):
         "data.val_files",
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.tokenizer_path",
+        "actor_rollout_ref.model.lora_adapter_path",
         "critic.model.path",
         "reward.custom_reward_function.path",
         "reward.prime.model_path",

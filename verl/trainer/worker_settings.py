@@ -121,7 +121,7 @@ def _policy_settings(config: Config, device: str) -> tuple[FsdpSettings, FsdpSet
     )
     trained = replace(
         base,
-        lora=lora_settings(actor.peft, config.trainer.seed),
+        lora=lora_settings(actor.peft, config.trainer.seed, model.lora_adapter_path),
         grad_clip=actor.grad_clip,
         max_skipped_steps=config.trainer.faults.max_skipped_steps,
         gradient_checkpointing=model.enable_gradient_checkpointing,
@@ -187,12 +187,12 @@ def fsdp_settings(model_path: str, fsdp: FsdpConfig, device: str) -> FsdpSetting
     )
 
 
-def lora_settings(peft: PeftConfig, seed: int) -> LoraSettings | None:
-    """Return the configured adapter; None without one."""
+def lora_settings(peft: PeftConfig, seed: int, path: str | None = None) -> LoraSettings | None:
+    """Return the configured adapter, which starts from the one in `path` if that is given; None without one."""
     if peft.lora_rank == 0:
         return None
     targets = peft.target_modules if isinstance(peft.target_modules, str) else tuple(peft.target_modules)
-    return LoraSettings(peft.lora_rank, peft.lora_alpha, targets, seed)
+    return LoraSettings(peft.lora_rank, peft.lora_alpha, targets, seed, path)
 
 
 def _contents(actor: Sequence[str], critic: Sequence[str]) -> dict[str, Sequence[str]]:

@@ -82,6 +82,12 @@ def mixture_problem(path: str, ranks: int = 1) -> str | None:
     return f"{path} ({config.get('model_type', 'no model_type')}) is no mixture of experts"
 
 
+def is_dense_and_verified(path: str) -> bool:
+    """Return whether the model in the folder `path` is of a verified family and no mixture of experts."""
+    config = _read_json(Path(path).expanduser() / "config.json")
+    return config.get("model_type") in VERIFIED and not any(config.get(name) for name in EXPERT_COUNTS)
+
+
 def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:
     """Return a note for a family that is not verified, None for the others."""
     if model_type in VERIFIED:

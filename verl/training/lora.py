@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import nn
 
-from verl.checkpoint.adapter import NAME, adapter_config, is_adapter
+from verl.checkpoint.adapter import NAME, WEIGHTS, adapter_config, is_adapter, peft_name
 from verl.errors import CheckpointError, EngineError
 from verl.installation import format_install_hint
 from verl.model_safety import local_path
@@ -28,7 +30,8 @@ EDGE_BYTES = 4096
 def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
     """Add an adapter to the linear modules that the settings name, with the same initial values on every rank.
 
-    Its initial contribution is zero: the model computes the same as before.
+    Its initial contribution is zero: the model computes the same as before. With `settings.path` it is that of the
+    adapter in this directory.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -51,6 +54,27 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
         parameter.requires_grad_(is_trainable(name))
         if is_adapter(name):  # its updates are too small for less than float32
             parameter.data = parameter.data.float()
+    if settings.path is not None:
+        _load_values(model, settings.path)
+
+
+@torch.no_grad()
+def _load_values(model: PackedModel, path: str) -> None:
+    """Copy the values of an adapter in PEFT's format; an `EngineError` unless it has exactly the same tensors."""
+    try:
+        stored = load_file(Path(path).expanduser() / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"adapter {path}: cannot be loaded: {error}") from error
+    own = {peft_name(name): each for name, each in model.hf.named_parameters() if is_adapter(name)}
+    differing = [name for name in {**own, **stored} if name not in own or name not in stored]
+    differing = differing or [name for name, each in own.items() if each.shape != stored[name].shape]
+    if differing:
+        raise EngineError(
+            f"adapter {path}: its tensors are not those that peft.target_modules and peft.lora_rank give this model "
+            f"({differing[0]} and {len(differing) - 1} more differ); leave these settings out to use the adapter's"
+        )
+    for name, parameter in own.items():
+        parameter.copy_(stored[name])
 
 
 @contextmanager

@@ -20,6 +20,7 @@ class LoraSettings:
     alpha: int = 16
     targets: str | tuple[str, ...] = "all-linear"
     seed: int = 0  # of its initial values, the same on every rank
+    path: str | None = None  # directory of an adapter in PEFT's format whose values it starts with, instead
 
     @property
     def scale(self) -> float:

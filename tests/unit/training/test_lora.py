@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny import tiny_qwen2
+from tiny import save_peft_adapter, tiny_qwen2
 from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
+from verl.config.adapter_files import read_adapter
 from verl.errors import CheckpointError, EngineError
 from verl.training.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
 from verl.training.model import PackedModel
@@ -183,6 +186,38 @@ def test_an_adapter_of_other_weights_or_of_another_size_scale_or_targets_is_refu
         check_base(describe_adapter(loaded(path, fewer), fewer, str(path)), local)
     with pytest.raises(CheckpointError, match=re.escape("set peft.lora_rank=2")):
         check_base(describe_adapter(loaded(path, LoraSettings(4)), LoraSettings(4), str(path)), local)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"], r".*layers\.1\..*_proj"])
+@torch.no_grad()
+def test_an_adapter_to_start_from_computes_what_peft_loads(
+    path: Path, tmp_path: Path, dtype: torch.dtype, targets: str | list[str]
+) -> None:
+    save_peft_adapter(path, tmp_path, dtype=dtype, target_modules=targets, lora_alpha=12)
+    files = read_adapter(tmp_path, str(path))
+    lora = LoraSettings(files.rank, files.alpha, tuple(files.targets), path=str(tmp_path))
+    model = loaded(path, lora)
+    hf = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected = PeftModel.from_pretrained(hf, tmp_path).eval()(TOKENS[None]).logits[0, :-1].log_softmax(-1)
+    right = expected.gather(-1, TOKENS[1:, None])[:, 0]
+    torch.testing.assert_close(model.forward_packed(TOKENS, POSITIONS, [9])[1:], right, atol=1e-5, rtol=1e-5)
+    base = loaded(path, None).forward_packed(TOKENS, POSITIONS, [9])
+    assert not torch.allclose(base[1:], right, atol=1e-3), "the adapter changes the model"
+    with disable_adapter(model):
+        assert torch.equal(model.forward_packed(TOKENS, POSITIONS, [9]), base)
+    trained = {name for name, parameter in model.hf.named_parameters() if parameter.requires_grad}
+    assert {peft_name(name) for name in trained} == set(load_file(tmp_path / "adapter_model.safetensors"))
+
+
+def test_an_adapter_with_other_tensors_than_the_settings_ask_for_is_refused(path: Path, tmp_path: Path) -> None:
+    save_peft_adapter(path, tmp_path, target_modules=["q_proj", "v_proj"])
+    for lora in (LoraSettings(4, targets=("q_proj",)), LoraSettings(4), LoraSettings(2, targets=("q_proj", "v_proj"))):
+        with pytest.raises(EngineError, match="leave these settings out to use the adapter's"):
+            loaded(path, replace(lora, path=str(tmp_path)))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"broken")
+    with pytest.raises(EngineError, match="cannot be loaded"):
+        loaded(path, LoraSettings(4, targets=("q_proj", "v_proj"), path=str(tmp_path)))
 
 
 def test_without_peft_the_error_states_the_fix(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,6 @@ _MODEL = {
     f"{_M}.use_liger": KERNELS,
     f"{_M}.use_shm": SHARED_MEMORY,
     f"{_M}.enable_activation_offload": needs("offloading of activations", *OFF),
-    f"{_M}.lora_adapter_path": needs("training that starts from an adapter"),
     f"{_M}.exclude_modules": needs("adapters that exclude modules", instead=f"{_A}.peft.target_modules"),
     f"{_M}.lora.lora_A_init_method": needs("other initial values of adapters", "kaiming"),
     f"{_M}.mtp": MTP,

@@ -66,6 +66,9 @@ class ModelConfig(Section):
         None, "Hugging Face name or local directory of the tokenizer; null: that of the model."
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    lora_adapter_path: str | None = setting(
+        None, "Directory of a LoRA adapter in PEFT format to start from; settings of peft default to the adapter's."
+    )
     enable_gradient_checkpointing: bool = setting(
         True, "Recompute activations in the backward pass: less memory, about a third more time."
     )
