@@ -11,7 +11,7 @@ from typing import Any
 
 from verl.config.paths import Path, Tree, format_value, get_path, join_path, set_path
 from verl.config.schema import Config, Section, SftConfig
-from verl.config.schema.actor import PeftConfig
+from verl.config.schema.actor import ModelConfig, PeftConfig
 from verl.config.schema.rules import ACTOR
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -80,6 +80,7 @@ class AdapterFiles:
 def find_adapter_source(config: Section) -> AdapterSource | None:
     """Return the adapter that the run starts from, if any."""
     assert isinstance(config, Config | SftConfig)
+    model: ModelConfig
     if isinstance(config, SftConfig):
         model, peft, key, section = config.model, config.model.peft, "model", "model.peft"
     else:
