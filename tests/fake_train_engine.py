@@ -14,7 +14,7 @@ from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import Loss
-from verl.training.logprobs import LastLayer, token_logprobs, vocabulary_kl
+from verl.training.logprobs import LastLayer, token_logprobs, token_logprobs_and_squares, vocabulary_kl
 from verl.training.settings import Head, Schedule
 
 __all__ = ["FakeSettings", "FakeTrainEngine", "concat"]
@@ -58,10 +58,28 @@ class FakeTrainEngine:
         self.optimizer = torch.optim.AdamW([self.table], lr=self.settings.lr, weight_decay=0.0)
 
     def forward(
-        self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
+        self,
+        micro_batches: Sequence[FlatBatch],
+        *,
+        temperature: float | None = None,
+        reference: Any = None,
+        with_squares: bool = False,
     ) -> list[Any]:
         with torch.no_grad():
-            return [self._run(batch, temperature, reference) for batch in micro_batches]
+            outputs = [self._run(batch, temperature, reference) for batch in micro_batches]
+            if not with_squares:
+                return outputs
+            return [
+                output._replace(sum_pi_squared=self._squares(batch, temperature))
+                for output, batch in zip(outputs, micro_batches, strict=True)
+            ]
+
+    def _squares(self, batch: FlatBatch, temperature: float | None) -> Tensor:
+        targets = batch.mask.nonzero().squeeze(-1)
+        layer = LastLayer(self._one_hot(batch), self.table.T)
+        temperature = self.settings.temperature if temperature is None else temperature
+        _, _, squares = token_logprobs_and_squares(layer, batch.tokens[targets], temperature=temperature)
+        return torch.zeros(batch.num_tokens).index_copy(0, targets, squares)
 
     def update(
         self, micro_batches: Sequence[FlatBatch], loss: Loss[Any], *, reference: Any = None, teacher: Any = None

@@ -31,6 +31,8 @@ class Response:
     old: list[float] = field(default_factory=list)
     ref: list[float] = field(default_factory=list)
     roll: list[float] = field(default_factory=list)
+    squares: list[float] = field(default_factory=list)  # sums of the squared probabilities of the vocabulary
+    importance: list[float] = field(default_factory=list)  # weights of rollout correction
     advantages: list[float] = field(default_factory=list)
     noise: list[float] = field(default_factory=list)  # one random number per token
     chosen: list[bool] = field(default_factory=list)
@@ -128,6 +130,31 @@ def opo(batch: Batch) -> Rows:
         return [response.score - baseline for response in group]
 
     return of_groups(batch, formula)
+
+
+def optimal_token_baseline(batch: Batch) -> Rows:
+    """G_k - sum(G_k * W_k) / (sum(W_k) + 1e-8) over the k-th generated tokens of the group; alone, G_k.
+
+    W_k = sum over j <= k of importance_j^2 * (1 - 2 p_j + squares_j).
+    """
+    rows = {id(response): [0.0] * len(response.mask) for response in batch}
+    for group in by_group(batch):
+        to_go = [returns_to_go(response, 1.0) for response in group]
+        for k in range(max(response.length() for response in group)):
+            reaching = [(x, gains) for x, gains in zip(group, to_go, strict=True) if x.length() > k]
+            total = weight = 0.0
+            for response, gains in reaching:
+                steps = response.generated()
+                w = math.fsum(
+                    response.importance[t] ** 2 * (1 - 2 * math.exp(response.old[t]) + response.squares[t])
+                    for t in steps[: k + 1]
+                )
+                total, weight = total + gains[steps[k]] * w, weight + w
+            baseline = total / (weight + 1e-8) if len(reaching) > 1 else 0.0
+            for response, gains in reaching:
+                t = response.generated()[k]
+                rows[id(response)][t] = gains[t] - baseline
+    return [rows[id(response)] for response in batch]
 
 
 def gpg(batch: Batch) -> Rows:

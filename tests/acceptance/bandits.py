@@ -39,7 +39,7 @@ OPTIONS = LossOptions(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=5.0, kl_
 
 PREFERENCE = ("sppo", "dpo")
 OTHERS = ("win_rate", "no_rewards")  # for preference losses alone; for a teacher without rewards
-PER_TOKEN = ("gae", "reinforce_plus_plus", "prime")  # advantages differ within a response
+PER_TOKEN = ("gae", "reinforce_plus_plus", "prime", "optimal_token_baseline")  # advantages differ within a response
 ONE_RATIO = ("gspo", "geo_mean")  # one ratio per response: for advantages that do not differ within it
 ANCHORED = ("vanilla", "gspo", "geo_mean", "clip_cov", "sppo")  # the ratio to the old policy limits an update
 MISTAKES = ("sign", "anchor", "mask")
@@ -170,6 +170,8 @@ class Run:
             values=self.values.detach()[states],
             baselines=self.score(greedy[None]).expand(len(scores)),
             process=process,
+            logprobs=batch.old_logprobs,
+            sum_pi_squared=self.logits.detach().softmax(-1).square().sum(-1)[states],
             components=split_score(scores),
             options=self.options,
         )
@@ -213,7 +215,8 @@ def split_score(scores: Tensor) -> dict[str, Tensor]:
 
 def pairs() -> list[tuple[str, str]]:
     """Return every estimator with the losses that it is meant for."""
-    estimators = ["dr_grpo", *(name for name in ESTIMATORS if not name.endswith("_vectorized") and name not in OTHERS)]
+    distinct = {function: name for name, function in reversed(ESTIMATORS.items())}.values()
+    estimators = ["dr_grpo", *(name for name in reversed(distinct) if name not in OTHERS)]
     losses = [name for name in LOSSES if name not in PREFERENCE]
     fitting = (
         (estimator, loss)

@@ -182,6 +182,9 @@ def episodes_of(
         values=flat(batch, "values"),
         baselines=torch.tensor([x.greedy for x in batch], dtype=torch.float64),
         process=flat(batch, "process"),
+        logprobs=flat(batch, "old"),
+        sum_pi_squared=flat(batch, "squares"),
+        importance=flat(batch, "importance"),
         components={
             name: torch.tensor([x.components[name] for x in batch], dtype=torch.float64)
             for name in options.component_weights
@@ -244,6 +247,16 @@ def on_all_ranks(draw, batch, run, expected) -> float:
 # --------------------------------------------------------------------------------------- one case of each formula
 
 
+def with_squares(draw: random.Random, batch: list[ref.Response]) -> None:
+    """Draw the probability of each token, those of the others, and weights: of the mismatch, or 1."""
+    weighs = draw.random() < 0.5
+    for x in batch:
+        chances = [draw.choice([draw.random(), 1.0, 1 - 1e-9]) for _ in x.mask]
+        x.old = [math.log(chance or 1e-9) for chance in chances]
+        x.squares = [chance**2 + draw.random() * (1 - chance) ** 2 for chance in chances]
+        x.importance = [draw.uniform(0, 2) if weighs else 1.0 for _ in x.mask]
+
+
 def estimator(ours, reference, *, by_std=True, smallest_group=1):
     """`reference(batch, options)` -> rows of advantages, or (advantages, returns)."""
 
@@ -255,6 +268,8 @@ def estimator(ours, reference, *, by_std=True, smallest_group=1):
         for x in batch:
             x.components = {name: random_component(draw, name) for name in coefs["component_weights"]}
         options = EstimatorOptions(gamma=gamma, lam=lam, by_std=by_std, **coefs)
+        if ours is advantages.optimal_token_baseline:
+            with_squares(draw, batch)
         expected = reference(batch, options)
 
         def run(part, rank, gather):
@@ -661,6 +676,9 @@ FORMULAS: dict[str, Callable[[random.Random], float]] = {
     "grpo without std": estimator(advantages.grpo, lambda batch, o: ref.grpo(batch, by_std=False), by_std=False),
     "rloo": estimator(advantages.rloo, lambda batch, o: ref.rloo(batch)),
     "opo": estimator(advantages.opo, lambda batch, o: ref.opo(batch)),
+    "optimal_token_baseline": estimator(
+        advantages.optimal_token_baseline, lambda batch, o: ref.optimal_token_baseline(batch)
+    ),
     "gpg": estimator(advantages.gpg, lambda batch, o: ref.gpg(batch)),
     "grpo_passk": estimator(
         advantages.grpo_passk, lambda batch, o: ref.grpo_passk(batch, by_std=True), smallest_group=2

@@ -48,6 +48,9 @@ def scenario(engine, directory):
     local = mini_batch().split(PARTS[world][rank])
     results = {"gathered": engine.gather(torch.full((rank + 1, 2), float(rank)))}
     results["forward"] = engine.forward([*local, FlatBatch.empty()])[0].logprobs
+    squares = engine.forward([*local, FlatBatch.empty()], with_squares=True)
+    results["squares"] = [output.sum_pi_squared for output in squares[:-1]]
+    results["same_forward"] = torch.equal(squares[0].logprobs, results["forward"])
     results["metrics"] = [engine.update(local, OBJECTIVE) for _ in range(3)]
     save(engine.state(), directory / f"saved-by-{world}")
     results["metrics"] += [engine.update(local, OBJECTIVE) for _ in range(2)]
@@ -86,10 +89,16 @@ def both(tmp_path_factory):
         run_ranks(two_ranks, 2, free_port(), root, deadline_s=300)
         for name, path in directories.items():
             results[name]["one"]["resumed"] = resumption(engine(path), path)
+            results[name]["path"] = path / "model"
             results[name]["two"] = [torch.load(path / f"found-{rank}.pt", weights_only=False) for rank in range(2)]
     finally:
         dist.destroy_process_group()
     return results
+
+
+@pytest.fixture(scope="module")
+def models(both):
+    return {name: results["path"] for name, results in both.items()}
 
 
 @pytest.fixture(params=["untied", "tied"])
@@ -102,6 +111,23 @@ def test_both_ranks_report_the_same_metrics_and_weights(results):
     assert first["metrics"] == second["metrics"]
     assert first["weights"].keys() == second["weights"].keys()
     assert all(torch.equal(first["weights"][name], second["weights"][name]) for name in first["weights"])
+
+
+@torch.no_grad()
+def test_sums_of_squared_probabilities_are_those_of_transformers(both, models):
+    for name, path in models.items():
+        model, batch = Qwen2ForCausalLM.from_pretrained(path, dtype=torch.float32).eval(), mini_batch()
+        rows = [
+            model(row[None]).logits[0].softmax(-1).square().sum(-1)
+            for row in batch.tokens.split(batch.lengths.tolist())
+        ]
+        expected = torch.where(batch.mask, torch.cat([row.roll(1) for row in rows]), 0.0)
+        for world, ranks in {1: [both[name]["one"]], 2: both[name]["two"]}.items():
+            for parts, results in zip(PARTS[world], ranks, strict=True):
+                assert results["same_forward"]
+                for indices, squares in zip(parts, results["squares"], strict=True):
+                    right = batch.with_(advantages=expected).select(torch.tensor(indices, dtype=torch.int64)).advantages
+                    torch.testing.assert_close(squares, right, atol=1e-5, rtol=1e-4)
 
 
 def test_two_ranks_train_like_one(results):

@@ -32,6 +32,7 @@ METHODS = {
         loss_mode="clip_cov",
         loss_options=LossOptions(clip_cov_ratio=0.3, clip_cov_lb=-5.0, clip_cov_ub=5.0),
     ),
+    "optimal token baseline": AlgorithmSettings("optimal_token_baseline", correction=Correction("token")),
     "prime": AlgorithmSettings("prime"),
     "distillation": AlgorithmSettings("grpo", distillation=Distillation("reward", 0.5)),
     "exact distillation": AlgorithmSettings(

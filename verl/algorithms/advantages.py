@@ -34,6 +34,9 @@ class AdvantageInputs:
     values: Tensor | None = None  # [T] float64, of the critic
     baselines: Tensor | None = None  # [B] float64: the score of the greedy response to the same prompt
     process: Tensor | None = None  # [T] float64: token rewards of a process reward model
+    logprobs: Tensor | None = None  # [T] float64, of the policy before the update
+    sum_pi_squared: Tensor | None = None  # [T] float64: sum of the squared probabilities of the whole vocabulary
+    importance: Tensor | None = None  # [T] float64: weights of rollout correction, with `sum_pi_squared`
     components: Mapping[str, Tensor] = field(default_factory=dict)  # [B] float64 each: the parts of the reward, by name
     episodes: Tensor | None = None  # [B] int64: the episode in its group that a sequence is a branch of; None: its own
     branches: Tensor | None = None  # [B] float64: number of branches of its episode; None: one each
@@ -105,6 +108,9 @@ class AdvantageInputs:
             values=None,
             baselines=None,
             process=None,
+            logprobs=None,
+            sum_pi_squared=None,
+            importance=None,
             components={},
             episodes=None if self.episodes is None else self.episodes[indices],
             branches=None if self.branches is None else self.branches[indices],
@@ -162,6 +168,22 @@ def opo(x: AdvantageInputs) -> Tensor:
         return s if len(s) == 1 else s - (lengths * s).sum() / lengths.sum().clamp(min=1)
 
     return x.per_token(x.per_group(formula, x.scores, x.lengths))
+
+
+def optimal_token_baseline(x: AdvantageInputs) -> Tensor:
+    """G - B on each token; B = sum(G * W) / (sum(W) + 1e-8) over the tokens of the group with the same index.
+
+    G is the return to go. W is the sum up to this token of 1 - 2 p + sum_v p(v)^2, the squared norm of the gradient of
+    a log-prob by the logits, times its squared importance weight. The index counts generated tokens. A token that no
+    other response of the group reaches keeps its return.
+    """
+    if x.logprobs is None or x.sum_pi_squared is None:
+        raise ValueError("optimal_token_baseline: the samples have no sums of squared probabilities")
+    norms = (1.0 - 2.0 * x.logprobs.exp() + x.sum_pi_squared).clamp(min=0.0)  # rounding can make them negative
+    if x.importance is not None:
+        norms = norms * x.importance.square()
+    returns = return_to_go(x.rewards, x.mask, x.offsets, 1.0)
+    return (returns - _mean_by_index(x, returns, _sum_so_far(norms * x.mask, x.offsets))) * x.mask
 
 
 def gpg(x: AdvantageInputs) -> Tensor:
@@ -264,6 +286,8 @@ ESTIMATORS: dict[str, Estimator] = {
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     "remax": remax,
     "opo": opo,
+    "optimal_token_baseline": optimal_token_baseline,
+    "tir_optimal_token_baseline": optimal_token_baseline,
     "gpg": gpg,
     "gdpo": gdpo,
     "grpo_passk": grpo_passk,
@@ -273,6 +297,9 @@ ESTIMATORS: dict[str, Estimator] = {
 }
 """`algorithm.adv_estimator` -> function. Runs with PRIME use `prime` instead of rloo; SPPO uses `win_rate`;
 distillation without rewards uses `no_rewards`."""
+
+USE_SQUARES = ("optimal_token_baseline", "tir_optimal_token_baseline")
+"""Estimators that use `sum_pi_squared` and `importance`, which are computed for them alone."""
 
 
 def whiten(values: Tensor, x: AdvantageInputs) -> Tensor:
@@ -307,6 +334,37 @@ def return_to_go(rewards: Tensor, mask: Tensor, offsets: Tensor, decay: float) -
     for k in range(1, table.shape[1]):
         table[:, k] += decay * table[:, k - 1]
     return torch.zeros_like(rewards).index_copy(0, indices, table[row, column])
+
+
+def _sum_so_far(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of a sequence's values up to each token: [T] -> [T]. Values are at least 0."""
+    sums = values.cumsum(0)
+    before = torch.cat([sums.new_zeros(1), sums])[offsets[:-1]]
+    return (sums - before[segment_ids(offsets)]).clamp(min=0.0)
+
+
+def _mean_by_index(x: AdvantageInputs, values: Tensor, weights: Tensor) -> Tensor:
+    """Return the weighted mean over the group's k-th generated tokens, for each generated token: [T] -> [T].
+
+    0 where a token has no other episode to be compared with. All ranks gather all generated tokens.
+    """
+    tokens = x.mask.nonzero().squeeze(-1)
+    sequences = segment_ids(x.offsets)[tokens]
+    groups, index = x.groups[sequences].double(), _sum_so_far(x.mask.double(), x.offsets)[tokens] - 1
+    episodes = torch.arange(len(x.groups)) + (x.rank << 32) if x.episodes is None else x.episodes
+    weights = weights[tokens] * x.episode_shares[sequences]
+    rows = x.gather(torch.stack([groups, index, weights * values[tokens], weights, episodes[sequences].double()], 1))
+    names, group = torch.unique(rows[:, 0], return_inverse=True)
+    width = int(rows[:, 1].max()) + 1 if len(rows) else 1
+    slot = group * width + rows[:, 1].long()
+    sums = rows.new_zeros(len(names) * width, 2).index_add(0, slot, rows[:, 2:4])
+    first, last = (
+        sums.new_zeros(len(sums)).scatter_reduce(0, slot, rows[:, 4], way, include_self=False)
+        for way in ("amin", "amax")
+    )
+    means = torch.where(first < last, sums[:, 0] / (sums[:, 1] + 1e-8), 0.0)
+    own = torch.searchsorted(names, groups) * width + index.long()
+    return torch.zeros_like(values).index_copy(0, tokens, means[own])
 
 
 def _next_generated(values: Tensor, mask: Tensor, offsets: Tensor) -> Tensor:

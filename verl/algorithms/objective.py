@@ -35,6 +35,7 @@ class ModelOutput(NamedTuple):
     `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
     `teacher_kl [T]`: the same to the teacher's distribution.
     `routed_experts [T, layers, k]`: experts that a mixture used; None unless the engine records them.
+    `sum_pi_squared [T]`: sum over the vocabulary of the squares of that distribution; None unless asked for.
     """
 
     logprobs: Tensor
@@ -42,6 +43,7 @@ class ModelOutput(NamedTuple):
     kl: Tensor | None = None
     teacher_kl: Tensor | None = None
     routed_experts: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
 
 
 class ValueOutput(NamedTuple):

@@ -152,6 +152,7 @@ def _advantage_inputs(seed: int, components: Sequence[str]) -> AdvantageInputs:
     scores = torch.randint(-2, 3, (len(groups),), generator=generator).double()
     last = offsets[1:] - 1
     values, process = torch.randn(2, len(mask), generator=generator, dtype=torch.float64)
+    probabilities, rest = torch.rand(2, len(mask), generator=generator, dtype=torch.float64)
     return AdvantageInputs(
         scores=scores,
         groups=groups,
@@ -161,6 +162,8 @@ def _advantage_inputs(seed: int, components: Sequence[str]) -> AdvantageInputs:
         values=values,
         baselines=(groups % 7).double(),
         process=process * mask,
+        logprobs=torch.where(mask, probabilities.log(), 0.0),
+        sum_pi_squared=(probabilities.square() + rest * (1.0 - probabilities).square()) * mask,
         components={name: torch.rand(len(groups), generator=generator).double() for name in components},
     )
 

@@ -16,7 +16,7 @@ _KL = "algorithm.kl_ctrl"
 _CORRECTION = "algorithm.rollout_correction"
 _GROUP_ESTIMATORS = (
     *("grpo", "grpo_vectorized", "rloo", "rloo_vectorized", "opo", "gpg"),
-    *("reinforce_plus_plus_baseline", "gdpo"),
+    *("reinforce_plus_plus_baseline", "gdpo", "optimal_token_baseline", "tir_optimal_token_baseline"),
 )
 """Estimators that compare a response with its group; in a group of one, the advantage is the raw score."""
 
@@ -139,6 +139,12 @@ def _check_correction(config: Config) -> Iterator[str]:
         yield (
             f"{_CORRECTION}.bypass_mode: true saves the forward pass that the exact KL (algorithm.kl_penalty=full) "
             "requires; set algorithm.kl_penalty=low_var_kl"
+        )
+    uses_estimator = uses_task_rewards(config) and not uses_preferences(config)
+    if uses_estimator and algorithm.adv_estimator in ("optimal_token_baseline", "tir_optimal_token_baseline"):
+        yield (
+            f"{_CORRECTION}.bypass_mode: true saves the forward pass that algorithm.adv_estimator="
+            f"{algorithm.adv_estimator} requires; set {_CORRECTION}.bypass_mode=false"
         )
 
 

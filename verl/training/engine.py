@@ -39,11 +39,12 @@ class TrainEngine(Protocol[Output]):
         *,
         temperature: float | None = None,
         reference: TrainEngine[Output] | None = None,
+        with_squares: bool = False,
     ) -> list[Output]:
         """Return the output for each micro-batch, without gradients, on the CPU.
 
         `temperature` defaults to that of training; values have none. With a `reference` of the same kind and
-        vocabulary, the output includes the KL to it.
+        vocabulary, the output includes the KL to it; `with_squares`, that of a policy includes `sum_pi_squared`.
         """
         ...
 

@@ -101,13 +101,18 @@ class FsdpEngine:
             )
 
     def forward(
-        self, micro_batches: Sequence[FlatBatch], *, temperature: float | None = None, reference: Any = None
+        self,
+        micro_batches: Sequence[FlatBatch],
+        *,
+        temperature: float | None = None,
+        reference: Any = None,
+        with_squares: bool = False,
     ) -> list[Any]:
         self.model.eval()
-        outputs = []
+        outputs, flags = [], {"with_squares": True} if with_squares else {}
         with self._weights.on_device(), torch.no_grad():
             for batch in micro_batches:
-                output = self._run(batch, temperature, reference)
+                output = self._run(batch, temperature, reference, **flags)
                 if self._routing is not None and isinstance(output, ModelOutput):
                     output = output._replace(routed_experts=self._routing.recorded())
                 size = batch.num_tokens
@@ -266,12 +271,17 @@ class FsdpEngine:
 
     @span("forward")
     def _run(
-        self, batch: FlatBatch, temperature: float | None = None, reference: Any = None, teacher: Any = None
+        self,
+        batch: FlatBatch,
+        temperature: float | None = None,
+        reference: Any = None,
+        teacher: Any = None,
+        **flags: bool,
     ) -> ModelOutput | ValueOutput:
         temperature = self.settings.temperature if temperature is None else temperature
         others = {"reference": reference, "teacher": teacher}
         options = {name: engine.last_layer(batch) for name, engine in others.items() if engine is not None}
-        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options))
+        return cast(ModelOutput | ValueOutput, self._call(batch, temperature, **options, **flags))
 
     def _call(self, batch: FlatBatch, temperature: float, **options: Any) -> ModelOutput | ValueOutput | LastLayer:
         """Call the model. An empty batch runs a dummy token, so that every rank takes part in the collectives."""

@@ -1,4 +1,4 @@
-"""Log-probs, entropies and exact KLs from hidden states, computed in chunks of positions.
+"""Log-probs, entropies, sums of squared probabilities and exact KLs from hidden states, in chunks of positions.
 
 With a vocabulary of 152k the logits of 4,096 tokens take 2.5 GB in float32, and a plain log-softmax with entropy keeps
 several copies of them for the backward pass. Here only one chunk of logits exists at a time: the forward pass keeps
@@ -82,7 +82,7 @@ def default_chunk(device: str, vocabulary: int) -> int:
 class Kernels(NamedTuple):
     """The forward and backward computation of one chunk, plain or compiled."""
 
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[..., tuple[Tensor, ...]]
     backward: Callable[..., Tensor]
 
 
@@ -95,8 +95,22 @@ def token_logprobs(
     kernels: Kernels | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probs of `targets [N]` and the entropies, both [N] float32, in chunks of `chunk` positions."""
-    logprobs, entropy = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN)
+    logprobs, entropy = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, False)
     return logprobs, entropy
+
+
+def token_logprobs_and_squares(
+    layer: LastLayer,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    chunk: int | None = None,
+    kernels: Kernels | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `token_logprobs`, and the sums over the vocabulary of squared probabilities, which have no gradient."""
+    outputs = _TokenLogprobs.apply(*layer[:3], layer, targets, temperature, chunk, kernels or PLAIN, True)
+    logprobs, entropy, squares = outputs
+    return logprobs, entropy, squares
 
 
 def vocabulary_kl(layer: LastLayer, other: LastLayer, *, temperature: float = 1.0, chunk: int | None = None) -> Tensor:
@@ -147,13 +161,18 @@ class Compiled:
         return self._plain(*args)
 
 
-def _forward(layer: LastLayer, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log-probs of the targets, entropies, and logs of the normalizers of one chunk, each [C]."""
+def _forward(layer: LastLayer, targets: Tensor, temperature: float, with_squares: bool = False) -> tuple[Tensor, ...]:
+    """Return log-probs of the targets, entropies, and logs of the normalizers of one chunk, each [C].
+
+    The sums of squared probabilities come last, if they are wanted.
+    """
     logits = layer.logits(temperature)
     normalizer = logits.logsumexp(-1)
     log_p = logits.sub_(normalizer[:, None])
     logprobs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    return logprobs, log_p.exp().mul_(log_p).sum(-1).neg_(), normalizer
+    p = log_p.exp()
+    squares = (torch.linalg.vector_norm(p, dim=-1).square(),) if with_squares else ()
+    return logprobs, p.mul_(log_p).sum(-1).neg_(), normalizer, *squares
 
 
 def _backward(
@@ -201,30 +220,36 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int | None,
         kernels: Kernels,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        outputs = logprobs, entropy, normalizer = [hidden.new_empty(len(hidden), dtype=dtype) for _ in range(3)]
+        with_squares: bool,
+    ) -> tuple[Tensor, ...]:
+        dtype, count = torch.promote_types(hidden.dtype, torch.float32), 4 if with_squares else 3
+        outputs = [hidden.new_empty(len(hidden), dtype=dtype) for _ in range(count)]
+        logprobs, entropy, normalizer, *squares = outputs
+        options = (True,) if with_squares else ()
         for rows, part in layer.chunks(chunk):
-            for output, values in zip(outputs, kernels.forward(part, targets[rows], temperature), strict=True):
+            results = kernels.forward(part, targets[rows], temperature, *options)
+            for output, values in zip(outputs, results, strict=True):
                 output[rows] = values
         ctx.save_for_backward(hidden, weight, bias, targets, normalizer, entropy)
         ctx.settings = layer.scale, layer.softcap, temperature, chunk, kernels
         ctx.set_materialize_grads(False)
-        return logprobs, entropy
+        ctx.mark_non_differentiable(*squares)
+        return logprobs, entropy, *squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalizer, entropy = ctx.saved_tensors
         scale, softcap, temperature, chunk, kernels = ctx.settings
+        grads = grads[:2]
         if all(grad is None for grad in grads):
-            return (None,) * 8
+            return (None,) * 9
         layer = LastLayer(hidden, weight, bias, scale, softcap)
         gradients = _Gradients(ctx, layer, normalizer.dtype)
         for rows, part in layer.chunks(chunk):
             upstream = [None if grad is None else grad[rows] for grad in grads]
             saved = targets[rows], temperature, normalizer[rows], entropy[rows]
             gradients.add(rows, kernels.backward(part, *saved, *upstream))
-        return *gradients.result(), None, None, None, None, None
+        return *gradients.result(), None, None, None, None, None, None
 
 
 class _VocabularyKl(torch.autograd.Function):

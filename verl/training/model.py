@@ -14,7 +14,13 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.errors import EngineError
-from verl.training.logprobs import PLAIN, LastLayer, token_logprobs, vocabulary_kl
+from verl.training.logprobs import (
+    PLAIN,
+    LastLayer,
+    token_logprobs,
+    token_logprobs_and_squares,
+    vocabulary_kl,
+)
 from verl.training.sequence_parallel import SequenceGroup
 from verl.training.shared_prompts import SharedPrompts
 
@@ -124,12 +130,14 @@ class PackedCausalLM(PackedModel):
         *,
         reference: LastLayer | None = None,
         teacher: LastLayer | None = None,
+        with_squares: bool = False,
         return_hidden: bool = False,
     ) -> ModelOutput | LastLayer:
         """Return log-probs and entropies [T] where mask [T] is True, 0 elsewhere.
 
-        With a `reference` or a `teacher`, also return the KL to it. With `return_hidden`, return the last layer
-        instead, which can be the `reference` or `teacher` of another model.
+        With a `reference` or a `teacher`, also return the KL to it; `with_squares`, also the sums of squared
+        probabilities. With `return_hidden`, return the last layer instead, which can be the `reference` or `teacher` of
+        another model.
         """
         targets = self.find_targets(mask, shared)
         # A token is predicted from the one before it, in the same sequence.
@@ -141,10 +149,12 @@ class PackedCausalLM(PackedModel):
         if return_hidden:
             return layer
         options: dict[str, Any] = {"temperature": temperature, "chunk": self.chunk}
-        logprobs, entropy = token_logprobs(layer, tokens[targets], kernels=self.kernels, **options)
+        compute = token_logprobs_and_squares if with_squares else token_logprobs
+        logprobs, entropy, *squares = compute(layer, tokens[targets], kernels=self.kernels, **options)
         kls = (None if other is None else vocabulary_kl(layer, other, **options) for other in (reference, teacher))
         place = partial(self.place, targets=targets, count=len(tokens))
-        return ModelOutput(place(logprobs), place(entropy), *(None if kl is None else place(kl) for kl in kls))
+        output = ModelOutput(place(logprobs), place(entropy), *(None if kl is None else place(kl) for kl in kls))
+        return output._replace(sum_pi_squared=place(squares[0])) if squares else output
 
     def forward_unpacked(self, tokens: Tensor) -> tuple[Tensor, float]:
         """Return log-probs [T] by the model's own head, 0 at the first token, and the largest |logit|."""

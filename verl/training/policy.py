@@ -5,16 +5,16 @@ Between `prepare` and `update` all arrays stay on the rank; other ranks receive 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs, Estimator, explained_variance
+from verl.algorithms.advantages import ESTIMATORS, USE_SQUARES, AdvantageInputs, Estimator, explained_variance
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.correction import importance_weights, mismatch_metrics, mismatch_moments, rejection_mask
 from verl.algorithms.losses import (
@@ -70,6 +70,13 @@ class PrimeRewardModel:
         return self._beta * log_ratio.double(), _average_steps(steps, "process")
 
 
+class _ExtraOutputs(NamedTuple):
+    """Results [T] of the policy's forward pass that only advantages need: exact KL, sums of squared probabilities."""
+
+    kl: Tensor | None = None
+    squares: Tensor | None = None
+
+
 class PolicyTrainer:
     """Trains a policy with an algorithm, and with the other models that it needs.
 
@@ -91,6 +98,7 @@ class PolicyTrainer:
         self._estimator, _ = load_functions(algorithm)
         self._objective, self._value_objective = PolicyObjective(algorithm), ValueObjective(algorithm)
         self._reward_kl = algorithm.reward_kl
+        self._uses_squares = algorithm.estimator in USE_SQUARES
         self._distills_in_loss = algorithm.distillation is not None and algorithm.distillation.mode == "loss"
         self._steps = 0
         self._batch = FlatBatch.empty()
@@ -98,8 +106,8 @@ class PolicyTrainer:
     @span("prepare")
     def prepare(self, samples: Sequence[Sample], plan: RankPlan) -> dict[str, float]:
         """Compute log-probs, values, rewards and advantages of this rank's samples, and keep them for `update`."""
-        batch, kl = self._run_models(FlatBatch.from_samples(samples), plan)
-        self._inputs, metrics = self._compute_rewards(batch, plan, kl)
+        batch, extra = self._run_models(FlatBatch.from_samples(samples), plan)
+        self._inputs, metrics = self._compute_rewards(batch, plan, extra)
         if self.prime is not None:
             process, process_metrics = self.prime.train_and_score(batch, plan)
             self._inputs, metrics = replace(self._inputs, process=process), metrics | process_metrics
@@ -167,8 +175,8 @@ class PolicyTrainer:
         engines = {"actor": self.actor, "critic": self.critic, "process": prime, "reference": self.reference}
         return {folder: engine for folder, engine in engines.items() if engine is not None}
 
-    def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, Tensor | None]:
-        """Add log-probs and values to a batch; also return the exact KL [T], if the reward needs it."""
+    def _run_models(self, batch: FlatBatch, plan: RankPlan) -> tuple[FlatBatch, _ExtraOutputs]:
+        """Add log-probs and values to a batch; also return what only the advantages need."""
         cuts = plan.forward
         exact = self.reference if self._reward_kl is not None and self.algorithm.reward_kl_type == EXACT_KL else None
         outputs: list[ModelOutput] = []
@@ -176,7 +184,7 @@ class PolicyTrainer:
             batch = batch.with_(old_logprobs=batch.rollout_logprobs)
         else:
             with span("old log-probs"):
-                outputs = self.actor.forward(batch.split(cuts), reference=exact)
+                outputs = self.actor.forward(batch.split(cuts), reference=exact, with_squares=self._uses_squares)
             batch = batch.with_(old_logprobs=_restore_order(batch, cuts, [output.logprobs for output in outputs]))
             if routed := [output.routed_experts for output in outputs if output.routed_experts is not None]:
                 batch = batch.with_(routed_experts=_restore_order(batch, cuts, routed))
@@ -190,12 +198,18 @@ class PolicyTrainer:
             with span("values"):
                 values = [output.values for output in self.critic.forward(batch.split(cuts))]
             batch = batch.with_(values=_restore_order(batch, cuts, values))
-        if exact is None:
-            return batch, None
-        return batch, _restore_order(batch, cuts, [output.kl for output in outputs if output.kl is not None])
+
+        def restore(parts: Iterable[Tensor | None]) -> Tensor:
+            return _restore_order(batch, cuts, [part for part in parts if part is not None])
+
+        uses_squares = self._uses_squares and not self.algorithm.correction.bypass
+        return batch, _ExtraOutputs(
+            kl=None if exact is None else restore(output.kl for output in outputs),
+            squares=restore(output.sum_pi_squared for output in outputs) if uses_squares else None,
+        )
 
     def _compute_rewards(
-        self, batch: FlatBatch, plan: RankPlan, kl: Tensor | None
+        self, batch: FlatBatch, plan: RankPlan, extra: _ExtraOutputs
     ) -> tuple[AdvantageInputs, dict[str, float]]:
         """Put rewards of turns on their last tokens and the rest of each score on the last generated token.
 
@@ -208,7 +222,7 @@ class PolicyTrainer:
             turns = batch.turn_rewards.double()
             rewards[indices] -= segment_sum(turns, batch.offsets)[sequences]
             rewards += turns
-        penalty = torch.zeros_like(rewards)
+        penalty, kl = torch.zeros_like(rewards), extra.kl
         if self._reward_kl is not None:
             kind = self.algorithm.reward_kl_type
             kl = _estimate_kl(batch, batch.ref_logprobs, kind) if kl is None else kl.double() * batch.mask
@@ -226,6 +240,9 @@ class PolicyTrainer:
             rewards=rewards - penalty,
             values=None if batch.values is None else batch.values.double(),
             baselines=None if plan.baselines is None else torch.from_numpy(plan.baselines),
+            logprobs=None if batch.old_logprobs is None else batch.old_logprobs.double(),
+            sum_pi_squared=None if extra.squares is None else extra.squares.double(),
+            importance=self._weigh_samples(batch),
             components={name: torch.from_numpy(values) for name, values in plan.components.items()},
             episodes=torch.from_numpy(plan.indices),
             branches=branches,
@@ -244,6 +261,16 @@ class PolicyTrainer:
             metrics |= {"actor/reward_kl": total / max(tokens, 1.0), "actor/reward_kl_coef": self._reward_kl.beta}
             self._reward_kl = self._reward_kl.after(metrics["actor/reward_kl"], int(samples))
         return inputs, metrics
+
+    def _weigh_samples(self, batch: FlatBatch) -> Tensor | None:
+        """Return the importance weights [T] that the loss will have, for estimators that use them."""
+        correction = self.algorithm.correction
+        if not self._uses_squares or correction.weigh is None:
+            return None
+        assert batch.old_logprobs is not None
+        assert batch.rollout_logprobs is not None
+        pair = batch.old_logprobs, batch.rollout_logprobs
+        return importance_weights(*pair, batch.mask, batch.offsets, correction, self.actor.gather).double()
 
     @span("advantages")
     def _estimate_advantages(self, batch: FlatBatch) -> tuple[FlatBatch, dict[str, float]]:

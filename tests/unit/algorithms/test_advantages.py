@@ -1,4 +1,6 @@
+import math
 import statistics
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from verl.algorithms.advantages import (
     grpo,
     grpo_passk,
     opo,
+    optimal_token_baseline,
     prime,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -41,6 +44,8 @@ def responses(
     baselines=None,
     values=None,
     components=None,
+    logprobs=None,
+    squares=None,
     **options,
 ):
     """One sequence per score; without masks each is a single generated token."""
@@ -57,6 +62,8 @@ def responses(
         values=None if values is None else flat(values),
         baselines=None if baselines is None else torch.tensor(baselines, dtype=torch.float64),
         process=None if process is None else flat(process),
+        logprobs=None if logprobs is None else flat(logprobs),
+        sum_pi_squared=None if squares is None else flat(squares),
         components={name: torch.tensor(values).double() for name, values in components.items()},
         options=EstimatorOptions(**options),
     )
@@ -90,6 +97,32 @@ def test_equal_scores_carry_no_signal(estimator):
 @pytest.mark.parametrize("estimator", [grpo, rloo, opo, gpg])
 def test_a_group_of_one_keeps_its_score(estimator):
     assert estimator(responses([0.25, 3.0], [1, 2])).tolist() == [0.25, 3.0]
+
+
+def test_the_optimal_baseline_of_a_token_weighs_returns_by_the_gradients_so_far():
+    # 1 - 2 p + squares of the tokens: 0.5, 0.5 and 0.25, 0, 0.75
+    logprobs = [[math.log(0.5), math.log(0.5)], [math.log(0.75), 0.0, math.log(0.5)]]
+    squares = [[0.5, 0.5], [0.75, 1.0, 0.75]]
+    x = responses([1.0, 4.0], None, [[1, 1], [1, 1, 1]], logprobs=logprobs, squares=squares)
+    first, second = (0.5 * 1 + 0.25 * 4) / 0.75, (1.0 * 1 + 0.25 * 4) / 1.25
+    expected = [1 - first, 1 - second, 4 - first, 4 - second, 4.0]  # no other response has a third token
+    assert optimal_token_baseline(x).tolist() == pytest.approx(expected, abs=1e-6)
+    doubled = replace(x, importance=torch.tensor([2.0, 2.0, 1.0, 1.0, 1.0], dtype=torch.float64))
+    first, second = (2.0 * 1 + 0.25 * 4) / 2.25, (4.0 * 1 + 0.25 * 4) / 4.25
+    expected = [1 - first, 1 - second, 4 - first, 4 - second, 4.0]
+    assert optimal_token_baseline(doubled).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_optimal_baseline_of_certain_tokens_is_no_rounding_error():
+    certain, almost = 0.0, math.log1p(-6e-8)
+    x = responses([1.0, 3.0], None, [[1], [1]], logprobs=[[certain], [almost]], squares=[[1 - 1e-7], [1 - 1.9e-7]])
+    advantages = optimal_token_baseline(x)
+    assert advantages.tolist() == pytest.approx([1.0, 3.0])  # without a gradient, none is better than another
+
+
+def test_the_optimal_token_baseline_needs_probabilities():
+    with pytest.raises(ValueError, match="no sums of squared probabilities"):
+        optimal_token_baseline(responses([1.0, 0.0]))
 
 
 def test_groups_of_one_are_whitened_with_their_scores():
@@ -168,13 +201,15 @@ def test_gae_by_hand():
 def test_tool_output_in_between_makes_no_difference(name):
     torch.manual_seed(0)
     columns = torch.randn(3, 7, dtype=torch.float64).tolist()
+    columns += [[math.log(0.1 * (k + 1)) for k in range(7)], [0.9] * 7]
     cut = lambda row: [row[:4], row[4:]]  # noqa: E731
     widen = lambda rows: [[9.0, rows[0][0], 9.0, 9.0, *rows[0][1:]], [*rows[1], 9.0]]  # noqa: E731
-    rewards, values, process = (cut(row) for row in columns)
+    rewards, values, process, logprobs, squares = (cut(row) for row in columns)
     rest = {"baselines": [0.1, 0.1], "gamma": 0.9, "lam": 0.8}
-    short = responses([1.0, 0.0], None, [[1] * 4, [1] * 3], rewards, values=values, process=process, **rest)
+    narrow = {"values": values, "process": process, "logprobs": logprobs, "squares": squares}
+    short = responses([1.0, 0.0], None, [[1] * 4, [1] * 3], rewards, **narrow, **rest)
     masks = [[0, 1, 0, 0, 1, 1, 1], [1, 1, 1, 0]]
-    wide = {"values": widen(values), "process": widen(process)}
+    wide = {name: widen(rows) for name, rows in narrow.items()}
     long = responses([1.0, 0.0], None, masks, widen(rewards), **wide, **rest)
     for ours, expected in zip(*(_as_tuple(ESTIMATORS[name](x)) for x in (long, short)), strict=True):
         assert ours[long.mask].tolist() == pytest.approx(expected.tolist())

@@ -113,6 +113,34 @@ def test_a_turn_of_several_branches_counts_once_and_an_episode_is_one_sequence()
     assert (totals.tokens, totals.sequences) == pytest.approx((3 + 2 + 2 + 4, 2))
 
 
+@pytest.mark.parametrize("times", [2, 3])
+def test_a_branch_that_is_there_several_times_changes_no_token_baseline(times: int) -> None:
+    def estimate(samples: list[Sample]) -> list[torch.Tensor]:
+        batch, inputs = make_inputs(samples)
+        step = 1 + batch.positions.double()
+        inputs = replace(
+            inputs,
+            rewards=inputs.scores[batch.segment_ids] * batch.mask,
+            logprobs=-0.1 * step,
+            sum_pi_squared=(-0.2 * step).exp() + 0.01 * step,
+        )
+        return list(ESTIMATORS["optimal_token_baseline"](inputs).split(batch.lengths.tolist()))
+
+    samples = make_group(1)
+    repeated, once = estimate(repeat_sample(samples, times)), estimate(samples)
+    for ours, expected in zip(repeated, [once[0]] * times + once[1:], strict=True):
+        assert ours.tolist() == pytest.approx(expected.tolist(), abs=1e-9)
+
+
+def test_branches_of_one_episode_are_nothing_to_compare_with() -> None:
+    batch, inputs = make_inputs(make_episode(0, 0, 1.0, [2], branches=3))
+    zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    inputs = replace(inputs, rewards=batch.mask.double(), logprobs=zeros - 1.0, sum_pi_squared=zeros + 0.5)
+    advantages = ESTIMATORS["optimal_token_baseline"](inputs)
+    assert isinstance(advantages, torch.Tensor)
+    assert advantages[batch.mask].tolist() == [2.0, 1.0] * 3
+
+
 # A bandit with optional stopping: each turn ends with nothing, ends with a prize, or goes on at a price.
 LEAVE, TAKE, GO_ON = range(3)
 PRIZE, PRICE, LONGEST = 1.0, 0.2, 3

@@ -151,6 +151,10 @@ def problem(*overrides: str) -> str:
             ],
             f"{A}.optim.name=adamw",
         ),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", "algorithm.rollout_correction.bypass_mode=true"],
+            "set algorithm.rollout_correction.bypass_mode=false",
+        ),
     ],
 )
 def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str], says: str) -> None:
@@ -164,6 +168,10 @@ def test_conflicts_are_refused_and_the_suggested_fix_works(overrides: list[str],
     [
         ([f"{R}.n=1"], "leaves algorithm.adv_estimator=grpo no group to compare with"),
         ([f"{R}.n=1", "algorithm.adv_estimator=opo"], "leaves algorithm.adv_estimator=opo no group"),
+        (
+            [f"{R}.n=1", "algorithm.adv_estimator=optimal_token_baseline"],
+            "leaves algorithm.adv_estimator=optimal_token_baseline no group",
+        ),
         ([f"{A}.use_kl_loss=true", "algorithm.use_kl_in_reward=true"], "counts twice"),
         ([f"{A}.use_kl_loss=true", f"{A}.kl_loss_type=kl"], f"set {A}.kl_loss_type=low_var_kl"),
         ([f"{A}.fsdp_config.model_dtype=bfloat16"], f"set {A}.fsdp_config.model_dtype=float32"),

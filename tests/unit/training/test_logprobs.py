@@ -2,7 +2,13 @@ import pytest
 import torch
 
 from tests.acceptance import vocabulary
-from verl.training.logprobs import LastLayer, default_chunk, token_logprobs, vocabulary_kl
+from verl.training.logprobs import (
+    LastLayer,
+    default_chunk,
+    token_logprobs,
+    token_logprobs_and_squares,
+    vocabulary_kl,
+)
 
 pytestmark = pytest.mark.unit
 
@@ -87,6 +93,21 @@ def test_a_floor_of_log_probs_bounds_the_ratios_of_the_kl_and_not_its_probabilit
     if floor == -100.0:
         exact = vocabulary_kl(LastLayer(hidden, weight), other._replace(floor=None), chunk=chunk)
         torch.testing.assert_close(ours, exact)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+@pytest.mark.parametrize("options", [{}, {"softcap": 1.5, "scale": 0.5}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_sums_of_squared_probabilities_come_with_the_same_log_probs_and_gradients(chunk, options, dtype):
+    (hidden, weight), targets = inputs(dtype=dtype)
+    layer = LastLayer(hidden, weight, **options)
+    *ours, squares = token_logprobs_and_squares(layer, targets, temperature=0.7, chunk=chunk)
+    expected = token_logprobs(layer, targets, temperature=0.7, chunk=chunk)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+    torch.testing.assert_close(squares, layer.logprobs(0.7).exp().square().sum(-1))
+    assert not squares.requires_grad
+    leaves = [hidden, weight]
+    torch.testing.assert_close(gradients(ours, leaves, [1, 1]), gradients(expected, leaves, [1, 1]), rtol=0, atol=0)
 
 
 def test_a_model_has_no_kl_to_itself_and_no_gradient():

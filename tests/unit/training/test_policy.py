@@ -23,12 +23,14 @@ from tests.policy_steps import (
     resumed,
     sample,
     step_of,
+    with_rollout_logprobs,
 )
 from verl.algorithms.advantages import ESTIMATORS, AdvantageInputs
 from verl.algorithms.aggregate import segment_sum
 from verl.algorithms.losses import LOSSES
 from verl.algorithms.settings import (
     AlgorithmSettings,
+    Correction,
     KlController,
 )
 from verl.checkpoint.save import load, save
@@ -106,6 +108,38 @@ def test_the_exact_kl_in_the_reward_is_that_of_the_two_tables(episodes: list[Adv
     assert metrics["actor/reward_kl"] == pytest.approx(float(kl.sum()) / GENERATED, rel=1e-5)
     PolicyTrainer(actor, AlgorithmSettings("seen")).prepare(step.samples, step.plan)
     torch.testing.assert_close(episodes[0].rewards, episodes[1].rewards - 0.5 * kl.double(), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("weigh", [None, "token"])
+def test_the_optimal_token_baseline_gets_the_probabilities_of_the_old_policy(weigh: str | None) -> None:
+    actor, correction = Table(), Correction(weigh, threshold=1.5)
+    drawn = with_rollout_logprobs(SAMPLES, actor, {0: 0.2, 3: -0.3, 4: 0.6})
+    step = step_of(drawn, micro=2)
+    policy = PolicyTrainer(actor, AlgorithmSettings("optimal_token_baseline", correction=correction))
+    step.run(policy)
+    [seen], before = actor.seen, actor.before[0]
+    tokens = seen.mask.nonzero().squeeze(-1)
+    rows = before.log_softmax(-1)[seen.tokens[tokens - 1]].double()
+    norms = torch.zeros(seen.num_tokens, dtype=torch.float64)
+    norms[tokens] = 1 - 2 * rows.gather(1, seen.tokens[tokens, None])[:, 0].exp() + rows.exp().square().sum(-1)
+    if weigh is not None:
+        assert seen.weights is not None
+        assert len(set(seen.weights[tokens].tolist())) > 2
+        norms *= seen.weights.double().square()
+    ours = by_token(seen, seen.advantages)
+    responses = {tuple(one.tokens): one for one in step.samples}
+    spans = dict(zip(ours, norms.split(seen.lengths.tolist()), strict=True))
+    for key, one in responses.items():
+        group = [
+            (other.score, spans[name][torch.from_numpy(other.mask)])
+            for name, other in responses.items()
+            if other.group == one.group
+        ]
+        for k in range(int(one.mask.sum())):
+            reaching = [(score, float(parts[: k + 1].sum())) for score, parts in group if len(parts) > k]
+            total = sum(weight for _, weight in reaching)
+            baseline = sum(score * weight for score, weight in reaching) / total if len(reaching) > 1 else 0.0
+            assert ours[key][k] == pytest.approx(one.score - baseline, abs=1e-5)
 
 
 def test_the_exact_kl_in_the_loss_is_that_of_the_two_tables_and_falls() -> None:

@@ -87,7 +87,7 @@ _SHARDING = {
     **{f"{section}.log_prob_use_dynamic_bsz": DYNAMIC for section in (_R, _REF)},
     **{f"{section}.entropy_checkpointing": CHUNKED for section in (_A, _REF)},
     **{f"{section}.entropy_from_logits_with_chunking": CHUNKED for section in (_A, _REF)},
-    f"{_A}.calculate_sum_pi_squared": needs("the optimal token baseline", *OFF),
+    f"{_A}.calculate_sum_pi_squared": ignored("computed if algorithm.adv_estimator needs it"),
     "actor_rollout_ref.nccl_timeout": ignored("trainer.deadlines sets the time limits of workers"),
 }
 _MODEL = {
@@ -171,9 +171,6 @@ TRAIN_RULES = Rules(
         "critic.strategy": _STRATEGIES,
         _A: dict.fromkeys(("mlite_actor", "megatron_actor"), "Megatron-Core"),
         f"{_R}.name": {"trtllm": "TensorRT-LLM"},
-        "algorithm.adv_estimator": dict.fromkeys(
-            ("optimal_token_baseline", "tir_optimal_token_baseline"), "the optimal token baseline"
-        ),
         f"{_A}.policy_loss.loss_mode": dict.fromkeys(("dppo_tv", "dppo_kl"), "DPPO"),
     },
     {_A: ("dp_actor",), _REF: ("dp_ref",), "critic": ("dp_critic",), _M: ("hf_model",)},

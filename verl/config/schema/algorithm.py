@@ -20,6 +20,8 @@ Estimator = Literal[
     "reinforce_plus_plus_baseline",
     "remax",
     "opo",
+    "optimal_token_baseline",
+    "tir_optimal_token_baseline",
     "gpg",
     "gdpo",
     "grpo_passk",
