@@ -45,6 +45,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "gspo": (),
     "cispo": ONE_UPDATE,
     "opo": (),
+    "optimal_token_baseline": (),
     "gpg": ONE_UPDATE,
     "online_dpo": ONE_UPDATE,
     "spin": ("data.train_batch_size=128", "actor_rollout_ref.actor.ppo_mini_batch_size=128"),

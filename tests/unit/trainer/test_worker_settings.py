@@ -60,6 +60,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "reinforce_plus_plus_baseline": {"estimator": "reinforce_plus_plus_baseline"},
     "remax": {"estimator": "remax"},
     "opo": {"estimator": "opo"},
+    "optimal_token_baseline": {"estimator": "optimal_token_baseline"},
     "gpg": {"estimator": "gpg", "loss_mode": "gpg"},
     "gdpo": {"estimator": "gdpo", "estimator_options.component_weights": {"correct": 1.0, "format": 0.5}},
     "grpo_passk": {"estimator": "grpo_passk"},
