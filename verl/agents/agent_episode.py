@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ from verl.agents.chat_model import ChatModel, Parse
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
+from verl.agents.gateway_agent import GatewayAgents
 from verl.agents.rendering import ChatRenderer
 from verl.agents.settings import AgentSettings
 from verl.agents.tool_calls import ParsedReply
@@ -30,17 +32,27 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class AgentEpisode:
-    """An `Episode` that an agent plays. Made once per worker."""
+    """An `Episode` that an agent plays. Made once per worker. An `agent` takes the place of the one in the settings."""
 
-    def __init__(self, settings: AgentSettings, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        settings: AgentSettings,
+        tokenizer: PreTrainedTokenizerBase,
+        agent: Callable[..., Any] | None = None,
+    ) -> None:
         self._settings = settings
         self._renderer = ChatRenderer(tokenizer, settings.template_kwargs)
         self._sources: list[ToolSource] = load_sources(settings)
         self._parse = choose_parser(settings, tokenizer, self._sources)
+        self._gateway = GatewayAgents(settings)
         self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(settings, self._sources)}
         if settings.environment is not None:
             make = load_agent(settings.environment, f"{_ROLLOUT}.multi_turn.environment")
             self._agents["environment"] = EnvironmentAgent(settings, make)
+        if agent is not None:
+            self._agents[settings.agent] = self._gateway.adapt(agent)
+        if settings.agent not in (*self._agents, "single_turn"):
+            self._load_agent(settings.agent)  # reports a mistake before the first episode
 
     def list_schemas(self) -> list[dict[str, Any]]:
         """Return what the model sees of the tools."""
@@ -50,7 +62,7 @@ class AgentEpisode:
         name = self._choose_agent(prompt)
         if name == "single_turn":
             return await single_turn(prompt, generate, sampling)
-        agent = self._agents.get(name) or load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop")
+        agent = self._agents.get(name) or self._load_agent(name)
         task = make_task(prompt)
         for attempt in range(ATTEMPTS):
             model = ChatModel(
@@ -67,6 +79,13 @@ class AgentEpisode:
             if transcript.failure is None:
                 break
         return transcript
+
+    async def close(self) -> None:
+        await self._gateway.close()
+
+    def _load_agent(self, name: str) -> Agent:
+        self._agents[name] = self._gateway.adapt(load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop"))
+        return self._agents[name]
 
     def _choose_agent(self, prompt: Prompt) -> str:
         default = "environment" if self._settings.environment is not None else self._settings.agent
@@ -87,18 +106,31 @@ class AgentEpisode:
             if not transcript.turns:
                 transcript.failure = Failed("timeout", f"no reply within {self._settings.deadline_s:g} s")
             return transcript
+        name = getattr(agent, "__name__", type(agent).__name__)
         try:
-            transcript.score = playing.result()
+            transcript.score = read_score(playing.result())
+            if not transcript.turns:
+                transcript.failure = Failed("error", f"the agent {name} ended without a reply of the model")
+        except ConfigError:
+            raise
         except EpisodeLimitError:
             transcript.is_truncated = True
             if not transcript.turns:
                 transcript.failure = Failed("error", "the prompt leaves no tokens for a reply")
         except ToolFailureError as error:
             transcript.failure = Failed("error", str(error))
-        except Exception as error:  # noqa: BLE001 - the user's agent
-            name = getattr(agent, "__name__", type(agent).__name__)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's agent
             transcript.failure = Failed("error", f"the agent {name} raised {type(error).__name__}: {error}")
         return transcript
+
+
+def read_score(score: Any) -> float | None:
+    """Return what an agent returned, if it is a score or None."""
+    if score is None:
+        return None
+    if not isinstance(score, (int, float)) or not math.isfinite(score):
+        raise TypeError(f"it returned {type(score).__name__}; return a finite number, or None for the run's reward")
+    return float(score)
 
 
 def make_task(prompt: Prompt) -> Task:
@@ -120,13 +152,15 @@ def load_agent(name: str, setting: str) -> Callable[..., Any]:
         raise ConfigError([str(error)]) from error
 
 
-def choose_parser(settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, sources: Sequence[ToolSource]) -> Parse:
-    """Return the parser of tool calls; without tools, replies are text."""
-    if not sources and settings.format is None:
-        return lambda text, schemas: ParsedReply(text, ())
+def choose_parser(
+    settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, sources: Sequence[ToolSource]
+) -> Parse | None:
+    """Return the parser of tool calls. An agent may bring its own tools; if it does not, None is enough."""
     key = f"{_ROLLOUT}.multi_turn.format"
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
     name = settings.format or detect_format(template)
+    if name is None and not sources:
+        return None
     if name is None:
         raise ConfigError(
             [f"{key}: the chat template shows no known format of tool calls; set it to one of {', '.join(FORMATS)}"]

@@ -35,12 +35,14 @@ class DeterministicBatcher:
     def slot(self) -> Iterator[Generate]:
         """Take the next slot until the episode ends."""
         index, self._used = self._used, self._used + 1
+        turns = asyncio.Lock()  # an episode may make several requests at once: its slot takes one after another
 
         async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
-            result: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-            self._waiting[index] = (token_ids, sampling), result
-            self._send_if_complete()
-            return await result
+            async with turns:
+                result: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+                self._waiting[index] = (token_ids, sampling), result
+                self._send_if_complete()
+                return await result
 
         try:
             yield generate

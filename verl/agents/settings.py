@@ -31,4 +31,7 @@ class AgentSettings:
     branch_per_turn: bool = False
     deadline_s: float = 3600.0
     tool_deadline_s: float = 60.0
+    gateway: bool = True  # for agents that take a URL
+    gateway_host: str = "127.0.0.1"
+    gateway_port: int = 0  # the first of those to try; 0: any
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -294,6 +294,9 @@ def agent_settings(config: Config) -> AgentSettings:
         branch_per_turn=multi_turn.use_inference_chat_template,
         deadline_s=multi_turn.deadline_s,
         tool_deadline_s=multi_turn.tool_deadline_s,
+        gateway=rollout.gateway.enable,
+        gateway_host=rollout.gateway.host,
+        gateway_port=rollout.gateway.port,
         template_kwargs=config.data.apply_chat_template_kwargs,
     )
 

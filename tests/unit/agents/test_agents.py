@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import sample_tools
 from chat_bpe import bpe_tokenizer
-from scripted_model import ScriptedModel
+from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.agents import Step, Task
@@ -37,7 +37,7 @@ def call(name: str) -> str:
 
 
 async def play(settings: AgentSettings, *replies: str, prompt: Prompt = PROMPT) -> Transcript:
-    script = ScriptedModel(TOKENIZER, *replies)
+    script = ListedReplies(TOKENIZER, *replies)
     return await AgentEpisode(settings, TOKENIZER)(prompt, script.generate, SamplingParams(max_tokens=800))
 
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 
 import pytest
 from chat_bpe import bpe_tokenizer
-from scripted_model import ScriptedModel
+from listed_replies import ListedReplies
 
 from verl.agents.chat_model import ChatModel
 from verl.agents.errors import EpisodeLimitError
@@ -28,7 +28,7 @@ class Schema:
         raise NotImplementedError
 
 
-def make(script: ScriptedModel, max_tokens: int = 200, **changes: Any) -> ChatModel:
+def make(script: ListedReplies, max_tokens: int = 200, **changes: Any) -> ChatModel:
     sampling = SamplingParams(max_tokens=max_tokens, seed=5)
     return ChatModel(script.generate, ChatRenderer(TOKENIZER), sampling, FORMATS["hermes"], **changes)
 
@@ -38,7 +38,7 @@ def answer(reply: Any, text: str = "7") -> dict[str, Any]:
 
 
 async def test_a_second_request_starts_with_the_first_and_its_reply() -> None:
-    script = ScriptedModel(TOKENIZER, CALL, "7")
+    script = ListedReplies(TOKENIZER, CALL, "7")
     model = make(script)
     reply = await model.chat([QUESTION], [Schema()])
     assert reply.calls == (ToolCall("lookup", {"key": "red"}),)
@@ -50,7 +50,7 @@ async def test_a_second_request_starts_with_the_first_and_its_reply() -> None:
 
 
 async def test_the_whole_conversation_is_what_the_template_renders() -> None:
-    script = ScriptedModel(TOKENIZER, "8", "4")
+    script = ListedReplies(TOKENIZER, "8", "4")
     model = make(script)
     reply = await model.chat([QUESTION])
     messages = [QUESTION, reply.message, {"role": "user", "content": "Lower."}]
@@ -61,7 +61,7 @@ async def test_the_whole_conversation_is_what_the_template_renders() -> None:
 
 @pytest.mark.parametrize("change", ["arguments as an object", "no ids", "content None"])
 async def test_a_reply_is_recognized_as_agents_write_it(change: str) -> None:
-    script = ScriptedModel(TOKENIZER, CALL, "7")
+    script = ListedReplies(TOKENIZER, CALL, "7")
     model = make(script)
     reply = await model.chat([QUESTION], [Schema()])
     said = json.loads(json.dumps(reply.message))
@@ -76,7 +76,7 @@ async def test_a_reply_is_recognized_as_agents_write_it(change: str) -> None:
 
 
 async def test_other_messages_or_tools_start_a_branch() -> None:
-    script = ScriptedModel(TOKENIZER, "8", "4", "2", "1")
+    script = ListedReplies(TOKENIZER, "8", "4", "2", "1")
     model = make(script)
     reply = await model.chat([QUESTION])
     await model.chat([{"role": "user", "content": "Other."}, reply.message, QUESTION])
@@ -86,7 +86,7 @@ async def test_other_messages_or_tools_start_a_branch() -> None:
 
 
 async def test_trap_3_a_further_request_gets_what_remains_of_the_budget() -> None:
-    script = ScriptedModel(TOKENIZER, "8", "4" * 500)
+    script = ListedReplies(TOKENIZER, "8", "4" * 500)
     model = make(script, max_tokens=60)
     reply = await model.chat([QUESTION])
     following = [QUESTION, reply.message, {"role": "user", "content": "Lower."}]
@@ -100,14 +100,14 @@ async def test_trap_3_a_further_request_gets_what_remains_of_the_budget() -> Non
 
 
 async def test_the_context_window_limits_a_reply_too() -> None:
-    script = ScriptedModel(TOKENIZER, "8")
+    script = ListedReplies(TOKENIZER, "8")
     model = make(script, max_sequence_tokens=len(ChatRenderer(TOKENIZER).render_prompt([QUESTION])) + 4)
     await model.chat([QUESTION])
     assert script.samplings[0].max_tokens == 4
 
 
 async def test_trap_6_agents_shorten_replies_but_do_not_change_how_they_are_sampled() -> None:
-    script = ScriptedModel(TOKENIZER, "8", "4")
+    script = ListedReplies(TOKENIZER, "8", "4")
     model = make(script)
     await model.chat([QUESTION], max_tokens=1)
     await model.chat([QUESTION], max_tokens=10_000)
@@ -117,11 +117,11 @@ async def test_trap_6_agents_shorten_replies_but_do_not_change_how_they_are_samp
 
 
 async def test_turns_are_limited_and_nothing_is_said_after_the_end() -> None:
-    model = make(ScriptedModel(TOKENIZER, "8", "4"), max_turns=1)
+    model = make(ListedReplies(TOKENIZER, "8", "4"), max_turns=1)
     await model.chat([QUESTION])
     with pytest.raises(EpisodeLimitError, match="1 turn"):
         await model.chat([QUESTION])
-    ended = make(ScriptedModel(TOKENIZER, "8"))
+    ended = make(ListedReplies(TOKENIZER, "8"))
     ended.close()
     with pytest.raises(EpisodeLimitError, match="has ended"):
         await ended.chat([QUESTION])
@@ -129,7 +129,7 @@ async def test_turns_are_limited_and_nothing_is_said_after_the_end() -> None:
 
 
 async def test_every_turn_is_a_branch_where_the_template_rewrites_history() -> None:
-    script = ScriptedModel(TOKENIZER, "8", "4")
+    script = ListedReplies(TOKENIZER, "8", "4")
     model = make(script, branch_per_turn=True)
     reply = await model.chat([QUESTION])
     messages = [QUESTION, reply.message, {"role": "user", "content": "Lower."}]
@@ -139,7 +139,7 @@ async def test_every_turn_is_a_branch_where_the_template_rewrites_history() -> N
 
 
 async def test_a_malformed_call_stays_in_the_text_that_the_next_request_repeats() -> None:
-    script = ScriptedModel(TOKENIZER, '<tool_call>\n{"name": "lookup"', "7")
+    script = ListedReplies(TOKENIZER, '<tool_call>\n{"name": "lookup"', "7")
     model = make(script)
     reply = await model.chat([QUESTION], [Schema()])
     assert isinstance(reply.calls[0], InvalidCall)

@@ -85,3 +85,22 @@ async def test_an_engine_failure_fails_all_requests_of_the_batch() -> None:
     assert [str(error) for error in await asyncio.gather(asks(), asks(), return_exceptions=True)] == [
         "no engine left"
     ] * 2
+
+
+async def test_requests_of_one_episode_at_once_take_its_slot_one_after_another() -> None:
+    rounds: list[list[int]] = []
+
+    async def generate_all(requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> list[Completion]:
+        rounds.append([tokens[0] for tokens, _ in requests])
+        return [Completion([tokens[0]], [0.0], [0], "stop") for tokens, _ in requests]
+
+    batcher = DeterministicBatcher(generate_all, 2)
+
+    async def ask(tokens: Sequence[int]) -> list[list[int]]:
+        with batcher.slot() as generate:
+            completions = await asyncio.gather(*(generate([token], SAMPLING) for token in tokens))
+            return [completion.token_ids for completion in completions]
+
+    async with asyncio.timeout(30):
+        assert await asyncio.gather(ask([1, 2, 3]), ask([4, 5])) == [[[1], [2], [3]], [[4], [5]]]
+    assert rounds == [[1, 4], [2, 5], [3]]

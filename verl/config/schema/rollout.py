@@ -17,6 +17,7 @@ _HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use th
 _IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
 _IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
 _IS_MULTI_TURN = needs(".enable")
+_HAS_TURNS = needs("actor_rollout_ref.rollout.multi_turn.enable")
 _SAMPLES = unless(".do_sample", False, reason="{section}.do_sample=false means greedy decoding")
 _HAS_TEMPERATURE = unless(".temperature", 0, reason="{section}.temperature=0 means greedy decoding")
 
@@ -90,7 +91,27 @@ class AgentConfig(Section):
     default_agent_loop: str = setting(
         "tool_agent",
         "tool_agent, single_turn, or package.module:function; a row's column agent_name comes first.",
-        only_if=needs("actor_rollout_ref.rollout.multi_turn.enable"),
+        only_if=_HAS_TURNS,
+    )
+
+
+class GatewayConfig(Section):
+    enable: bool = setting(
+        True,
+        "Serve the model as an OpenAI-compatible endpoint to agents that take a base_url; others need none.",
+        only_if=_HAS_TURNS,
+    )
+    host: str = setting(
+        "127.0.0.1",
+        "Address to listen on; 0.0.0.0: all addresses, so that agents on other machines can connect.",
+        only_if=(_HAS_TURNS, needs(".enable")),
+    )
+    port: int = setting(
+        0,
+        "Port to listen on; each worker of a machine takes the next free one; 0: any free port.",
+        ge=0,
+        le=65535,
+        only_if=(_HAS_TURNS, needs(".enable")),
     )
 
 
@@ -204,3 +225,4 @@ class RolloutConfig(Section):
     engine_kwargs: EngineArguments = section(EngineArguments, "Arguments for the engine itself.")
     multi_turn: MultiTurnConfig = section(MultiTurnConfig, "Multi-turn episodes and tools.")
     agent: AgentConfig = section(AgentConfig, "What happens in a multi-turn episode.")
+    gateway: GatewayConfig = section(GatewayConfig, "The endpoint of agents that were written with other SDKs.")

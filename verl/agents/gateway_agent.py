@@ -1,0 +1,127 @@
+"""Agents that know nothing of verl: functions of a task, a URL and a key, which ask the model with any SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any
+
+from verl.agents.agents import Agent, Task
+from verl.agents.chat_model import ChatModel
+from verl.agents.settings import AgentSettings
+from verl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from verl.agents.gateway import Gateway
+
+_SETTING = "actor_rollout_ref.rollout"
+
+
+class GatewayAgents:
+    """Plays the agents of a worker that take `base_url` and `api_key`. Its gateway is started for the first of them."""
+
+    def __init__(self, settings: AgentSettings) -> None:
+        self._settings = settings
+        self._thread: AgentThread | None = None
+        self._starting: asyncio.Task[Gateway] | None = None
+
+    def adapt(self, agent: Callable[..., Any]) -> Agent:
+        """Return an agent as one that takes a model."""
+        names = list(inspect.signature(agent).parameters)
+        if "base_url" not in names:
+            return agent
+        name = getattr(agent, "__name__", type(agent).__name__)
+        if not self._settings.gateway:
+            raise ConfigError([f"{_SETTING}.gateway.enable: the agent {name} takes a base_url; set it to true"])
+        if "api_key" not in names:
+            raise ConfigError([f"{_SETTING}.agent.default_agent_loop: {name} takes a base_url, but no api_key; add it"])
+
+        async def play(task: Task, model: ChatModel) -> Any:
+            return await self._play(agent, task, model)
+
+        play.__name__ = name
+        return play
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            await (await self._starting).close()
+        if self._thread is not None:
+            self._thread.close()
+
+    async def _play(self, agent: Callable[..., Any], task: Task, model: ChatModel) -> Any:
+        """Return the score that the agent returns, or else the reward that it has sent."""
+        if self._starting is None or self._thread is None:
+            self._thread, self._starting = AgentThread(), asyncio.ensure_future(self._start())
+        gateway = await asyncio.shield(self._starting)
+        with gateway.open(model, self._settings.max_invalid_calls) as session:
+            try:
+                score = await self._thread.run(agent, task, base_url=session.base_url, api_key=session.key)
+            except Exception:
+                if (cause := session.failure or session.limit) is not None:
+                    raise cause from None
+                raise
+            if session.failure is not None:
+                raise session.failure
+            if session.limit is not None and not model.transcript.turns:
+                raise session.limit
+            return session.reward if score is None else score
+
+    async def _start(self) -> Gateway:
+        try:
+            from verl.agents.gateway import Gateway
+        except ImportError as error:
+            raise ConfigError(
+                [f"{_SETTING}.gateway.enable: {error.name} is not installed; run: pip install 'verl[agents]'"]
+            ) from error
+        gateway = Gateway(self._settings.gateway_host, self._settings.gateway_port)
+        await gateway.start()
+        return gateway
+
+
+class AgentThread:
+    """An event loop in a thread of its own, for coroutines of users: one that blocks does not block the worker, which
+    has to answer its requests. Each function that is not a coroutine gets a thread of its own."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+
+    async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return what a function or coroutine function returns. One that does not end cannot be killed."""
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await self._await(function(*args, **kwargs))
+        result = await asyncio.wrap_future(start_thread(lambda: function(*args, **kwargs)))
+        return await self._await(result) if inspect.isawaitable(result) else result
+
+    def close(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def _await(self, work: Awaitable[Any]) -> Any:
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_survive_exit(work), self._loop))
+
+
+async def _survive_exit(work: Awaitable[Any]) -> Any:
+    try:
+        return await work
+    except SystemExit as error:  # would end the loop of all agents
+        raise RuntimeError(f"sys.exit({error.code!r})") from error
+
+
+def start_thread(function: Callable[[], Any]) -> Future[Any]:
+    """Run a function in a daemon thread, which does not keep the process from ending."""
+    future: Future[Any] = Future()
+
+    def run() -> None:
+        future.set_running_or_notify_cancel()
+        try:
+            future.set_result(function())
+        except SystemExit as error:
+            future.set_exception(RuntimeError(f"sys.exit({error.code!r})"))
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="agent", daemon=True).start()
+    return future

@@ -1,0 +1,148 @@
+"""The requests of one episode to its model, as they come from clients that time out, hang up and retry.
+
+A reply becomes a part of the episode when a client receives it. A client that hangs up, after a timeout for example,
+does not stop the request: the next equal one gets its reply. So does a retry of an SDK, even if the reply seemed to be
+received. A reply that nobody has received is dropped at the end: nothing in the episode followed from it. Equal
+requests of clients that are still there are different requests, each with a reply of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from verl.agents.chat_completions import ChatRequest, RequestError, read_request, write_completion
+from verl.agents.chat_model import ChatModel, Draft, InvalidRequestError
+from verl.agents.errors import EpisodeLimitError
+from verl.agents.tool_calls import InvalidCall
+from verl.errors import DataError
+
+
+@dataclass(eq=False)
+class Exchange:
+    """A request and what became of it."""
+
+    drafting: asyncio.Task[Draft]
+    waiting: int = 0  # clients
+    completion: dict[str, Any] | None = None  # once it was received
+
+    @property
+    def is_lost(self) -> bool:
+        return not self.waiting and self.completion is None
+
+
+class Session:
+    """The requests of one episode.
+
+    `limit` is set once the episode has used up its tokens or turns: no further request is taken, and the episode is
+    truncated, whatever its agent does about it. `failure` is an error of the engine that no retry has overcome.
+    """
+
+    def __init__(self, model: ChatModel, name: str, base_url: str, max_invalid_calls: int) -> None:
+        self.base_url, self.key = base_url, secrets.token_urlsafe(32)
+        self.limit: EpisodeLimitError | None = None
+        self.reward: float | None = None
+        self._model, self._name, self._max_invalid_calls = model, name, max_invalid_calls
+        self._exchanges: dict[str, list[Exchange]] = {}  # by their request
+        self._failures: dict[str, Exception] = {}
+        model.transcript.metrics |= {"tools/calls": 0.0, "tools/invalid_calls": 0.0}
+
+    @property
+    def failure(self) -> Exception | None:
+        return next(iter(self._failures.values()), None)
+
+    async def respond(self, body: Any, hang_up: asyncio.Future[Any], *, is_retry: bool) -> dict[str, Any] | None:
+        """Return the completion for a request, None if its client hangs up before it is there."""
+        request, key = read_request(body), json.dumps(body, sort_keys=True)
+        exchange = self._find(key, is_retry=is_retry) or self._start(key, request)
+        exchange.waiting += 1
+        try:
+            await asyncio.wait([exchange.drafting, hang_up], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            exchange.waiting -= 1
+        if hang_up.done():
+            return None
+        if exchange.completion is None:
+            exchange.completion = self._record(get_result(exchange.drafting), request)
+        return exchange.completion
+
+    def close(self) -> None:
+        for exchanges in self._exchanges.values():
+            for exchange in exchanges:
+                exchange.drafting.cancel()
+
+    def _find(self, key: str, *, is_retry: bool) -> Exchange | None:
+        """Return an equal request whose reply is to be sent again."""
+        earlier = self._exchanges.get(key, [])
+        lost = next((each for each in earlier if each.is_lost), None)
+        return earlier[-1] if lost is None and is_retry and earlier else lost
+
+    def _start(self, key: str, request: ChatRequest) -> Exchange:
+        metrics = self._model.transcript.metrics
+        if self.limit is None and metrics["tools/invalid_calls"] > self._max_invalid_calls:
+            self._end(EpisodeLimitError(f"{self._max_invalid_calls} invalid calls"))
+        if self.limit is not None:
+            raise to_request_error(self.limit)
+        exchange = Exchange(asyncio.ensure_future(self._draft(key, request)))
+        exchange.drafting.add_done_callback(lambda task: task.cancelled() or task.exception())  # its client may be gone
+        self._exchanges.setdefault(key, []).append(exchange)
+        return exchange
+
+    async def _draft(self, key: str, request: ChatRequest) -> Draft:
+        try:
+            draft = await self._model.request(
+                request.messages, request.tools, max_tokens=request.max_tokens, parse_calls=request.parses_calls
+            )
+        except EpisodeLimitError as error:
+            self._end(error)
+            raise
+        except Exception as error:
+            self._exchanges[key] = [
+                each for each in self._exchanges[key] if each.drafting is not asyncio.current_task()
+            ]
+            if not isinstance(error, (InvalidRequestError, DataError)):
+                self._failures[key] = error
+            raise
+        self._failures.pop(key, None)
+        return draft
+
+    def _record(self, draft: Draft, request: ChatRequest) -> dict[str, Any]:
+        try:
+            reply = self._model.record(draft)
+        except EpisodeLimitError:
+            raise make_ended_error() from None
+        transcript = self._model.transcript
+        transcript.messages = [*request.messages, reply.message]
+        invalid = sum(isinstance(call, InvalidCall) for call in reply.calls)
+        transcript.metrics["tools/calls"] += len(reply.calls)
+        transcript.metrics["tools/invalid_calls"] += invalid
+        return write_completion(reply, request.model, f"chatcmpl-{self._name}-{len(transcript.turns)}")
+
+    def _end(self, limit: EpisodeLimitError) -> None:
+        self.limit = limit
+        self._model.transcript.is_truncated = True
+
+
+def get_result(drafting: asyncio.Task[Draft]) -> Draft:
+    """Return a draft, or raise what its client has to know."""
+    try:
+        return drafting.result()
+    except asyncio.CancelledError:
+        raise make_ended_error() from None
+    except Exception as error:
+        raise to_request_error(error) from error
+
+
+def make_ended_error() -> RequestError:
+    return RequestError(410, "episode_ended", "the episode has ended")
+
+
+def to_request_error(error: Exception) -> RequestError:
+    if isinstance(error, EpisodeLimitError):
+        return RequestError(400, "context_length_exceeded", f"a limit of the episode is reached: {error}")
+    if isinstance(error, (InvalidRequestError, DataError)):
+        return RequestError(400, "invalid_request", str(error))
+    return RequestError(500, "engine_error", f"the model could not be asked: {type(error).__name__}: {error}")
