@@ -39,15 +39,19 @@ class ParsedReply:
     calls: tuple[Call, ...]  # in the order written
 
 
-class ReplyParser(Protocol):
-    """Splits the text of one turn into content and calls. Never raises, and takes time linear in the text."""
+class ToolFormat(Protocol):
+    """A format in which models write calls."""
 
     def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
-        """Return the content and the calls of a turn.
+        """Split a turn into content and calls. Never raises, and takes time linear in the text.
 
         Args:
             text: One turn with its special tokens, without the token that ends the turn.
             tools: Schemas of the tools as in a chat completion request. Formats that write arguments as plain text
                 convert them to the declared types.
         """
+        ...
+
+    def write(self, call: ToolCall, /) -> str:
+        """Return a call as the model writes it. Raises ValueError if the format cannot express it."""
         ...

@@ -10,7 +10,7 @@ _SIGNS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("qwen3_coder", ("<tool_call>", "<function=", "<parameter=")),
     ("hermes", ("<tool_call>", "arguments")),
     ("llama3_json", ("<|start_header_id|>", "<|python_tag|>")),
-    ("llama3_json", ("<|start_header_id|>", '{"name": function name, "parameters":')),
+    ("llama3_json", ('{"name": function name, "parameters":',)),
 )
 """Texts that a template contains, from the most to the least specific format."""
 

@@ -7,80 +7,80 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
-from verl.agents.tool_formats.scanning import (
-    MAX_INVALID_CALLS,
-    UnreadableCallError,
-    dump_json,
-    read_arguments,
-    reject,
-    reject_rest,
-    skip_space,
-)
+from verl.agents.tool_formats.call_format import MAX_INVALID_CALLS, reject_rest
+from verl.agents.tool_formats.reader import Reader, UnreadableCallError, dump_json, reject
 
-_MESSAGE = "<|message|>"
-_BOUNDARY = re.compile(r"<\|(?:start|end|call|return)\|>")
-_CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
-_RECIPIENT = re.compile(r"(?:^|(?<=[\s>]))to=(?:functions\.)?([^\s<]+)")
+_CHANNEL, _MESSAGE, _CALL = "<|channel|>", "<|message|>", "<|call|>"
+_BOUNDARY = re.compile(r"<\|start\|>(?:assistant)?|<\|(?:end|call|return)\|>|\Z")
+_HEADER_END = re.compile(rf"{re.escape(_MESSAGE)}|{_BOUNDARY.pattern}")
+_REASONING = re.compile(rf"{re.escape(_CHANNEL)}\s*analysis\b")
+_RECIPIENT = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<]+)")
 
 
-def parse_gpt_oss(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
-    """Parse `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`.
+class Harmony:
+    """The format of gpt-oss.
 
     The content is the text of messages without a recipient, except for the channel `analysis`, which is reasoning.
     """
-    content: list[str] = []
-    calls: list[Call] = []
-    invalid_count = position = 0
-    while position < len(text):
-        if invalid_count >= MAX_INVALID_CALLS:
-            calls.append(reject_rest(text[position:]))
-            break
-        start, position = position, text.find(_MESSAGE, position)
-        if position < 0:
-            _add_headers(_BOUNDARY.split(text[start:]), content, calls)
-            break
-        *incomplete, header = _BOUNDARY.split(text[start:position])
-        _add_headers(incomplete, content, calls)
-        body = position + len(_MESSAGE)
-        if recipient := _RECIPIENT.search(header):
-            call, position = _read_call(text, position - len(header), body, recipient[1])
-            calls.append(call)
-            invalid_count += isinstance(call, InvalidCall)
-        else:
-            boundary = _BOUNDARY.search(text, body)
-            end, position = boundary.span() if boundary else (len(text), len(text))
-            channel = _CHANNEL.search(header)
-            if end > body and not (channel and channel[1] == "analysis"):
-                content.append(text[body:end])
-    return ParsedReply("\n".join(content) if content or calls else text, tuple(calls))
+
+    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
+        reader, invalid_count = Reader(text), 0
+        content: list[str] = []
+        calls: list[Call] = []
+        while reader.position < len(text):
+            if invalid_count == MAX_INVALID_CALLS:
+                calls.append(reject_rest(text[reader.position :]))
+                break
+            message = _read_message(reader)
+            if isinstance(message, str):
+                content.append(message)
+            else:
+                calls.append(message)
+                invalid_count += isinstance(message, InvalidCall)
+        return ParsedReply("\n".join(filter(None, content)), tuple(calls))
+
+    def write(self, call: ToolCall) -> str:
+        """Return a call as the model continues `<|start|>assistant`."""
+        header = f"{_CHANNEL}commentary to=functions.{call.name} <|constrain|>json"
+        return f"{header}{_MESSAGE}{dump_json(call.arguments)}{_CALL}"
 
 
-def write_gpt_oss(call: ToolCall) -> str:
-    """Return a call as the model continues `<|start|>assistant`."""
-    header = f"<|channel|>commentary to=functions.{call.name} <|constrain|>json"
-    return f"{header}{_MESSAGE}{dump_json(call.arguments)}<|call|>"
+def _read_message(reader: Reader) -> Call | str:
+    """Return the next message: a call, or its text, which is empty if it is reasoning.
+
+    The recipient of a call is in the role (`assistant to=functions.NAME`) or in the channel.
+    """
+    start = reader.position
+    header, header_end = _read_to(reader, _HEADER_END)
+    recipient = _RECIPIENT.search(header)
+    if header_end != _MESSAGE:  # text outside of messages, or a cut-off call
+        if recipient and _CHANNEL in header:
+            return reject(header, f"The call has no {_MESSAGE}.", recipient[1])
+        return header if header.strip() else ""
+    if recipient:
+        return _read_call(reader, start, recipient[1])
+    text, _ = _read_to(reader, _BOUNDARY)
+    return "" if _REASONING.search(header) else text
 
 
-def _add_headers(headers: Sequence[str], content: list[str], calls: list[Call]) -> None:
-    """Add what has no `<|message|>`: broken calls, and text outside of messages."""
-    for header in headers:
-        if (recipient := _RECIPIENT.search(header)) and _CHANNEL.search(header):
-            calls.append(reject(header, f"The call has no {_MESSAGE}.", recipient[1]))
-        elif header.strip() and header != "assistant":
-            content.append(header)
-
-
-def _read_call(text: str, start: int, body: int, name: str) -> tuple[Call, int]:
-    """Return the call whose arguments begin at `body`, and where its message ends."""
+def _read_call(reader: Reader, start: int, name: str) -> Call:
+    body = reader.position
     try:
-        arguments, end = read_arguments(text, body, name)
-        end = skip_space(text, end)
-        if end == len(text):  # The token that ends the turn also ends the call.
-            return ToolCall(name, arguments), end
-        if boundary := _BOUNDARY.match(text, end):
-            return ToolCall(name, arguments), boundary.end()
-        raise UnreadableCallError("There is text after the arguments.", name)
+        arguments = reader.read_arguments()
+        reader.read_match(_BOUNDARY, _CALL)
+        return ToolCall(name, arguments)
     except UnreadableCallError as error:
-        boundary = _BOUNDARY.search(text, body)
-        end = boundary.end() if boundary else len(text)
-        return reject(text[start:end], str(error), name), end
+        reader.position = body
+        _read_to(reader, _BOUNDARY)
+        return reject(reader.text[start : reader.position], str(error), name)
+
+
+def _read_to(reader: Reader, pattern: re.Pattern[str]) -> tuple[str, str]:
+    """Return the text up to a match, and the match, which may be the end of the text."""
+    match = pattern.search(reader.text, start := reader.position)
+    assert match is not None
+    reader.position = match.end()
+    return reader.text[start : match.start()], match[0]
+
+
+GPT_OSS = Harmony()

@@ -1,0 +1,140 @@
+"""Reads the parts of a call from the text of a turn: tokens, names, arguments as JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from verl.agents.tool_calls import InvalidCall
+
+TOOL_NAME = re.compile(r"[\w.:/-]+")
+
+_MAX_NESTING = 100  # levels of JSON; far below those that exhaust the stack of the encoders a value passes later
+_DECODER = json.JSONDecoder()
+_SPACE = re.compile(r"\s*")
+
+
+class UnreadableCallError(ValueError):
+    """A call cannot be read. The message is a sentence for the model."""
+
+
+class Reader:
+    """A position in the text of a turn. Its methods move forward, past any space before what they look for."""
+
+    def __init__(self, text: str, position: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.text, self.position, self.tools = text, position, tools
+        self.name = ""  # of the called tool, once it is read
+
+    def skip(self, token: str) -> bool:
+        """Move past a token. Returns False, without moving, if it is not next."""
+        start = _skip_space(self.text, self.position)
+        if not self.text.startswith(token, start):
+            return False
+        self.position = start + len(token)
+        return True
+
+    def expect(self, token: str) -> None:
+        """Move past a token that has to be next."""
+        if not self.skip(token):
+            raise UnreadableCallError(f"Expected {token} {self._describe_next()}.")
+
+    def match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Move past a match of the pattern. Returns None, without moving, if it is not next."""
+        match = pattern.match(self.text, _skip_space(self.text, self.position))
+        if match is not None:
+            self.position = match.end()
+        return match
+
+    def read_match(self, pattern: re.Pattern[str], what: str) -> re.Match[str]:
+        """Return the match of a pattern that has to be next. `what` describes it to the model."""
+        match = self.match(pattern)
+        if match is None:
+            raise UnreadableCallError(f"Expected {what} {self._describe_next()}.")
+        return match
+
+    def read_until(self, token: str, before: str) -> str:
+        """Return the exact text up to `token`, and move past it. It has to come before the next `before`."""
+        end = self.text.find(token, self.position)
+        if end < 0 or self.text.find(before, self.position, end) >= 0:
+            raise UnreadableCallError(f"Expected {token} after the text {self._describe_next()}.")
+        value = self.text[self.position : end]
+        self.position = end + len(token)
+        return value
+
+    def read_json(self, what: str = "arguments are") -> Any:
+        """Return the JSON value that is next. `what` describes it to the model."""
+        value, self.position = read_json(self.text, self.position, what)
+        return value
+
+    def read_arguments(self) -> dict[str, Any]:
+        """Return the arguments of a call, which have to be next as JSON."""
+        return to_arguments(self.read_json())
+
+    def _describe_next(self) -> str:
+        return _describe(self.text, _skip_space(self.text, self.position))
+
+
+def to_arguments(value: Any) -> dict[str, Any]:
+    """Return the arguments of a call from its JSON: an object, or a string that contains one."""
+    if isinstance(value, str):
+        value = load_json(value)
+    if not isinstance(value, dict):
+        raise UnreadableCallError("The arguments are not a JSON object.")
+    return value
+
+
+def load_json(text: str) -> Any:
+    """Return the JSON value that is all of the text."""
+    value, end = read_json(text)
+    end = _skip_space(text, end)
+    if end < len(text):
+        raise UnreadableCallError(f"The arguments are not valid JSON: Extra data {_describe(text, end)}.")
+    return value
+
+
+def read_json(text: str, position: int = 0, what: str = "arguments are") -> tuple[Any, int]:
+    """Return the JSON value at `position`, after optional space, and where it ends."""
+    try:
+        value, end = _DECODER.raw_decode(text, _skip_space(text, position))
+        _require_shallow(value, _MAX_NESTING)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # Python reads more than JSON can express.
+    except json.JSONDecodeError as error:
+        message = f"{error.msg.removesuffix(' at')} {_describe(text, error.pos)}"
+        raise UnreadableCallError(f"The {what} not valid JSON: {message}.") from None
+    except RecursionError:
+        raise UnreadableCallError(f"The {what} nested too deeply.") from None
+    except UnicodeEncodeError:
+        raise UnreadableCallError(f"The {what} not valid JSON: half of a surrogate pair.") from None
+    except ValueError:
+        raise UnreadableCallError(f"The {what} not valid JSON: a number is infinite, NaN or too long.") from None
+    return value, end
+
+
+def _require_shallow(value: Any, levels: int) -> None:
+    children = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    if children and levels == 0:
+        raise RecursionError
+    for child in children:
+        _require_shallow(child, levels - 1)
+
+
+def reject(text: str, reason: str, name: str = "") -> InvalidCall:
+    """Return an invalid call, with its text shortened for messages."""
+    return InvalidCall(text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}", reason, name)
+
+
+def dump_json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _skip_space(text: str, position: int) -> int:
+    match = _SPACE.match(text, position)
+    assert match is not None
+    return match.end()
+
+
+def _describe(text: str, position: int) -> str:
+    rest = text[position : position + 20]
+    return f"near {rest!r}" if rest else "at the end"
