@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from verl.agents.tool_calls import InvalidCall, ToolCall
 from verl.agents.tool_formats import FORMATS, format_call
-from verl.agents.tool_formats.call_format import MAX_INVALID_CALLS
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 
@@ -200,4 +199,4 @@ def test_a_megabyte_of_hostile_text_is_read_in_time(name: str, kind: str) -> Non
     part = ADVERSARIAL[kind](name)
     calls = FORMATS[name](ENDS[name][0] + part * (1_000_000 // len(part))).calls
     attempts = sum(isinstance(call, InvalidCall) for call in calls)
-    assert attempts <= MAX_INVALID_CALLS + 1  # each may look at all of the text
+    assert attempts <= 17  # each may look at all of the text
