@@ -128,7 +128,7 @@ class ChatModel:
         """Make a draft the next turn of the transcript."""
         self._require_open()
         turn = self.transcript.add(draft.context, draft.completion, draft.parent)
-        text = self._renderer.decode(turn.completion.token_ids)
+        text = self._renderer.decode(turn.completion.token_ids, turn.completion.finish_reason)
         parsed = ParsedReply(text, ()) if self._parse is None else self._parse(text, draft.schemas)
         if parsed.calls and not (draft.schemas and draft.parses_calls):
             parsed = ParsedReply(text, ())
@@ -155,7 +155,7 @@ class ChatModel:
             for index in range(len(messages) - 1, 0, -1):
                 if (branch := self._replies.get(keys[index - 1])) is not None:
                     ids = branch.turn.completion.token_ids
-                    context = self._renderer.render_next(prepared[index:], ids[-1] if ids else None)
+                    context = self._renderer.render_next(prepared[index:], ids[-1] if ids else None, schemas)
                     return branch.turn, context, branch.prompt_tokens
         context = self._renderer.render_prompt(prepared, schemas)
         return None, context, self._count_prompt(messages, schemas, len(context))

@@ -1,17 +1,19 @@
 """Chat messages as token ids that continue exactly what the model has generated.
 
 Tokenizing a whole conversation again gives other ids than the model saw wherever it generated a text in an unusual way.
-So a conversation is rendered once, and from then on only what is new: the difference that the new messages make to a
-synthetic conversation with the same chat template. `find_drift` compares this with rendering the whole.
+So a conversation is rendered once, and from then on only what is new: what follows the reply in a synthetic
+conversation with the same chat template and the same new messages. `find_drift` compares this with rendering the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
-from verl.data.chat import encode, encode_prompts, render
+from verl.data.chat import encode, render
 from verl.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tools = Sequence[Mapping[str, Any]]
 
-_QUESTION = {"role": "user", "content": "question"}
-_REPLY = "reply"  # what the synthetic assistant says: templates strip spaces, and quote nothing in it
+_QUESTION = "question"
+_REPLY = "SyntheticReply"  # appears nowhere else before the reply; letters do not merge with what follows them
 _SETTING = "actor_rollout_ref.rollout.multi_turn"
 
 
@@ -30,65 +32,149 @@ class ChatRenderer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._kwargs = tokenizer, dict(template_kwargs or {})
-        whole = self._render([_QUESTION, {"role": "assistant", "content": _REPLY}], add_generation_prompt=False)
-        self._tail = whole[whole.rindex(_REPLY) + len(_REPLY) :]  # ends a turn of the model
-        self._tail_ids = self._encode(self._tail)
+        self._added = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items()}
+        self._added |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
+        self._marks: dict[str, int | None] = {}
+        whole = self.render_text([_ask(), {"role": "assistant", "content": _REPLY}], add_generation_prompt=False)
+        self._end = whole.partition(_REPLY)[2]  # of the last turn; templates may end others differently
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return a whole conversation, ending with the header of the model's reply."""
-        return encode_prompts(self._tokenizer, [list(messages)], self._with_tools(tools))[0]
+        return encode(self._tokenizer, [self.render_text(messages, tools)])[0]
 
-    def render_next(self, messages: Sequence[Message], last_id: int | None) -> list[int]:
+    def render_next(self, messages: Sequence[Message], last_id: int | None, tools: Tools = ()) -> list[int]:
         """Return what follows a reply that ended with `last_id`: the end of its turn, new messages, the next header.
 
-        What the model has already written of the end of its turn is not repeated.
+        If `last_id` is the token with which the template ends the turn, or starts the next where turns have no end, it
+        is not repeated. After any other, which a limit of tokens or another stop token left there, the end is complete.
         """
-        ids = self._encode(self._tail + self._extend(messages))
-        if last_id in self._tail_ids:
-            return ids[ids.index(last_id) + 1 :]
-        return ids
+        ids = self._encode_after(_REPLY, self._extend(messages, tools))
+        if last_id is None or last_id != self._find_mark(messages[0]):
+            return ids
+        return ids[ids.index(last_id) + 1 :]
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a reply with the special tokens in it, but not the one that ends the turn."""
+    def render_reply(self, conversation: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the last message as the model would generate it, up to the token that ends its turn."""
+        header = self.render_text(conversation[:-1], tools)
+        whole = self.render_text(conversation, tools, add_generation_prompt=False)
+        if whole.startswith(header):
+            text, end = self._split_end(whole[len(header) :])
+        else:
+            text, end = str(conversation[-1].get("content") or ""), self._end
+        ids = self._encode_after(_REPLY, end)
+        count = next((index + 1 for index, token in enumerate(ids) if token in self._added), 0)
+        return self._encode_after(header, text) + ids[:count]
+
+    def decode(self, token_ids: Sequence[int], finish_reason: str = "stop") -> str:
+        """Return the text of a reply with the special tokens in it, but not the one that ended it."""
         ids = list(token_ids)
-        if (ids and ids[-1] in self._tail_ids) or ids[-1:] == [self._tokenizer.eos_token_id]:
+        if finish_reason == "stop" and ids and ids[-1] in self._added:
             ids.pop()
-        return str(self._tokenizer.decode(ids, skip_special_tokens=False))
+        return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
-    def _extend(self, messages: Sequence[Message]) -> str:
-        """Return what new messages add to the synthetic conversation, with the header of the next reply."""
-        reply: dict[str, Any] = {"role": "assistant", "content": _REPLY}
-        if answered := [message for message in messages if message.get("role") == "tool"]:
-            reply["tool_calls"] = [_name_call(message, index) for index, message in enumerate(answered)]
-        before = self._render([_QUESTION, reply], add_generation_prompt=False)
-        after = self._render([_QUESTION, reply, *messages], add_generation_prompt=True)
-        if after.startswith(before):
-            return after[len(before) :]
-        if not answered:  # a template may end the last turn differently from others
-            start = after.find(_REPLY + self._tail)
-            if start >= 0:
-                return after[start + len(_REPLY + self._tail) :]
+    def render_text(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True) -> str:
+        """Return a conversation as text. Arguments of calls are objects in most templates, and text in a few."""
+        kwargs = {**self._kwargs, "add_generation_prompt": add_generation_prompt}
+        if tools:
+            kwargs["tools"] = [dict(tool) for tool in tools]
+        try:
+            return render(self._tokenizer, [_change_arguments(each, _read_arguments) for each in messages], kwargs)
+        except DataError:
+            if not any(message.get("tool_calls") for message in messages):
+                raise
+            return render(self._tokenizer, [_change_arguments(each, _write_arguments) for each in messages], kwargs)
+
+    def _extend(self, messages: Sequence[Message], tools: Tools) -> str:
+        """Return what follows a reply in the synthetic conversation.
+
+        A reply that tool messages answer has calls. Templates may accept one call at most, or ignore calls.
+        """
+        answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
+        calls = [_make_call(answer, index) for index, answer in enumerate(answers)]
+        if calls:
+            calls[-1]["function"]["arguments"] = {"key": _REPLY}
+        problem: DataError | None = None
+        for attempt in (calls, calls[-1:], []) if len(calls) > 1 else (calls, []) if calls else ([],):
+            try:
+                if (text := self._follow(attempt, messages, tools)) is not None:
+                    return text
+            except DataError as error:
+                problem = problem or error
         roles = ", ".join(str(message.get("role")) for message in messages)
-        raise DataError(
-            f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} changes a reply when messages "
-            f"follow it (roles: {roles}), so that they cannot be appended to what the model has generated"
+        raise problem or DataError(
+            f"the chat template of {self._tokenizer.name_or_path or 'the tokenizer'} does not show a reply when "
+            f"messages follow it (roles: {roles}), so that they cannot be appended to what the model has generated"
         )
 
-    def _render(self, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
-        kwargs = {**self._kwargs, "add_generation_prompt": add_generation_prompt}
-        return render(self._tokenizer, [dict(message) for message in messages], kwargs)
+    def _follow(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message], tools: Tools) -> str | None:
+        """Return what follows a reply with these calls; None if the template does not show where it ends."""
+        reply: dict[str, Any] = {"role": "assistant", "content": _REPLY}
+        if calls:
+            reply |= {"content": "", "tool_calls": calls}
+        _, shown, after = self.render_text([_ask(), reply, *messages], tools).partition(_REPLY)
+        if not calls:
+            return after if shown else None
+        alone = self.render_text([_ask(), reply], tools, add_generation_prompt=False).partition(_REPLY)[2]
+        rest, _ = self._split_end(alone)  # what closes the last call
+        return after[len(rest) :] if shown and after.startswith(rest) else None
 
-    def _with_tools(self, tools: Tools) -> dict[str, Any]:
-        return {**self._kwargs, "tools": [dict(tool) for tool in tools]} if tools else self._kwargs
+    def _split_end(self, text: str) -> tuple[str, str]:
+        """Split the text of a conversation's last turn into what it says and what ends it."""
+        if text.endswith(self._end):
+            start = len(text) - len(self._end)
+        else:  # a turn with calls may end with a token of its own
+            start = max((text.rfind(token) for token in self._added.values()), default=-1)
+        return (text[:start], text[start:]) if start >= 0 else (text, "")
 
-    def _encode(self, text: str) -> list[int]:
-        return encode(self._tokenizer, [text])[0] if text else []
+    def _find_mark(self, message: Message) -> int | None:
+        """Return the first special token between a reply and the content of such a message, None if there is none."""
+        role = str(message.get("role"))
+        if role not in self._marks:
+            before = self._extend([{**message, "content": _QUESTION}], ()).partition(_QUESTION)[0]
+            ids = self._encode_after(_REPLY, before)
+            self._marks[role] = next((token for token in ids if token in self._added), None)
+        return self._marks[role]
+
+    def _encode_after(self, before: str, text: str) -> list[int]:
+        """Return the ids of `text` where it follows `before`: some tokenizers put a space before a first word."""
+        known, ids = encode(self._tokenizer, [before, before + text])
+        if ids[: len(known)] == known:
+            return ids[len(known) :]
+        return encode(self._tokenizer, [text])[0]
 
 
-def _name_call(answer: Message, index: int) -> dict[str, Any]:
+def _ask() -> dict[str, Any]:
+    return {"role": "user", "content": _QUESTION}
+
+
+def _make_call(answer: Message, index: int) -> dict[str, Any]:
     """Return the call that a tool message answers; some templates refuse one without."""
     function = {"name": str(answer.get("name") or "tool"), "arguments": {}}
     return {"type": "function", "id": str(answer.get("tool_call_id") or f"call{index:05d}"), "function": function}
+
+
+def _change_arguments(message: Message, change: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls changed."""
+    if not message.get("tool_calls"):
+        return dict(message)
+    calls = [
+        {**call, "function": {**call["function"], "arguments": change(call["function"].get("arguments"))}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _read_arguments(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return arguments
+
+
+def _write_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,33 +204,18 @@ def find_drift(
     Replies of the model are taken as their canonical tokenization. The conversation ends with messages for the model.
     """
     renderer = ChatRenderer(tokenizer, template_kwargs)
-    kwargs = renderer._with_tools(tools)
     starts = [index for index, message in enumerate(conversation) if message["role"] == "assistant"]
     ids = renderer.render_prompt(conversation[: starts[0]], tools)
-    for turn, start in enumerate(starts, 1):
-        end = starts[turn] if turn < len(starts) else len(conversation)
-        reply = _find_reply(tokenizer, conversation[: start + 1], kwargs, renderer._tail)
-        ids += encode(tokenizer, [reply + renderer._tail])[0] if reply is not None else []
-        last = next((each for each in renderer._tail_ids if each in tokenizer.all_special_ids), None)
-        if last is not None:
-            ids = ids[: len(ids) - ids[::-1].index(last)]
-        ids += renderer.render_next(conversation[start + 1 : end], last if last is not None else None)
+    for turn, (start, end) in enumerate(pairwise([*starts, len(conversation)]), 1):
+        reply = renderer.render_reply(conversation[: start + 1], tools)
+        new = renderer.render_next(conversation[start + 1 : end], reply[-1] if reply else None, tools)
+        ids = [*ids, *reply, *new]
         whole = renderer.render_prompt(conversation[:end], tools)
         if ids != whole:
-            position = next((k for k, (a, b) in enumerate(zip(ids, whole, strict=False)) if a != b), len(ids))
+            pairs = enumerate(zip(ids, whole, strict=False))
+            position = next((index for index, (a, b) in pairs if a != b), min(len(ids), len(whole)))
             return Drift(turn, position, _show(tokenizer, ids, position), _show(tokenizer, whole, position))
     return None
-
-
-def _find_reply(
-    tokenizer: PreTrainedTokenizerBase, conversation: Sequence[Message], kwargs: Mapping[str, Any], tail: str
-) -> str | None:
-    """Return what the model would have to write to reply as the last message; None if it cannot."""
-    before = render(tokenizer, list(conversation[:-1]), kwargs)
-    whole = render(tokenizer, list(conversation), {**kwargs, "add_generation_prompt": False})
-    if not whole.startswith(before) or not whole.endswith(tail):
-        return None
-    return whole[len(before) : len(whole) - len(tail)]
 
 
 def _show(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], position: int) -> str:
@@ -155,7 +226,7 @@ def _show(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], position: int)
 
 _CALL = {"type": "function", "id": "call00000", "function": {"name": "lookup", "arguments": {"key": "a"}}}
 _OTHER_CALL = {**_CALL, "id": "call00001"}
-_ANSWER = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "7"}
+_ANSWER = {"role": "tool", "tool_call_id": "call00000", "name": "lookup", "content": "Seven."}
 _OTHER_ANSWER = {**_ANSWER, "tool_call_id": "call00001"}
 SCRIPTS: dict[str, list[Message]] = {
     "a second question": [
@@ -170,6 +241,10 @@ SCRIPTS: dict[str, list[Message]] = {
         {"role": "assistant", "content": "<think>\nHalf of it.\n</think>\n\n8"},
         {"role": "user", "content": "Lower."},
     ],
+}
+"""Conversations with which a chat template is checked at the start of a run."""
+
+TOOL_SCRIPTS: dict[str, list[Message]] = {
     "a tool call": [
         {"role": "user", "content": "What is a?"},
         {"role": "assistant", "content": "", "tool_calls": [_CALL]},
@@ -182,7 +257,7 @@ SCRIPTS: dict[str, list[Message]] = {
         _OTHER_ANSWER,
     ],
 }
-"""Conversations with which a chat template is checked at the start of a run."""
+"""The same for runs with tools. Templates need not accept two calls in one turn."""
 
 
 def check_template(
@@ -196,20 +271,23 @@ def check_template(
 
     With `branches` every turn starts from the whole conversation, so that a template may rewrite it.
     """
-    if branches:
-        return
-    for name, script in SCRIPTS.items():
-        if "tool" in name and not tools:
-            continue
+    model = tokenizer.name_or_path or "the tokenizer"
+    for name, script in (SCRIPTS | TOOL_SCRIPTS if tools else SCRIPTS).items():
         try:
-            drift = find_drift(tokenizer, script, tools, template_kwargs)
+            text = ChatRenderer(tokenizer, template_kwargs).render_text(script, tools)
         except DataError as error:
+            if name == "two tool calls":
+                continue
             raise ConfigError([f"{_SETTING}.enable: {error}"]) from error
+        if script[-1]["content"] not in text:
+            role = script[-1]["role"]
+            raise ConfigError([f"{_SETTING}.enable: the chat template of {model} leaves out messages of role {role}"])
+        drift = None if branches else find_drift(tokenizer, script, tools, template_kwargs)
         if drift is not None:
             raise ConfigError(
                 [
-                    f"{_SETTING}.enable: the chat template of {tokenizer.name_or_path or 'the tokenizer'} rewrites "
-                    f"earlier turns ({name}: {drift}), so that the model would be trained on other tokens than it saw. "
+                    f"{_SETTING}.enable: the chat template of {model} rewrites earlier turns ({name}: {drift}), so "
+                    f"that the model would be trained on other tokens than it saw. "
                     f"Set {_SETTING}.use_inference_chat_template=true to train each turn as a branch of its own, or "
                     f"{_SETTING}.tokenization_sanity_check_mode=disable to append new messages to what it saw"
                 ]
