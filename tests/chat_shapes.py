@@ -350,7 +350,9 @@ def _train_words(reserved: int) -> Tokenizer:
     vocabulary = {token: index for index, token in enumerate([*octets, *learned["vocab"]])}
     merges = [tuple(pair) for pair in learned["merges"]]
     core.model = models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<0x00>", fuse_unk=False)
-    core.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    core.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
     return core
 
 

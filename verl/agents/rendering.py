@@ -174,6 +174,7 @@ def _read_arguments(arguments: Any) -> Any:
 
 
 def _write_arguments(arguments: Any) -> str:
+    arguments = _read_arguments(arguments)
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
