@@ -77,11 +77,15 @@ def main() -> None:
         problems += [f"{name}: {each}" for each in wrong]
         figures = ", ".join(f"{counts[key]:,} {key}" for key in FIGURES if counts[key])
         print(f"{name:10} {figures}; {len(wrong)} wrong; {time.monotonic() - start:.0f} s", flush=True)
-    print("\n".join(problems[:20]))
+    for problem in problems[:20]:
+        print(problem)
     gap = {} if options.without_vllm else asyncio.run(measure_gap([name for name in options.shapes if name in SHAPES]))
     finish(
         "drift",
-        not problems and all(total[key] for key in FIGURES[:3]) and gap.get("largest_gap", 0.0) <= LIMIT,
+        not problems
+        and all(total[key] for key in FIGURES[:3])
+        and gap.get("largest_gap", 0.0) <= LIMIT
+        and (options.short or not skipped),
         templates=len(options.shapes) - len(skipped),
         skipped=skipped,
         conversations_each=count,
