@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -44,11 +44,14 @@ ended by another special token."""
 
 @dataclass(frozen=True)
 class PlannedReply:
+    """What the engine will write. `next_role` is whose turn its last token begins, where turns have no end."""
+
     token_ids: list[int]
     finish_reason: str
     calls: tuple[ToolCall, ...]
     is_canonical: bool
     is_same_text: bool
+    next_role: str | None = None
 
 
 def write_text(chance: random.Random, shape: ChatShape) -> str:
@@ -102,8 +105,10 @@ class RandomChat:
             self._replies.append(self._plan(messages, turn))
             reply = await model.chat(messages, tools)
             self._check_request(messages)
-            messages = [*messages, reply.message]
-            messages += self._answer(messages, reply)
+            answers = self._answer([*messages, reply.message], reply)
+            messages = [*messages, reply.message, *answers]
+            if self._replies[-1].next_role not in (None, answers[0]["role"]):  # as a foreign token, it stays
+                self._replies[-1] = replace(self._replies[-1], is_canonical=False, is_same_text=False)
         self._check_samples(model)
 
     # planning
@@ -123,18 +128,20 @@ class RandomChat:
             message = {"role": "assistant", "content": "", "tool_calls": tool_calls}
         header = self._renderer.render_text(messages, self._tools)
         whole = self._renderer.render_text([*messages, message], self._tools, add_generation_prompt=False)
-        text, stop = self._cut_end(whole[len(header) :], bool(calls))
+        text, stop, next_role = self._cut_end(whole[len(header) :], bool(calls))
         known, ids = self._encode(header), self._encode(header + text)
         is_separate = ids[: len(known)] == known  # nothing of the reply merges with the header
-        return self._tokenize(ids[len(known) :] if is_separate else self._encode(text), stop, calls, is_separate)
+        ids = ids[len(known) :] if is_separate else self._encode(text)
+        reply = self._tokenize(ids, stop, calls, is_separate)
+        return replace(reply, next_role=next_role if reply.token_ids[-1] == stop else None)
 
-    def _cut_end(self, text: str, has_calls: bool) -> tuple[str, int]:
+    def _cut_end(self, text: str, has_calls: bool) -> tuple[str, int, str | None]:
         """Split a turn into what the model says and the token that it ends with, as this family does."""
-        ends = [(text.find(stop), stop) for stop in self._shape.stops if stop in text]
+        ends, next_role = [(text.find(stop), stop) for stop in self._shape.stops if stop in text], None
         if not ends:  # a turn ends where the next begins
-            ends = [(len(text), self._shape.stops[1 if has_calls else 0])]
+            ends, next_role = [(len(text), self._shape.stops[has_calls])], "tool" if has_calls else "user"
         position, stop = min(ends)
-        return text[:position], int(self._tokenizer.convert_tokens_to_ids(stop))
+        return text[:position], int(self._tokenizer.convert_tokens_to_ids(stop)), next_role
 
     def _tokenize(self, ids: list[int], stop: int, calls: tuple[ToolCall, ...], is_separate: bool) -> PlannedReply:
         [kind] = self._chance.choices([*KINDS], [*KINDS.values()])

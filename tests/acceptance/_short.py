@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 ROTATION = (
     ("kills", "families", "sleep", "step"),
     ("lora", "api", "save_cost", "offload", "placement"),
-    ("optimizers", "algorithms", "routing", "budget"),
+    ("optimizers", "algorithms", "routing", "budget", "drift"),
     ("distillation", "reward_overlap", "poison", "reshard", "load"),
     ("trust", "stall", "real_model", "tp", "sync"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel"),

@@ -5,8 +5,8 @@ python tests/acceptance/drift.py [--short] [--without-vllm] [SHAPE ...]
 12 template shapes with BPE tokenizers, and SmolLM2's own, each in 1,000 random conversations: several turns, tools,
 odd spaces, special tokens in the text, and replies that are split in unusual ways, cut off, or end with another token.
 
-- Every request starts with the tokens of the previous request and its reply, and says what rendering the whole says.
-- Where replies are the canonical tokenization, it is the tokens of rendering the whole.
+- Every request starts with the tokens of the previous request and its reply, and has the text of the whole.
+- Where replies and their ends are the canonical tokenization, it has the tokens of rendering the whole.
 - A template that rewrites earlier turns is refused at the start, or every turn is a branch after the whole.
 - In conversations with vLLM, trainer and engine agree on the log-prob of every generated token to 1e-4.
 
