@@ -5,8 +5,10 @@ python tests/acceptance/drift.py [--short] [--without-vllm] [SHAPE ...]
 12 template shapes with BPE tokenizers, and SmolLM2's own, each in 1,000 random conversations: several turns, tools,
 odd spaces, special tokens in the text, and replies that are split in unusual ways, cut off, or end with another token.
 
-- Every request starts with the tokens of the previous request and its reply, and has the text of the whole.
-- Where replies and their ends are the canonical tokenization, it has the tokens of rendering the whole.
+- Every request starts with the tokens of the previous request and its reply.
+- Where replies and their ends are the canonical tokenization, it has the tokens of rendering the whole. Where they are
+  the same text in other tokens, it has the text of the whole. After replies that are cut short, random, or ended by a
+  token that the template would not write there, and where appended turns would be rewritten, only the first holds.
 - A template that rewrites earlier turns is refused at the start, or every turn is a branch after the whole.
 - In conversations with vLLM, trainer and engine agree on the log-prob of every generated token to 1e-4.
 
@@ -28,6 +30,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from _common import finish  # puts tests/ on the path
 from _random_chat import RandomChat, start_messages, write_text
 from chat_shapes import SHAPES, TOOL, VOCABULARY, ChatShape, make_tokenizer
@@ -152,6 +155,7 @@ async def measure_gap(names: Sequence[str]) -> dict[str, Any]:
     """Let vLLM play conversations with a tiny random model; compare its log-probs with the trainer's."""
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     with tempfile.TemporaryDirectory(prefix="verl-drift-") as folder:
+        torch.manual_seed(0)
         config = tiny_qwen2(vocab_size=VOCABULARY, max_position_embeddings=4096, initializer_range=0.1)
         Qwen2ForCausalLM(config).save_pretrained(folder)
         worker = TrainWorker(0, 1)
