@@ -20,6 +20,7 @@ from verl.agents.tools import Tool, ToolResult, call_tools, truncate_text
 from verl.agents.user_code import call_method, with_deadline
 
 Message = Mapping[str, Any]
+UNREADABLE = "invalid00"  # the id of a call that cannot be read; templates may want 9 letters or digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +99,7 @@ class ToolAgent:
         for call, result in zip(reply.calls, results, strict=True):
             text = result.text if isinstance(result, ToolResult) else f"Error: {result}"
             message = {"role": "tool", "name": call.name or "unknown", "content": truncate_text(text, limit, side)}
-            messages.append(message | {"tool_call_id": next(ids) if isinstance(call, ToolCall) else "invalid"})
+            messages.append(message | {"tool_call_id": next(ids) if isinstance(call, ToolCall) else UNREADABLE})
         return messages
 
 

@@ -25,8 +25,8 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if calls := message.get("tool_calls"):
             message["tool_calls"] = [_read_call(call) for call in calls]
             names |= {call.get("id"): call["function"]["name"] for call in calls}
-        if message["role"] == "tool" and message.get("tool_call_id") in names:
-            message.setdefault("name", names[message["tool_call_id"]])
+        if message["role"] == "tool" and (name := names.get(message.get("tool_call_id"))):
+            message.setdefault("name", name)
         prepared.append(message)
     return prepared
 
