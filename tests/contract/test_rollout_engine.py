@@ -42,7 +42,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
 
-VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16}
+VLLM: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "max_num_seqs": 16, "max_num_batched_tokens": 100}
 MAKERS: dict[str, Callable[[Path], Any]] = {
     "fake": lambda path: FakeRolloutEngine(VOCABULARY),
     "hf": lambda path: HfEngine(str(path)),
@@ -106,6 +106,16 @@ async def test_the_same_seed_draws_the_same_answer(engine: RolloutEngine, model:
     first, again, other = await asyncio.gather(*(engine.generate(PROMPT, one) for one in params))
     assert first.token_ids == again.token_ids
     assert first.token_ids != other.token_ids
+
+
+async def test_seeded_requests_are_answered_whose_prompts_do_not_fit_in_one_batch(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    await sync(engine, model, 0)
+    requests = [(PROMPT * 14, SamplingParams(max_tokens=3, seed=k)) for k in range(6)]
+    answers = await engine.generate_all(requests)
+    assert [len(answer.token_ids) for answer in answers] == [3] * 6
+    assert await engine.generate_all(requests) == answers
 
 
 async def test_requests_that_run_together_repeat_to_the_bit(engine: RolloutEngine, model: PreTrainedModel) -> None:

@@ -93,6 +93,7 @@ class VllmSettings:
         return min(CPU_SEQUENCES, self.max_num_batched_tokens or CPU_SEQUENCES)
 
 
+CPU_BATCHED_TOKENS = 2048  # vLLM's default
 ENGINE_ARGUMENTS = (
     *("dtype", "quantization", "load_format", "max_model_len", "max_num_batched_tokens"),
     *("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "trust_remote_code", "seed"),
@@ -369,6 +370,11 @@ def _engine_arguments(settings: VllmSettings) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",  # of the distribution that the token was drawn from
         "weight_transfer_config": {"backend": BACKENDS[settings.weight_backend]},
     }
+    if settings.device == "cpu" and settings.max_model_len is not None:
+        # A prompt must not be split: vLLM draws a token after each part, and cannot put back a generator of the CPU.
+        batch = settings.max_num_batched_tokens or max(CPU_BATCHED_TOKENS, settings.max_model_len)
+        splits = batch < settings.max_model_len
+        arguments |= {"max_num_batched_tokens": batch, "enable_chunked_prefill": splits}
     if settings.expert_parallel:
         arguments["enable_expert_parallel"] = True
     if settings.adapter is not None:
