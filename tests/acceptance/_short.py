@@ -22,7 +22,7 @@ ROTATION = (
     ("kills", "families", "sleep", "step"),
     ("lora", "api", "save_cost", "offload", "placement"),
     ("optimizers", "algorithms", "routing", "budget", "drift"),
-    ("distillation", "reward_overlap", "poison", "reshard", "load"),
+    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools"),
     ("trust", "stall", "real_model", "tp", "sync"),
     ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel"),
 )

@@ -117,11 +117,15 @@ def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer of an environment: messages for the model, the reward of the turn, and whether the episode is over."""
+    """The answer of an environment: messages for the model, the reward of the turn, and whether the episode is over.
+
+    The `metrics` of the last step are those of the episode.
+    """
 
     messages: Sequence[Message] = ()
     reward: float = 0.0
     done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 class Environment(Protocol):
@@ -158,6 +162,7 @@ class EnvironmentAgent:
             reply = await model.chat(messages, ())
             step = to_step(await self._call(environment.step, reply))
             reply.turn.reward += step.reward
+            model.transcript.metrics |= step.metrics
             messages = [*messages, reply.message, *map(dict, step.messages)]
             model.transcript.messages = messages
             steps += 1
