@@ -172,7 +172,13 @@ class ModelMemory:
 
     @property
     def _weights(self) -> int:
-        return _itemsize(self.settings.param_dtype) * self.shape.parameters // self.ranks
+        return _itemsize(self.settings.param_dtype) * self.shape.count_largest_shard(self.ranks)
+
+    def _shard(self, trained: float) -> int:
+        """Return the part of the trained parameters that is on the rank with the most of them."""
+        if self.settings.lora is not None:
+            return int(trained / self.ranks)
+        return int(trained * self.shape.count_largest_shard(self.ranks) / self.shape.parameters)
 
     @property
     def _trained_parameters(self) -> int:
@@ -198,7 +204,7 @@ class ModelMemory:
             "adamw_8bit": 2.05 * trained,
             "muon": size * (trained + min(trained, shape.root_parameters)),
         }[self.settings.optimizer]
-        return int(total) // self.ranks
+        return self._shard(total)
 
     def _in_use(self, *, gradients: int = 0, with_moments: bool = False) -> Usage:
         """Return what is on the device while the model computes, with the gradients of that many parameters."""
@@ -207,7 +213,7 @@ class ModelMemory:
             return Usage()
         return Usage(
             weights=self._weights,
-            gradients=_itemsize(settings.param_dtype) * gradients // self.ranks,
+            gradients=_itemsize(settings.param_dtype) * self._shard(gradients),
             moments=self._moments if with_moments or not settings.optimizer_offload else 0,
         )
 

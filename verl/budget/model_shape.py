@@ -87,6 +87,21 @@ class ModelShape:
     def parameters(self) -> int:
         return self.layers * self.layer_parameters + self.root_parameters
 
+    def count_largest_shard(self, ranks: int) -> int:
+        """Return the parameters of the rank that has most: a tensor is divided by whole rows, experts are such rows."""
+
+        def rows(count: int) -> int:
+            return -(-count // ranks)
+
+        width, embeddings = self.width, 1 if self.is_tied or self.has_value_head else 2
+        attention = (rows(self.attention_width) + 2 * rows(self.kv_width)) * width + rows(width) * self.attention_width
+        if self.experts:
+            mlp = rows(self.experts) * (3 * width * self.mlp + width)
+        else:
+            mlp = 2 * rows(self.mlp) * width + rows(width) * self.mlp
+        root = rows(self.vocabulary) * width * embeddings + rows(width)
+        return root + self.layers * (attention + mlp + 2 * rows(width))
+
     @property
     def active_parameters(self) -> int:
         """Parameters that compute one token: without the embeddings, and only the experts that it passes."""

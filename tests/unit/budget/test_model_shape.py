@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,3 +65,13 @@ def test_a_configuration_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ConfigError, match="no JSON object"):
         read_config(str(tmp_path))
+
+
+def test_the_largest_shard_has_whole_rows_and_whole_experts() -> None:
+    dense = ModelShape(vocabulary=1024, width=256, mlp=512, layers=2, heads=4, kv_heads=4, head_width=64)
+    assert dense.count_largest_shard(1) == dense.parameters
+    assert dense.count_largest_shard(8) == dense.parameters // 8
+    experts = replace(dense, experts=8)
+    assert experts.count_largest_shard(8) == experts.parameters // 8
+    one_expert = 3 * experts.width * experts.mlp
+    assert experts.count_largest_shard(256) > experts.layers * one_expert  # although 1/256 is less
