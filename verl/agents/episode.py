@@ -105,8 +105,11 @@ class EpisodeRunner:
         score: EpisodeScorer,
         decode: Callable[[Sequence[int]], str],
         episode: Episode = single_turn,
+        start_episode: Callable[[], Generate] | None = None,
     ) -> None:
-        self._generate, self._score, self._episode = generate, score, episode
+        """`start_episode` returns what the turns of one episode use instead of `generate`."""
+        self._score, self._episode = score, episode
+        self._start_episode = start_episode or (lambda: generate)
         self.decode = decode
 
     async def run(
@@ -129,7 +132,7 @@ class EpisodeRunner:
         samplings = [replace(sampling, seed=seed) for seed in seeds]
         if greedy_baseline:
             samplings.append(replace(sampling, temperature=0.0, seed=None))
-        slots = [nullcontext(self._generate) if batcher is None else batcher.slot() for _ in samplings]
+        slots = [nullcontext(self._start_episode()) if batcher is None else batcher.slot() for _ in samplings]
         episodes = await asyncio.gather(
             *(
                 self._run_one(prompt, group, index, each, overlong, slot, score or self._score)

@@ -88,12 +88,12 @@ def main(argv: Sequence[str]) -> int:
 def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Config) -> int:
     from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
 
-    data = config.data
+    data, tokenizer = config.data, _open_tokenizer(config)
     inspector = DataInspector(
         files,
         prompt_key=data.prompt_key,
-        tokenizer=_open_tokenizer(config),
-        template_kwargs=data.apply_chat_template_kwargs,
+        tokenizer=tokenizer,
+        template_kwargs={**data.apply_chat_template_kwargs, **_describe_tools(config, tokenizer)},
         describe_scorer=partial(resolve_scorer, config),
         explain_no_scorer=explain_no_scorer,
     )
@@ -130,6 +130,16 @@ def _show_examples(options: argparse.Namespace, config: SftConfig) -> int:
     for note in data.notes:
         out.print(note, style="yellow")
     return 0
+
+
+def _describe_tools(config: Config, tokenizer: Any) -> dict[str, Any]:
+    """Return the tools of a run with several turns, whose descriptions are a part of its prompts."""
+    if tokenizer is None or not config.actor_rollout_ref.rollout.multi_turn.enable:
+        return {}
+    from verl.trainer.run_data import check_agents
+
+    tools = check_agents(config, tokenizer)
+    return {"tools": tools} if tools else {}
 
 
 def _open_tokenizer(config: Config) -> Any:

@@ -249,15 +249,30 @@ class EnginePool(ReplicaPool[PooledEngine]):
         self._last_finish = [float("-inf")] * len(engines)
         self._affinities: dict[tuple[int, ...], PromptAffinity] = {}
 
-    async def generate(self, token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+    async def generate(
+        self, token_ids: Sequence[int], sampling: SamplingParams, turns: PromptAffinity | None = None
+    ) -> Completion:
         """Return one response; engines that are lost meanwhile are invisible to the caller."""
         tokens = len(token_ids) + sampling.max_tokens
 
         async def send(replica: Replica[PooledEngine]) -> Completion:
             return replace(await replica.handle.generate(token_ids, sampling), engine=replica.index)
 
+        if turns is not None and turns.index is not None:
+            return await self._request(send, tokens, [token_ids], affinity=turns)
         with self._share_affinity(token_ids) as affinity:
             return await self._request(send, tokens, [token_ids], affinity=affinity)
+
+    def start_episode(self) -> Callable[[Sequence[int], SamplingParams], Awaitable[Completion]]:
+        """Return `generate` for the turns of an episode: they stay on one engine, which has the earlier ones cached."""
+        turns = PromptAffinity()
+
+        async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
+            completion = await self.generate(token_ids, sampling, turns)
+            turns.index = completion.engine
+            return completion
+
+        return generate
 
     @contextmanager
     def _share_affinity(self, token_ids: Sequence[int]) -> Iterator[PromptAffinity]:

@@ -145,6 +145,7 @@ class EpisodeWorker:
             score=await self._build_scorer(tokenizer),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
             episode=single_turn if settings.agent is None else AgentEpisode(settings.agent, tokenizer),
+            start_episode=self._pool.start_episode,
         )
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:

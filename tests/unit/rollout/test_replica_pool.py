@@ -289,3 +289,27 @@ async def test_nothing_is_remembered_of_prompts_that_are_done() -> None:
     pool = EnginePool([Engine(), Engine()])
     await asyncio.gather(*(pool.generate([prompt], SHORT) for prompt in range(10)))
     assert not pool._affinities
+
+
+@in_simulated_time
+async def test_the_turns_of_an_episode_stay_on_one_engine_between_which_others_run() -> None:
+    engines = [Engine(), Engine(), Engine()]
+    pool = EnginePool(engines)
+    generate = pool.start_episode()
+    used = []
+    for turn in range(6):
+        used.append((await generate([1, 2, *range(turn)], SHORT)).engine)
+        await asyncio.gather(*(pool.generate([50 + turn, other], SHORT) for other in range(3)))
+    assert len(set(used)) == 1
+
+
+@in_simulated_time
+async def test_an_episode_leaves_an_engine_that_is_lost() -> None:
+    engines = [Engine(), Engine()]
+    pool = EnginePool(engines)
+    generate = pool.start_episode()
+    first = (await generate([1], SHORT)).engine
+    engines[first].die()
+    second = (await generate([1, 2], SHORT)).engine
+    assert second == 1 - first
+    assert (await generate([1, 2, 3], SHORT)).engine == second  # it does not go back
