@@ -13,6 +13,7 @@ from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.gateway_agent import GatewayAgents
+from verl.agents.loops import adapt_loop
 from verl.agents.rendering import ChatRenderer
 from verl.agents.settings import AgentSettings
 from verl.agents.tool_calls import ParsedReply
@@ -40,7 +41,7 @@ class AgentEpisode:
         tokenizer: PreTrainedTokenizerBase,
         agent: Callable[..., Any] | None = None,
     ) -> None:
-        self._settings = settings
+        self._settings, self._tokenizer = settings, tokenizer
         self._renderer = ChatRenderer(tokenizer, settings.template_kwargs)
         self._sources: list[ToolSource] = load_sources(settings)
         self._parse = choose_parser(settings, tokenizer, self._sources)
@@ -84,7 +85,9 @@ class AgentEpisode:
         await self._gateway.close()
 
     def _load_agent(self, name: str) -> Agent:
-        self._agents[name] = self._gateway.adapt(load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop"))
+        agent = load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop")
+        loop = adapt_loop(agent, self._tokenizer, self._settings.max_turns)
+        self._agents[name] = loop or self._gateway.adapt(agent)
         return self._agents[name]
 
     def _choose_agent(self, prompt: Prompt) -> str:

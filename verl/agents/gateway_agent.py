@@ -6,12 +6,12 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.agents import Agent, Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
+from verl.agents.user_code import run_in_thread
 from verl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ class AgentThread:
         """Return what a function or coroutine function returns. One that does not end cannot be killed."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await self._await(function(*args, **kwargs))
-        result = await asyncio.wrap_future(start_thread(lambda: function(*args, **kwargs)))
+        result = await run_in_thread(lambda: function(*args, **kwargs))
         return await self._await(result) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
@@ -108,20 +108,3 @@ async def _survive_exit(work: Awaitable[Any]) -> Any:
         return await work
     except SystemExit as error:  # would end the loop of all agents
         raise RuntimeError(f"sys.exit({error.code!r})") from error
-
-
-def start_thread(function: Callable[[], Any]) -> Future[Any]:
-    """Run a function in a daemon thread, which does not keep the process from ending."""
-    future: Future[Any] = Future()
-
-    def run() -> None:
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(function())
-        except SystemExit as error:
-            future.set_exception(RuntimeError(f"sys.exit({error.code!r})"))
-        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="agent", daemon=True).start()
-    return future

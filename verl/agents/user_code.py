@@ -70,10 +70,11 @@ def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
         failure: BaseException | None = None
         try:
             result = function()
-        except StopIteration as error:  # which a future does not accept
-            failure = RuntimeError(f"StopIteration: {error}")
-        except BaseException as error:  # noqa: BLE001 - also SystemExit is the caller's to judge
-            failure = error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+        except SystemExit as error:
+            failure = RuntimeError(f"sys.exit({error.code!r})")
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
+            # A future does not accept StopIteration.
+            failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
         except RuntimeError:  # the loop has been closed meanwhile
