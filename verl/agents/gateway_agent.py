@@ -13,6 +13,7 @@ from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
 from verl.agents.user_code import run_in_thread
 from verl.errors import ConfigError
+from verl.installation import format_install_hint
 
 if TYPE_CHECKING:
     from verl.agents.gateway import Gateway
@@ -74,7 +75,7 @@ class GatewayAgents:
             from verl.agents.gateway import Gateway
         except ImportError as error:
             raise ConfigError(
-                [f"{_SETTING}.gateway.enable: {error.name} is not installed; run: pip install 'verl[agents]'"]
+                [f"{_SETTING}.gateway.enable: {error.name} is not installed: {format_install_hint('agents')}"]
             ) from error
         gateway = Gateway(self._settings.gateway_host, self._settings.gateway_port)
         await gateway.start()

@@ -26,7 +26,7 @@ from verl.workers import RolloutWorker, TrainerWorker
 pytestmark = pytest.mark.unit
 
 OFFERED = {
-    "verl": {"GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig", "__version__"},
+    "verl": {"GRPOTrainer", "PPOTrainer", "TrainResult", "Training", "TrainingConfig", "__version__", "tool"},
     "verl.trainer": {"TrainingConfig"},
     "verl.workers": {"Rollout", "RolloutWorker", "TrainerWorker"},
 }
