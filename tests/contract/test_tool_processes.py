@@ -1,6 +1,7 @@
 """Blocking tools run in processes of their own, and programs of the model in the sandbox."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import sample_tools
@@ -9,8 +10,15 @@ import verl
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.python_tool import python
 from verl.agents.tools import ToolResult, call_tools
+from verl.agents.user_code import close_processes
 
 pytestmark = pytest.mark.contract
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _end_processes() -> Iterator[None]:
+    yield
+    close_processes()
 
 
 async def test_one_that_hangs_or_ends_its_process_is_a_failure() -> None:

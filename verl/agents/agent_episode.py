@@ -97,6 +97,7 @@ class AgentEpisode:
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. An agent that does not end in time is left behind."""
         playing = asyncio.ensure_future(agent(task, model))
+        playing.add_done_callback(_ignore_result)  # of one that is left behind
         try:
             done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)
         finally:
@@ -111,8 +112,10 @@ class AgentEpisode:
             return transcript
         name = getattr(agent, "__name__", type(agent).__name__)
         try:
-            transcript.score = read_score(playing.result())
-            if not transcript.turns:
+            score = read_score(playing.result())
+            if transcript.turns:
+                transcript.score = score
+            else:
                 transcript.failure = Failed("error", f"the agent {name} ended without a reply of the model")
         except ConfigError:
             raise
@@ -125,6 +128,11 @@ class AgentEpisode:
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - the user's agent
             transcript.failure = Failed("error", f"the agent {name} raised {type(error).__name__}: {error}")
         return transcript
+
+
+def _ignore_result(playing: asyncio.Future[Any]) -> None:
+    if not playing.cancelled():
+        playing.exception()
 
 
 def read_score(score: Any) -> float | None:

@@ -6,6 +6,7 @@ reward. The built-in ones call tools (`ToolAgent`) or play with an environment (
 
 from __future__ import annotations
 
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from verl.agents.settings import AgentSettings
 from verl.agents.tool_calls import InvalidCall, ToolCall
 from verl.agents.tool_sources import ToolSource
 from verl.agents.tools import Tool, ToolResult, call_tools, truncate_text
-from verl.agents.user_code import call_method, with_deadline
+from verl.agents.user_code import call_method, close_quietly, with_deadline
 
 Message = Mapping[str, Any]
 UNREADABLE = "invalid00"  # the id of a call that cannot be read; templates may want 9 letters or digits
@@ -71,7 +72,9 @@ class ToolAgent:
             invalid += mistakes
             if invalid > settings.max_invalid_calls:
                 raise EpisodeLimitError(f"{settings.max_invalid_calls} invalid calls")
-            reply.turn.reward += sum(result.reward for result in results if isinstance(result, ToolResult))
+            reply.turn.reward += check_reward(
+                sum(result.reward for result in results if isinstance(result, ToolResult))
+            )
             messages = [*messages, *self._to_messages(reply, results)]
             model.transcript.messages = messages
 
@@ -153,7 +156,7 @@ class EnvironmentAgent:
             await self._play(environment, messages or list(task.messages), model)
         finally:
             if hasattr(environment, "close"):
-                await self._call(environment.close)
+                await close_quietly(environment.close, deadline_s=self._settings.tool_deadline_s)
         return 0.0
 
     async def _play(self, environment: Any, messages: list[dict[str, Any]], model: ChatModel) -> None:
@@ -161,7 +164,7 @@ class EnvironmentAgent:
         while True:
             reply = await model.chat(messages, ())
             step = to_step(await self._call(environment.step, reply))
-            reply.turn.reward += step.reward
+            reply.turn.reward += check_reward(step.reward)
             model.transcript.metrics |= step.metrics
             messages = [*messages, reply.message, *map(dict, step.messages)]
             model.transcript.messages = messages
@@ -183,6 +186,13 @@ class EnvironmentAgent:
             raise
         except Exception as error:  # the user's code
             raise ToolFailureError(f"{name} raised {type(error).__name__}: {error}") from error
+
+
+def check_reward(reward: float) -> float:
+    """Return the reward of a turn if it is a number that can be learned from."""
+    if not math.isfinite(reward):
+        raise ToolFailureError(f"the reward of a turn is {reward}, which is not a finite number")
+    return reward
 
 
 def to_step(value: Any) -> Step:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from verl.agents.settings import AgentSettings
 from verl.agents.tool_servers import load_mcp_servers, load_tool_server
 from verl.agents.tools import FunctionTool, Tool, ToolResult, to_result
-from verl.agents.user_code import call_method, with_deadline
+from verl.agents.user_code import call_method, close_quietly, with_deadline
 from verl.custom_functions import PICKLE, load_file, load_function, load_pickle
 from verl.errors import ConfigError
 
@@ -67,8 +67,7 @@ class ClassTool:
 
     async def close(self) -> None:
         if self._id is not None:
-            release = call_method(self._tool.release, self._id, **self._get_kwargs("release"))
-            await with_deadline(release, _RELEASE_S, type(self._tool).__name__)
+            await close_quietly(self._tool.release, self._id, deadline_s=_RELEASE_S, **self._get_kwargs("release"))
 
     def _get_kwargs(self, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(f"{method}_kwargs") or {})

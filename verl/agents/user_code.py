@@ -10,6 +10,7 @@ import asyncio
 import ctypes
 import importlib
 import inspect
+import logging
 import multiprocessing
 import os
 import signal
@@ -27,6 +28,7 @@ from verl.agents.errors import ToolFailureError, classify_error
 from verl.custom_functions import FILE_MODULE, load_file
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 SETTING = "actor_rollout_ref.rollout.multi_turn.tool_deadline_s"
 _PROCESSES = 4  # per worker
 _PR_SET_PDEATHSIG = 1
@@ -42,6 +44,15 @@ async def with_deadline(work: Awaitable[T], deadline_s: float, name: str) -> T:
     if not done:
         raise ToolFailureError(f"{name} did not return within {deadline_s:g} s ({SETTING})")
     return task.result()
+
+
+async def close_quietly(method: Callable[..., Any], *args: Any, deadline_s: float, **kwargs: Any) -> None:
+    """Call a method that ends something. What the episode has achieved does not depend on it."""
+    name = getattr(method, "__qualname__", "close")
+    try:
+        await with_deadline(call_method(method, *args, **kwargs), deadline_s, name)
+    except Exception as error:  # noqa: BLE001 - the user's code
+        _log.warning("%s failed: %s: %s", name, type(error).__name__, error)
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -107,6 +118,15 @@ def _open_pool() -> ProcessPool:
     """Return the processes of this worker, which end with it."""
     context = multiprocessing.get_context("spawn")
     return ProcessPool(_PROCESSES, initializer=_end_with_parent, initargs=[os.getpid()], context=context)
+
+
+def close_processes() -> None:
+    """End the processes, if any were started; the next call starts new ones."""
+    if _open_pool.cache_info().currsize:
+        pool = _open_pool()
+        _open_pool.cache_clear()
+        pool.stop()
+        pool.join()
 
 
 def _locate(function: Callable[..., Any]) -> tuple[str, str] | bytes:
