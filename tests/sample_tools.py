@@ -68,3 +68,9 @@ def crash() -> str:
 def divide(a: int, b: int) -> tuple[str, float]:
     """Divide, for a reward."""
     return str(a / b), 0.5
+
+
+@verl.tool
+async def leave() -> str:
+    """Exit."""
+    raise SystemExit(3)

@@ -18,6 +18,7 @@ from verl.private_files import check_owner
 
 F = TypeVar("F", bound=Callable[..., Any])
 PICKLE = ".pkl"  # the end of the names of files that the Python API writes
+_CHANGED = "__verl_changed__"  # in modules: when their file was changed last
 FILE_MODULE = "verl_custom_"  # how the names of modules begin that were loaded from a file
 
 
@@ -54,12 +55,17 @@ def _find_function(path: str, attribute: str) -> Any:
 
 
 def load_file(file: Path) -> ModuleType:
-    """Import a Python file under a unique name: one called `math.py` shadows nothing."""
+    """Import a Python file under a unique name: one called `math.py` shadows nothing. It is executed once."""
     name = f"{FILE_MODULE}{hashlib.sha1(str(file.resolve()).encode()).hexdigest()[:12]}"
+    changed = file.stat().st_mtime_ns
+    known = sys.modules.get(name)
+    if known is not None and known.__dict__.get(_CHANGED) == changed:
+        return known
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    module.__dict__[_CHANGED] = changed
     sys.modules[name] = module  # so that its classes can be pickled
     try:
         spec.loader.exec_module(module)

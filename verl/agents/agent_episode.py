@@ -20,6 +20,7 @@ from verl.agents.tool_calls import ParsedReply
 from verl.agents.tool_formats import FORMATS, detect_format
 from verl.agents.tool_sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
+from verl.agents.user_code import survive_exit
 from verl.custom_functions import load_function
 from verl.data.chat import read_prompt
 from verl.errors import ConfigError, DataError
@@ -96,7 +97,7 @@ class AgentEpisode:
 
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. An agent that does not end in time is left behind."""
-        playing = asyncio.ensure_future(agent(task, model))
+        playing = asyncio.ensure_future(survive_exit(agent(task, model)))
         playing.add_done_callback(_ignore_result)  # of one that is left behind
         try:
             done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from verl.agents.agents import Agent, Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
-from verl.agents.user_code import run_in_thread
+from verl.agents.user_code import run_in_thread, survive_exit
 from verl.errors import ConfigError
 from verl.installation import format_install_hint
 
@@ -101,11 +101,4 @@ class AgentThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def _await(self, work: Awaitable[Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(_survive_exit(work), self._loop))
-
-
-async def _survive_exit(work: Awaitable[Any]) -> Any:
-    try:
-        return await work
-    except SystemExit as error:  # would end the loop of all agents
-        raise RuntimeError(f"sys.exit({error.code!r})") from error
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(survive_exit(work), self._loop))

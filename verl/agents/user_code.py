@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import cloudpickle
 from pebble import ProcessExpired, ProcessPool
 
-from verl.agents.errors import ToolFailureError, classify_error
+from verl.agents.errors import ToolError, ToolFailureError, classify_error
 from verl.custom_functions import FILE_MODULE, load_file
 
 T = TypeVar("T")
@@ -36,7 +36,7 @@ _PR_SET_PDEATHSIG = 1
 
 async def with_deadline(work: Awaitable[T], deadline_s: float, name: str) -> T:
     """Return the result, or raise `ToolFailureError` at the deadline, even if the work ignores being canceled."""
-    task = asyncio.ensure_future(work)
+    task = asyncio.ensure_future(survive_exit(work))
     try:
         done, _ = await asyncio.wait([task], timeout=deadline_s)
     finally:
@@ -44,6 +44,14 @@ async def with_deadline(work: Awaitable[T], deadline_s: float, name: str) -> T:
     if not done:
         raise ToolFailureError(f"{name} did not return within {deadline_s:g} s ({SETTING})")
     return task.result()
+
+
+async def survive_exit(work: Awaitable[T]) -> T:
+    """Return the result. Of a coroutine that calls `sys.exit`, an event loop would pass it on and end the worker."""
+    try:
+        return await work
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r})") from error
 
 
 async def close_quietly(method: Callable[..., Any], *args: Any, deadline_s: float, **kwargs: Any) -> None:
@@ -145,8 +153,11 @@ def _call(location: tuple[str, str] | bytes, arguments: dict[str, Any]) -> tuple
     """Call a function in a tool process; return its result, or its error as one that can always be pickled."""
     try:
         return _find(location)(**arguments), None
+    except SystemExit as error:
+        return None, ToolError(f"sys.exit({error.code!r})")
     except Exception as error:  # noqa: BLE001 - the user's code
-        return None, classify_error(error)
+        is_mistake = isinstance(found := classify_error(error), ToolError)
+        return None, ToolError(str(found)) if is_mistake else ToolFailureError(str(found))
 
 
 def _find(location: tuple[str, str] | bytes) -> Callable[..., Any]:

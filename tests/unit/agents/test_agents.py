@@ -192,3 +192,16 @@ async def test_an_agent_that_raises_fails_its_episode() -> None:
     transcript = await play(by_name("raise_an_error"), "8", "8")
     assert transcript.failure is not None
     assert "the agent raise_an_error raised KeyError: 'oops'" in transcript.failure.message
+
+
+async def leave(task: Task, model: ChatModel) -> float:
+    await model.chat(task.messages)
+    raise SystemExit(3)
+
+
+async def test_what_calls_sys_exit_does_not_end_the_worker() -> None:
+    transcript = await play(TOOLS, call("leave"), "7")
+    assert contents(transcript, "tool") == ["Error: RuntimeError: sys.exit(3)"]
+    left = await play(by_name("leave"), "8", "8")
+    assert left.failure is not None
+    assert "sys.exit(3)" in left.failure.message
