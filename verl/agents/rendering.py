@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any
 
+from verl.agents.messages import read_json
 from verl.data.chat import encode, render
 from verl.errors import ConfigError, DataError
 
@@ -78,7 +79,7 @@ class ChatRenderer:
         if tools:
             kwargs["tools"] = [dict(tool) for tool in tools]
         try:
-            return render(self._tokenizer, [_change_arguments(each, _read_arguments) for each in messages], kwargs)
+            return render(self._tokenizer, [_change_arguments(each, read_json) for each in messages], kwargs)
         except DataError:
             if not any(message.get("tool_calls") for message in messages):
                 raise
@@ -164,17 +165,8 @@ def _change_arguments(message: Message, change: Callable[[Any], Any]) -> dict[st
     return {**message, "tool_calls": calls}
 
 
-def _read_arguments(arguments: Any) -> Any:
-    if not isinstance(arguments, str):
-        return arguments
-    try:
-        return json.loads(arguments)
-    except ValueError:
-        return arguments
-
-
 def _write_arguments(arguments: Any) -> str:
-    arguments = _read_arguments(arguments)
+    arguments = read_json(arguments)
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
