@@ -1,0 +1,72 @@
+"""Environments of other libraries, whose actions are numbers or objects, played with messages.
+
+    from verl.agents.adapters import adapt_environment
+
+    make_lake = adapt_environment(lambda row: gymnasium.make("FrozenLake-v1", render_mode="ansi"), read_action=int)
+
+and `multi_turn.environment=lakes.py:make_lake`. The library's object has `reset` and `step`, coroutines or not, which
+return Gymnasium's tuples, or an object with `observation`, `reward` and `done`, as clients of OpenEnv do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from verl.agents.agents import Step
+from verl.agents.user_code import call_method
+
+
+def adapt_environment(
+    make: Callable[[Mapping[str, Any]], Any],
+    *,
+    read_action: Callable[[str], Any],
+    write_observation: Callable[[Any], str] = str,
+) -> Callable[[], AdaptedEnvironment]:
+    """Return what makes environments for verl.
+
+    Args:
+        make: Returns the library's object for a row of the data.
+        read_action: Returns the action of a reply; a `ValueError` is shown to the model, which may try again.
+        write_observation: Returns what the model reads of an observation.
+    """
+    return partial(AdaptedEnvironment, make, read_action, write_observation)
+
+
+class AdaptedEnvironment:
+    """One episode with an object of another library."""
+
+    def __init__(
+        self,
+        make: Callable[[Mapping[str, Any]], Any],
+        read_action: Callable[[str], Any],
+        write_observation: Callable[[Any], str],
+    ) -> None:
+        self._make, self._read_action, self._write = make, read_action, write_observation
+        self._environment: Any = None
+
+    async def reset(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """Return the prompt, with the first observation at the end of its last message."""
+        self._environment = await call_method(self._make, row)
+        result = await call_method(self._environment.reset)
+        observation = result[0] if isinstance(result, tuple) else result.observation
+        *earlier, last = row["prompt"]
+        return [*earlier, {**last, "content": f"{last['content']}\n\n{self._write(observation)}"}]
+
+    async def step(self, reply: Any) -> Step:
+        try:
+            action = self._read_action(reply.content)
+        except ValueError as error:
+            return Step([{"role": "user", "content": f"Error: {error}"}])
+        result = await call_method(self._environment.step, action)
+        if isinstance(result, tuple):
+            observation, reward, terminated, truncated, _ = result
+            is_done = bool(terminated or truncated)
+        else:
+            observation, reward, is_done = result.observation, result.reward, bool(result.done)
+        return Step([{"role": "user", "content": self._write(observation)}], float(reward or 0.0), is_done)
+
+    async def close(self) -> None:
+        if hasattr(self._environment, "close"):
+            await call_method(self._environment.close)
