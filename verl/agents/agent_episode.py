@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from verl.types import Failed, Prompt, SamplingParams
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+_log = logging.getLogger(__name__)
 ATTEMPTS = 2  # of an episode whose tools or environment fail; a single call is never made twice
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -80,6 +82,7 @@ class AgentEpisode:
             transcript.metrics |= {"turns": float(len(transcript.turns)), "attempts": float(attempt + 1)}
             if transcript.failure is None:
                 break
+            _log.warning("attempt %d of an episode failed: %s", attempt + 1, transcript.failure.message)
         return transcript
 
     async def close(self) -> None:

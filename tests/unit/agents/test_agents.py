@@ -91,6 +91,11 @@ async def test_trap_8_a_failure_of_a_tool_is_repeated_once_and_never_a_score() -
         assert transcript.score is None
 
 
+async def test_the_reason_of_a_repeated_episode_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    await play(TOOLS, call("unreachable"), CALL, "7")
+    assert "attempt 1 of an episode failed: ConnectionRefusedError: port 1" in caplog.text
+
+
 async def test_trap_9_a_call_that_may_have_arrived_is_not_sent_twice_in_an_attempt() -> None:
     transcript = await play(TOOLS, call("unreachable"), CALL, "7")
     assert transcript.failure is None  # the second attempt took another way
