@@ -20,7 +20,7 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 ROTATION = (
     ("kills", "families", "sleep", "step"),
-    ("lora", "api", "save_cost", "offload", "placement"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway"),
     ("optimizers", "algorithms", "routing", "budget", "drift"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools"),
     ("trust", "stall", "real_model", "tp", "sync"),
