@@ -95,6 +95,7 @@ class FakeActor:
             "prepare": (PREPARE_S, METRICS),
             "update": (UPDATE_S, {name.replace("metric", "update"): value for name, value in METRICS.items()}),
             "pack_bucket": (BUCKET_S, bytes(28) if self._packed <= BUCKETS else None),
+            "gather_weights": (BUCKET_S * BUCKETS, None),
             "load_bucket": (BUCKET_S, None),
             "compute_logprobs": (CALL_S, LOGPROBS if self._kind == "train worker" else LOGPROBS[0]),
             "version": (CALL_S, self._version),

@@ -61,9 +61,10 @@ def main() -> None:
         print(f"{result.name:<18}{result.seconds:>8.0f}{'' if result.passed else '  FAILED'}")
     if rested := sorted(set(scripts()) - set(names)):
         print(f"not in this rotation: {', '.join(rested)}")
-    failed = [result.name for result in results if not result.passed]
-    print(f"{len(results) - len(failed)} passed, {len(failed)} failed")
-    print(f"{time.monotonic() - start:.0f} s in all")
+    failed = [result for result in results if not result.passed]
+    print(f"{len(results) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - start:.0f} s in all")
+    for result in failed:  # again at the end: logs of CI are often cut
+        print(f"FAILED {result.name}: {result.figures[-2000:]}")
     sys.exit(bool(failed))
 
 

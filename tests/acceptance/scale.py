@@ -5,8 +5,8 @@ python tests/acceptance/scale.py [--short]
 The real RLTrainer with its buffer, planner, clients, supervisor and weight sync trains steps of 16,384 samples around
 workers that are simulated (tests/simulated_cluster.py), in one process without Ray. Arguments and replies are pickled,
 as Ray does; what Ray itself does, and the workers, is not measured. Held: at most 1 s of CPU time of the controller per
-step (median), memory that does not grow over 100 steps, and calls and bytes per train rank at the start that are the
-same for 256 and 1,024 ranks. Also printed: how the time grows with samples, ranks and engines (exponents), and what a
+step (median), memory that does not grow over 100 steps, and calls and bytes per train rank at the start that do not
+grow from 256 to 1,024 ranks. Also printed: how the time grows with samples, ranks and engines (exponents), and what a
 request costs in the pool of an episode worker. `--short` (CI) takes an eighth of all, and holds no times.
 """
 
@@ -205,7 +205,7 @@ def main() -> None:
     exponents = {name: exponent(cpu_s, cost(part, repeats), 4) for name, part in parts.items()}
     pools = {engines: round(simulate(time_pool(engines)), 1) for engines in (size.engines // 4, size.engines)}
     per_rank = {name: (small["train worker"][name], large["train worker"][name]) for name in ("calls", "bytes")}
-    is_constant = all(few == many or abs(many / few - 1) < 0.01 for few, many in per_rank.values())
+    is_constant = all(many <= 1.01 * few for few, many in per_rank.values())  # rank 0 alone is called for each bucket
     is_fast = options.short or cpu_s <= CPU_S  # short forms hold no times
     finish(
         "scale",

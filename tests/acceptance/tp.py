@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import multiprocessing
 import os
 import subprocess
@@ -57,12 +58,21 @@ def main() -> None:
             figures["contract"] = run_contract()
             figures["reward_model_difference"] = compare_reward_models(folder / "reward")
             passed = passed and figures["contract"] and figures["reward_model_difference"] <= LIMIT
-    left = sorted(list_shared() - before)
+    left = sorted(list_shared() - before - list_mapped())
     finish("tp", passed and not left, steps=len(lines), gap=gap, restarts=restarts, left=left, **figures)
 
 
 def list_shared() -> set[str]:
     return {path.name for path in SHARED.iterdir() if path.name.startswith(("vllm", "psm_"))}
+
+
+def list_mapped() -> set[str]:
+    """Return the files in use: those of other programs on this machine, since the engines of this one have ended."""
+    mapped: set[str] = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mapped |= {Path(each.path).name for each in process.memory_maps() if each.path.startswith(f"{SHARED}/")}
+    return mapped
 
 
 async def train(overrides: list[str]) -> bool:
@@ -84,10 +94,11 @@ async def train(overrides: list[str]) -> bool:
 
 def kill_worker() -> bool:
     for process in psutil.Process().children(recursive=True):
-        if "VLLM::Worker_TP1" in " ".join(process.cmdline()):
-            print(f"killing {process.cmdline()[0]}, process {process.pid}", flush=True)
-            process.kill()
-            return True
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "VLLM::Worker_TP1" in " ".join(process.cmdline()):
+                print(f"killing {process.cmdline()[0]}, process {process.pid}", flush=True)
+                process.kill()
+                return True
     return False
 
 

@@ -8,7 +8,8 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, ClassVar, TypeVar
 
 import ray
@@ -142,7 +143,7 @@ def get_objects(references: Sequence[Any], *, action: str, target: CallTarget, d
 
 
 class ActorGroup:
-    """The actors of one distributed job, by rank. Every call goes to all of them, one call at a time."""
+    """The actors of one distributed job, by rank. They are called together, one call at a time."""
 
     def __init__(self, name: str, actors: Sequence[Any]) -> None:
         self.name, self.actors, self._lock = name, list(actors), asyncio.Lock()
@@ -164,27 +165,68 @@ class ActorGroup:
         first_args = [item for item in items for _ in range(len(self.actors) // len(items))]
         async with self._lock:
             tasks = [
-                asyncio.ensure_future(
-                    await_reply(
-                        getattr(actor, method).remote(*first, *args),
-                        action=method,
-                        target=CallTarget(self.name, rank),
-                        deadline=deadline,
-                        peers=len(self.actors),
-                    )
-                )
-                for rank, (actor, first) in enumerate(zip(self.actors, first_args, strict=True))
+                self._call_rank(rank, method, *first, *args, deadline=deadline)
+                for rank, first in zip(range(len(self.actors)), first_args, strict=True)
             ]
-            try:
+            async with self._waiting_for(tasks):
                 return list(await asyncio.gather(*tasks))
-            except VerlError:
-                raise
-            except Exception as error:  # such as a collective that broke because another rank died
-                await self._raise_death(tasks, error)
-                raise
-            finally:
-                for task in tasks:
-                    task.cancel()
+
+    @asynccontextmanager
+    async def call_others(self, method: str, *, deadline: Deadline) -> AsyncIterator[Callable[..., Awaitable[Any]]]:
+        """Call `method` once on all ranks but 0; yield a function that calls rank 0, any number of times.
+
+        At the end of the block rank 0 has to have done its part of all collectives of `method`. Deadlines start anew
+        with each reply of rank 0. Until then no other call reaches the ranks.
+        """
+        progress = Progress()
+        async with self._lock:
+            tasks = [
+                self._call_rank(rank, method, deadline=deadline, progress=progress)
+                for rank in range(1, len(self.actors))
+            ]
+            others = asyncio.gather(*tasks)
+
+            async def call_first(method: str, *args: Any) -> Any:
+                reply = self._call_rank(0, method, *args, deadline=deadline, progress=progress)
+                async with self._waiting_for([reply, *tasks], ending=[reply]):
+                    await asyncio.wait([reply, others], return_when=asyncio.FIRST_COMPLETED)
+                    if others.done():
+                        others.result()  # raises the failure of another rank
+                    return await reply
+
+            async with self._waiting_for(tasks):
+                yield call_first
+                await others
+
+    def _call_rank(
+        self, rank: int, method: str, *args: Any, deadline: Deadline, progress: Progress | None = None
+    ) -> asyncio.Future[Any]:
+        return asyncio.ensure_future(
+            await_reply(
+                getattr(self.actors[rank], method).remote(*args),
+                action=method,
+                target=CallTarget(self.name, rank),
+                deadline=deadline,
+                progress=progress,
+                peers=len(self.actors),
+            )
+        )
+
+    @asynccontextmanager
+    async def _waiting_for(
+        self, tasks: Sequence[asyncio.Future[Any]], *, ending: Sequence[asyncio.Future[Any]] | None = None
+    ) -> AsyncIterator[None]:
+        """Wrap the wait for calls: explain their failures, and forget them at the end, or those of `ending` only."""
+        try:
+            yield
+        except VerlError:
+            raise
+        except Exception as error:  # such as a collective that broke because another rank died
+            await self._raise_death(tasks, error)
+            raise
+        finally:
+            for task in tasks if ending is None else ending:
+                task.cancel()
 
     async def _raise_death(self, tasks: Sequence[asyncio.Future[Any]], error: Exception) -> None:
         """Raise the death of a rank instead of the errors that it causes in the others, which may arrive first."""

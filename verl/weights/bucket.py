@@ -125,18 +125,6 @@ def pack(
         yield WeightBucket(tuple(slots), data[:size])
 
 
-def count_buckets(weights: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[None]:
-    """Yield where `pack` yields a bucket, without copying: for ranks that only take part in gathering."""
-    size = 0
-    for _, tensor in weights:
-        if size and size + tensor.nbytes > max_bytes:
-            yield
-            size = 0
-        size += _align(tensor.nbytes)
-    if size:
-        yield
-
-
 def unpack(slots: Iterable[TensorSlot], data: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a bucket as views of `data [bytes] uint8`."""
     for slot in slots:

@@ -106,14 +106,22 @@ class TrainWorker(BaseTrainWorker):
 
     @explain_out_of_memory
     def pack_bucket(self, is_first: bool) -> Any:
-        """Gather the next weights, or those of the adapter; rank 0 returns them in a bucket, and None at the end."""
+        """Return the next weights, or those of the adapter, in a bucket, and None at the end; for rank 0."""
         with self._freeing_memory():
             if is_first:
                 self._packer.start()
             return self._packer.pack_next()
 
-    def free_buckets(self) -> None:
-        self._packer.free()
+    def finish_buckets(self) -> None:
+        """Free the buckets, after gathering the weights that were not packed: the other ranks wait for it."""
+        with self._freeing_memory():
+            self._packer.finish()
+
+    @explain_out_of_memory
+    def gather_weights(self) -> None:
+        """Take part while rank 0 packs; for all other ranks."""
+        with self._freeing_memory():
+            self._packer.gather_all()
 
     @cached_property
     def _packer(self) -> WeightPacker:
@@ -123,7 +131,6 @@ class TrainWorker(BaseTrainWorker):
         gather = actor.adapter_weights if self._settings.sync_adapter_only else actor.weights
         return WeightPacker(
             lambda: gather(self._sync_dtype),
-            self._rank,
             max_bytes=self._settings.sync_bucket_bytes,
             is_one_machine=self._settings.is_one_machine,
         )
@@ -178,17 +185,16 @@ class PolicyGroup(RankGroup):
         return (await self.call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]
 
     async def pack_weights(self) -> AsyncGenerator[Any, None]:
-        packing = asyncio.ensure_future(self._pack_bucket(is_first=True))
-        try:
-            while (bucket := await packing) is not None:
-                packing = asyncio.ensure_future(self._pack_bucket(is_first=False))
-                yield bucket
-            await self.call("free_buckets", deadline=self._deadlines.weights)
-        finally:
-            packing.cancel()  # no effect once it is done
-
-    async def _pack_bucket(self, *, is_first: bool) -> Any:
-        return (await self.call("pack_bucket", is_first, deadline=self._deadlines.weights))[0]
+        """Yield the weights in buckets. Rank 0 is called for each of them, the others once: they may be 1,000."""
+        async with self.call_others("gather_weights", deadline=self._deadlines.weights) as call_first:
+            packing = asyncio.ensure_future(call_first("pack_bucket", True))
+            try:
+                while (bucket := await packing) is not None:
+                    packing = asyncio.ensure_future(call_first("pack_bucket", False))
+                    yield bucket
+            finally:
+                packing.cancel()  # no effect once it is done
+                await call_first("finish_buckets")
 
     async def send_weights(self, backend: str, receivers: Sequence[Any], version: int) -> None:
         engines = [receiver.actor for receiver in receivers]

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from torch import Tensor
 
 from verl.cluster.object_store import put
-from verl.weights.bucket import SharedBucket, SharedBuffer, WeightBucket, count_buckets, pack
+from verl.weights.bucket import SharedBucket, SharedBuffer, WeightBucket, allocate_memory, pack
 
 OPEN_BUCKETS = 2  # the one that is loaded, and the one that is packed
 
@@ -23,29 +23,19 @@ class WeightPacker:
     """
 
     def __init__(
-        self,
-        gather: Callable[[], Iterator[tuple[str, Tensor]]],
-        rank: int,
-        *,
-        max_bytes: int,
-        is_one_machine: bool,
+        self, gather: Callable[[], Iterator[tuple[str, Tensor]]], *, max_bytes: int, is_one_machine: bool
     ) -> None:
-        self._gather, self._rank, self._max_bytes, self._is_one_machine = gather, rank, max_bytes, is_one_machine
-        self._buckets: Iterator[WeightBucket | None] = iter(())
+        self._gather, self._max_bytes, self._is_one_machine = gather, max_bytes, is_one_machine
+        self._buckets: Iterator[WeightBucket] = iter(())
         self._buffers: deque[SharedBuffer] = deque()
 
     def start(self) -> None:
-        """Begin with the first weights, also if an earlier sync did not end."""
-        self.free()
-        if self._rank > 0:
-            self._buckets = count_buckets(self._gather(), max_bytes=self._max_bytes)
-        elif self._is_one_machine:
-            self._buckets = pack(self._gather(), max_bytes=self._max_bytes, allocate=self._allocate)
-        else:
-            self._buckets = pack(self._gather(), max_bytes=self._max_bytes)
+        """Begin with the first weights."""
+        allocate = self._allocate if self._is_one_machine else allocate_memory
+        self._buckets = pack(self._gather(), max_bytes=self._max_bytes, allocate=allocate)
 
     def pack_next(self) -> object:
-        """Return the next bucket, or a reference to it; None after the last one, and on other ranks."""
+        """Return the next bucket, or a reference to it; None after the last one."""
         bucket = next(self._buckets, None)
         if bucket is None:
             return None
@@ -53,11 +43,15 @@ class WeightPacker:
             return SharedBucket(bucket.slots, self._buffers[-1].path, bucket.data.nbytes)
         return put(bucket)
 
-    def free(self) -> None:
-        """Free the buckets: all engines have loaded them."""
-        self._buckets = iter(())
+    def finish(self) -> None:
+        """Gather what is left, for the other ranks, and free the buckets: all engines have loaded them."""
+        deque(self._buckets, maxlen=0)
         while self._buffers:
             self._buffers.popleft().close()
+
+    def gather_all(self) -> None:
+        """Take part in gathering all weights, for rank 0."""
+        deque(self._gather(), maxlen=0)
 
     def _allocate(self, size: int) -> npt.NDArray[np.uint8]:
         self._buffers.append(SharedBuffer(size))

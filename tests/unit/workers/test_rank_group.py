@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from contextlib import aclosing
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,9 @@ pytestmark = pytest.mark.unit
 
 
 class Rank:
-    """An actor whose `prepare` returns when it is released, and `pack_bucket` at once."""
+    """An actor whose `prepare` returns when it is released, `gather_weights` when rank 0 has finished."""
+
+    finished: asyncio.Event
 
     def __init__(self) -> None:
         self.released, self.calls = asyncio.Event(), list[str]()
@@ -35,14 +38,24 @@ class Rank:
         self.calls.append("pack_bucket")
         return "bucket" if is_first else None
 
-    async def _free_buckets(self) -> None:
-        self.calls.append("free_buckets")
+    async def _finish_buckets(self) -> None:
+        self.calls.append("finish_buckets")
+        self.finished.set()
+
+    async def _gather_weights(self) -> None:
+        self.calls.append("gather_weights")
+        if self.error is not None:
+            raise self.error
+        await self.finished.wait()
 
     def __getattr__(self, method: str) -> Any:
         return SimpleNamespace(remote=getattr(type(self), f"_{method}").__get__(self))
 
 
 def group_of(*ranks: Rank) -> PolicyGroup:
+    finished = asyncio.Event()
+    for rank in ranks:
+        rank.finished = finished
     return PolicyGroup(ranks)
 
 
@@ -73,7 +86,8 @@ async def test_a_deadline_starts_when_the_ranks_are_free() -> None:
         rank.released.set()
     assert await packing == ["bucket"]
     assert await preparing == {}
-    assert ranks[0].calls == ["prepare", "pack_bucket", "pack_bucket", "free_buckets"]
+    assert ranks[0].calls == ["prepare", "pack_bucket", "pack_bucket", "finish_buckets"]
+    assert ranks[1].calls == ["prepare", "gather_weights"], "one call, whatever the number of buckets"
 
 
 async def test_ranks_can_be_called_after_a_failure() -> None:
@@ -84,7 +98,30 @@ async def test_ranks_can_be_called_after_a_failure() -> None:
         rank.released.set()
     with pytest.raises(ProcessLostError):
         await group.prepare(PLAN)
+    ranks[1].error = None
     assert await pack(group) == ["bucket"]
+
+
+async def test_other_ranks_are_not_left_in_a_collective_when_packing_stops_early() -> None:
+    ranks = Rank(), Rank()
+    group = group_of(*ranks)
+    async with aclosing(group.pack_weights()) as buckets:
+        async for _ in buckets:
+            break
+    assert ranks[0].calls[-1] == "finish_buckets"
+    assert not PENDING_CALLS.list_calls()
+
+
+async def test_the_loss_of_a_rank_that_gathers_is_raised_while_rank_0_waits_for_it() -> None:
+    ranks = Rank(), Rank()
+    group = group_of(*ranks)
+    stuck = asyncio.Event()
+    ranks[0].__dict__["pack_bucket"] = SimpleNamespace(remote=lambda is_first: stuck.wait())
+    ranks[1].error = ProcessLostError("train worker 1: gather_weights: its process has died")
+    with pytest.raises(ProcessLostError, match="train worker 1"):
+        await pack(group)
+    await settled()
+    assert not PENDING_CALLS.list_calls()
 
 
 def test_rank_0_listens_from_the_moment_its_port_is_known() -> None:

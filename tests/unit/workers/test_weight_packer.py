@@ -32,7 +32,7 @@ def read(bucket: SharedBucket) -> dict[str, list[float]]:
 
 
 def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
-    packer = WeightPacker(Gathering(), 0, max_bytes=ONE_TENSOR, is_one_machine=True)
+    packer = WeightPacker(Gathering(), max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
     buckets: list[Any] = []
     while (bucket := packer.pack_next()) is not None:
@@ -40,37 +40,27 @@ def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
         assert read(bucket) == {name: each.tolist() for name, each in [list(WEIGHTS.items())[len(buckets) - 1]]}
         assert len({each.path for each in buckets if Path(each.path).exists()}) <= 2
     assert len(buckets) == len(WEIGHTS)
-    packer.free()
+    packer.finish()
     assert not any(Path(each.path).exists() for each in buckets)
 
 
-def test_a_sync_that_did_not_end_is_started_again() -> None:
-    gathering = Gathering()
-    packer = WeightPacker(gathering, 0, max_bytes=ONE_TENSOR, is_one_machine=True)
-    packer.start()
-    packer.pack_next()
-    packer.start()
-    first: Any = packer.pack_next()
-    assert list(read(first)) == ["w0"]
-    packer.free()
-
-
-def test_other_ranks_gather_what_rank_0_packs() -> None:
+def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
     first, second = Gathering(), Gathering()
-    packers = [
-        WeightPacker(gather, rank, max_bytes=2 * ONE_TENSOR, is_one_machine=True)
-        for rank, gather in enumerate((first, second))
-    ]
-    for packer in packers:
-        packer.start()
-    while packers[0].pack_next() is not None:
-        assert packers[1].pack_next() is None
-        assert second.taken == first.taken
-    packers[0].free()
+    packers = [WeightPacker(gather, max_bytes=ONE_TENSOR, is_one_machine=True) for gather in (first, second)]
+    packers[0].start()
+    bucket: Any = packers[0].pack_next()
+    packers[0].finish()
+    packers[1].gather_all()
+    assert first.taken == second.taken == len(WEIGHTS)
+    assert not Path(bucket.path).exists()
+    packers[0].start()
+    again: Any = packers[0].pack_next()
+    assert list(read(again)) == ["w0"]
+    packers[0].finish()
 
 
 def test_engines_on_other_nodes_get_references(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
-    packer = WeightPacker(Gathering(), 0, max_bytes=3 * ONE_TENSOR, is_one_machine=False)
+    packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, is_one_machine=False)
     packer.start()
     assert [packer.pack_next() for _ in range(3)] == [("reference", 3), ("reference", 2), None]
