@@ -9,13 +9,14 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from chat_bpe import bpe_tokenizer
 from transformers import AutoTokenizer
 
 from verl.cli import main
 from verl.commands import generate as generate_command
 from verl.commands.response_files import PartFiles
 from verl.config.load import load_dict
-from verl.demo.assets import make_assets
+from verl.demo.assets import make_assets, make_model
 from verl.demo.folder import Assets
 
 pytestmark = pytest.mark.contract
@@ -217,3 +218,49 @@ def test_missing_arguments_are_named(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "verl eval only supports reward functions" in capsys.readouterr().err
     assert main(["generate"]) == 2
     assert "2 settings are wrong" in capsys.readouterr().err
+
+
+ECHO = '''
+class Echo:
+    """Repeats what the model says, once; the last turn earns a half."""
+
+    def reset(self, row):
+        if row["ground_truth"] == "broken":
+            raise OSError("no board")
+        self.turns = 0
+        return "Say something."
+
+    def step(self, reply):
+        self.turns += 1
+        return ([{"role": "user", "content": f"You said {reply.content}"}], 0.5 * self.turns, self.turns == 2)
+'''
+
+
+def test_episodes_of_an_environment_are_written_as_conversations_with_their_rewards(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tokenizer = bpe_tokenizer()
+    tokenizer.save_pretrained(tmp_path / "model")
+    make_model(tokenizer).save_pretrained(tmp_path / "model")
+    (tmp_path / "echo.py").write_text(ECHO)
+    prompt = [{"role": "user", "content": "Hello"}]
+    rows = [{"prompt": prompt, "reward_model": {"ground_truth": truth}} for truth in ("a", "broken", "c")]
+    data, output = tmp_path / "data.jsonl", tmp_path / "episodes.parquet"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["rollout.name=hf", "rollout.n=2", "data.max_prompt_length=64", "data.max_response_length=64"]
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    settings += [f"{multi_turn}.enable=true", f"{multi_turn}.environment={tmp_path / 'echo.py'}:Echo"]
+    settings += [f"model.path={tmp_path / 'model'}", "trainer.local=True", "rollout.temperature=0.1"]
+    assert main(["generate", str(data), "--output", str(output), *settings]) == 0
+    first, broken, last = pq.read_table(output).to_pylist()
+    assert "2 episodes failed (finish_reasons: error), one:" in capsys.readouterr().out
+    assert broken["finish_reasons"] == ["error", "error"]
+    assert broken["rewards"] == [None, None]
+    for row in (first, last):
+        for text, reward in zip(row["conversations"], row["rewards"], strict=True):
+            conversation = json.loads(text)
+            assert [message["role"] for message in conversation][:2] == ["user", "assistant"]
+            assert conversation[0]["content"] == "Say something."
+            assert reward in (0.5, 1.5), "of one turn, if it used all tokens, or of two"
+            replies = [message["content"] for message in conversation if message["role"] == "assistant"]
+            assert len(replies) == (2 if reward == 1.5 else 1)

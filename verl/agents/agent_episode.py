@@ -82,6 +82,7 @@ class AgentEpisode:
             transcript.metrics |= {"turns": float(len(transcript.turns)), "attempts": float(attempt + 1)}
             if transcript.failure is None:
                 break
+            transcript.score = None
             _log.warning("attempt %d of an episode failed: %s", attempt + 1, transcript.failure.message)
         return transcript
 

@@ -151,6 +151,7 @@ class EnvironmentAgent:
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:
         environment = self._make()
+        model.transcript.score = 0.0  # besides the rewards of its turns, however it ends
         try:
             messages = to_messages(await self._call(environment.reset, {"prompt": task.messages, **task.row}))
             await self._play(environment, messages or list(task.messages), model)

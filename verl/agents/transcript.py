@@ -75,6 +75,11 @@ class Transcript:
         return [turn for turn in self.turns if id(turn) not in continued]
 
     @property
+    def own_score(self) -> float | None:
+        """The rewards that the episode gave itself and its turns; None if it has failed, or is scored by others."""
+        return None if self.score is None or self.failure else self.score + sum(turn.reward for turn in self.turns)
+
+    @property
     def finish_reason(self) -> str:
         return "length" if self.is_truncated else self.last.completion.finish_reason
 

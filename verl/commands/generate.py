@@ -27,17 +27,21 @@ from verl.tracking.console import Console
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from verl.agents.agent_episode import AgentEpisode
+    from verl.agents.transcript import Transcript
     from verl.data.dataset import PromptDataset
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
-    from verl.types import Completion, SamplingParams
+    from verl.types import SamplingParams
 
 HELP = f"""\
 usage: verl generate FILE... --output RESPONSES.parquet [settings]
 
 Generate actor_rollout_ref.rollout.n responses to each prompt of the files, of at most data.max_response_length tokens,
 sampled with actor_rollout_ref.rollout.{{temperature,top_p,top_k}}. The output has the rows of the files and the columns
-responses, finish_reasons and response_lengths. Rerun the command to resume.
+responses, finish_reasons and response_lengths. With actor_rollout_ref.rollout.multi_turn.enable=true the responses are
+episodes with tools, an environment or an agent, and the columns conversations and rewards are added. Rerun the command
+to resume.
 
 options:
   --output FILE           Parquet file to write (answers.parquet)
@@ -53,7 +57,7 @@ VERSION_FROM_DISK = -1
 
 _RESPONSES_DEPEND_ON = {
     *("name", "n", "temperature", "top_p", "top_k", "max_model_len"),
-    *("dtype", "quantization", "engine_kwargs"),
+    *("dtype", "quantization", "engine_kwargs", "multi_turn", "agent"),
 }
 
 
@@ -108,7 +112,7 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
 
     check_files(config)
     prompts = _load_prompts(config)
-    dataset, table = prompts.dataset, ResponseTable(prompts.dataset)
+    dataset, table = prompts.dataset, ResponseTable(prompts.dataset, has_episodes=prompts.agent is not None)
     for note in filter(None, (str(dataset.report), prompts.hint, *table.notes)):
         console.note(note)
     config = with_absolute_paths(config, ["actor_rollout_ref.model.path"])
@@ -119,13 +123,17 @@ async def _generate(config: Config, output: Path, part: int, console: Console) -
         console.note(f"resuming: {finished} parts of {part} prompts are finished, in {parts.folder}")
     async with AsyncExitStack() as closing:
         pool, supervisor = await _start_engines(config, console, closing)
+        if prompts.agent is not None:
+            closing.push_async_callback(prompts.agent.close)
         for start in pending:
             rows = range(start, min(start + part, len(dataset)))
             generation = asyncio.gather(*(prompts.generate(row, config, pool) for row in rows))
-            responses = await supervisor.run_while_available(generation)
-            columns = map(prompts.to_columns, responses)
+            episodes = await supervisor.run_while_available(generation)
+            columns = map(prompts.to_columns, episodes)
             parts.write(start, table.build([dataset.row(row) | new for row, new in zip(rows, columns, strict=True)]))
             console.note(f"{rows.stop:,} of {len(dataset):,} prompts are finished")
+            if failures := [each.failure for group in episodes for each in group if each.failure is not None]:
+                console.note(f"{len(failures):,} episodes failed (finish_reasons: error), one: {failures[0].message}")
     parts.finish()
     console.note(f"wrote {output}: {len(dataset):,} prompts, {config.actor_rollout_ref.rollout.n} responses each")
 
@@ -169,37 +177,54 @@ class _Prompts:
     sampling: SamplingParams
     tokenizer: PreTrainedTokenizerBase
     hint: str | None
+    agent: AgentEpisode | None  # None: one response to each prompt
 
-    async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Completion]:
+    async def generate(self, row: int, config: Config, pool: EnginePool) -> list[Transcript]:
+        from verl.agents.episode import single_turn
+
         prompt = self.dataset[row]
         assert prompt is not None, "only streamed data sets drop prompts late"
+        play = self.agent or single_turn
         seeds = [_seed(config, prompt.row, index) for index in range(config.actor_rollout_ref.rollout.n)]
-        requests = (pool.generate(prompt.token_ids, replace(self.sampling, seed=seed)) for seed in seeds)
-        return await asyncio.gather(*requests)
+        episodes = (play(prompt, pool.start_episode(), replace(self.sampling, seed=seed)) for seed in seeds)
+        return await asyncio.gather(*episodes)
 
-    def to_columns(self, responses: Sequence[Completion]) -> dict[str, Any]:
-        return {
-            "responses": [
-                str(self.tokenizer.decode(list(response.token_ids), skip_special_tokens=True)) for response in responses
-            ],
-            "finish_reasons": [response.finish_reason for response in responses],
-            "response_lengths": [len(response.token_ids) for response in responses],
+    def to_columns(self, episodes: Sequence[Transcript]) -> dict[str, Any]:
+        columns = {
+            "responses": [self._decode_last(each) for each in episodes],
+            "finish_reasons": ["error" if each.failure else each.finish_reason for each in episodes],
+            "response_lengths": [each.last.count_generated() if each.turns else 0 for each in episodes],
         }
+        if self.agent is None:
+            return columns
+        return columns | {
+            "conversations": [json.dumps(each.messages or []) for each in episodes],
+            "rewards": [each.own_score for each in episodes],
+        }
+
+    def _decode_last(self, episode: Transcript) -> str:
+        tokens = list(episode.last.completion.token_ids) if episode.turns else []
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def _load_prompts(config: Config) -> _Prompts:
+    from verl.agents.agent_episode import AgentEpisode
     from verl.data.chat import chat_template_hint
     from verl.data.dataset import PromptDataset
-    from verl.trainer.run_data import find_stop_tokens, open_tokenizer, prompt_options
+    from verl.trainer.run_data import add_tools, check_agents, find_stop_tokens, open_tokenizer, prompt_options
+    from verl.trainer.worker_settings import agent_settings
     from verl.types import SamplingParams
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
-    dataset = PromptDataset(data.train_files, tokenizer, prompt_options(data), num_workers=data.num_workers)
+    has_agent = rollout.multi_turn.enable
+    options = add_tools(prompt_options(data), check_agents(config, tokenizer) if has_agent else [])
+    dataset = PromptDataset(data.train_files, tokenizer, options, num_workers=data.num_workers)
     stop_ids = find_stop_tokens(model.path, tokenizer)
     sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
-    return _Prompts(dataset, sampling, tokenizer, hint)
+    agent = AgentEpisode(agent_settings(config), tokenizer) if has_agent else None
+    return _Prompts(dataset, sampling, tokenizer, hint, agent)
 
 
 def _seed(config: Config, row: int, index: int) -> int:

@@ -24,6 +24,10 @@ RESPONSE_COLUMNS = {
     "finish_reasons": pa.list_(pa.string()),
     "response_lengths": pa.list_(pa.int64()),
 }
+EPISODE_COLUMNS = {
+    "conversations": pa.list_(pa.string()),  # as JSON
+    "rewards": pa.list_(pa.float64()),  # those of an environment or agent
+}
 
 
 class PartFiles:
@@ -64,23 +68,24 @@ class ResponseTable:
     Types are determined from all rows before anything is generated. `notes` list the columns that are converted.
     """
 
-    def __init__(self, dataset: PromptDataset) -> None:
+    def __init__(self, dataset: PromptDataset, *, has_episodes: bool = False) -> None:
         self.notes: list[str] = []
+        self._new = RESPONSE_COLUMNS | (EPISODE_COLUMNS if has_episodes else {})
         self._columns: dict[str, tuple[pa.DataType, Callable[[Any], Any]]] = {}
         for name in dataset.names():
-            if name in RESPONSE_COLUMNS:
+            if name in self._new:
                 self.notes.append(f"column '{name}' of the files is dropped: it will hold the new responses")
                 continue
             self._columns[name] = _find_type(dataset.column(name))
             if self._columns[name][1] is _to_json:
                 self.notes.append(f"column '{name}' has values of different types and is written as JSON text")
-        self._schema = pa.schema({name: kind for name, (kind, _) in self._columns.items()} | RESPONSE_COLUMNS)
+        self._schema = pa.schema({name: kind for name, (kind, _) in self._columns.items()} | self._new)
 
     def build(self, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
         """Return a table of rows with their responses; a column that a row lacks is null."""
         converted = [
             {name: convert(row.get(name)) for name, (_, convert) in self._columns.items()}
-            | {name: row[name] for name in RESPONSE_COLUMNS}
+            | {name: row[name] for name in self._new}
             for row in rows
         ]
         return pa.Table.from_pylist(converted, schema=self._schema)

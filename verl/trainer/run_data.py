@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,6 +78,11 @@ def prompt_options(data: DataConfig, *, is_training: bool = True) -> PromptOptio
     )
 
 
+def add_tools(options: PromptOptions, tools: Sequence[Mapping[str, Any]]) -> PromptOptions:
+    """Return the options for prompts that also have the descriptions of tools."""
+    return replace(options, chat_template_kwargs={**options.chat_template_kwargs, "tools": tools}) if tools else options
+
+
 def read_data(config: Config) -> RunData:
     """Read and tokenize all prompts (of streamed data a few), to find those that are too long or cannot be scored."""
     model = config.actor_rollout_ref.model
@@ -88,9 +93,7 @@ def read_data(config: Config) -> RunData:
     tools = check_agents(config, tokenizer) if config.actor_rollout_ref.rollout.multi_turn.enable else []
     teacher, teacher_notes = _open_teacher(config, tokenizer) if config.distillation.enable else (None, [])
     for split, files in data_splits(config).items():
-        options = prompt_options(config.data, is_training=split == "train")
-        if tools:  # their descriptions are part of the prompt
-            options = replace(options, chat_template_kwargs={**options.chat_template_kwargs, "tools": tools})
+        options = add_tools(prompt_options(config.data, is_training=split == "train"), tools)
         if split == "train":
             options = replace(options, streaming=_should_stream(config))
         has_own_template = (

@@ -147,6 +147,12 @@ async def test_an_environment_gives_each_turn_its_reward() -> None:
     assert all(sample.mask[end] for end in ends)  # on the last token of each turn
 
 
+async def test_an_episode_that_its_limit_ends_keeps_the_rewards_of_its_turns() -> None:
+    transcript = await play(replace(ENVIRONMENT, max_turns=2), "1", "2", "3", prompt=replace(PROMPT, ground_truth="3"))
+    assert transcript.is_truncated
+    assert transcript.own_score == 3.0
+
+
 async def test_an_environment_that_raises_fails_the_episode() -> None:
     broken = AgentSettings(environment=f"{__file__}:Broken")
     transcript = await play(broken, "1", "1")
