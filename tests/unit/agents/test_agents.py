@@ -83,7 +83,7 @@ async def test_turns_of_the_model_and_of_tools_are_limited() -> None:
     assert by_tools.finish_reason == "length"
 
 
-async def test_trap_8_a_failure_of_a_tool_is_repeated_once_and_never_a_score() -> None:
+async def test_a_failure_of_a_tool_is_repeated_once_and_never_a_score() -> None:
     for name in ("unreachable", "never"):
         transcript = await play(TOOLS, call(name), call(name))
         assert transcript.metrics["attempts"] == 2
@@ -96,7 +96,7 @@ async def test_the_reason_of_a_repeated_episode_is_logged(caplog: pytest.LogCapt
     assert "attempt 1 of an episode failed: ConnectionRefusedError: port 1" in caplog.text
 
 
-async def test_trap_9_a_call_that_may_have_arrived_is_not_sent_twice_in_an_attempt() -> None:
+async def test_a_call_that_may_have_arrived_is_not_sent_twice_in_an_attempt() -> None:
     transcript = await play(TOOLS, call("unreachable"), CALL, "7")
     assert transcript.failure is None  # the second attempt took another way
     assert contents(transcript, "tool") == ["7"]
@@ -191,7 +191,7 @@ async def test_an_agent_of_the_user_scores_its_episode() -> None:
     assert len(transcript.get_leaves()) == 1
 
 
-async def test_trap_10_a_stuck_agent_is_left_behind_and_says_nothing_more() -> None:
+async def test_a_stuck_agent_is_left_behind_and_says_nothing_more() -> None:
     transcript = await play(by_name("swallow_everything", deadline_s=0.2), "8", "9")
     assert transcript.is_truncated
     assert transcript.metrics["deadline_exceeded"] == 1.0

@@ -85,7 +85,7 @@ async def test_other_messages_or_tools_start_a_branch() -> None:
     assert [turn.parent for turn in model.transcript.turns] == [None] * 4
 
 
-async def test_trap_3_a_further_request_gets_what_remains_of_the_budget() -> None:
+async def test_a_further_request_gets_what_remains_of_the_budget() -> None:
     script = ListedReplies(TOKENIZER, "8", "4" * 500)
     model = make(script, max_tokens=60)
     reply = await model.chat([QUESTION])
@@ -106,7 +106,7 @@ async def test_the_context_window_limits_a_reply_too() -> None:
     assert script.samplings[0].max_tokens == 4
 
 
-async def test_trap_6_agents_shorten_replies_but_do_not_change_how_they_are_sampled() -> None:
+async def test_agents_shorten_replies_but_do_not_change_how_they_are_sampled() -> None:
     script = ListedReplies(TOKENIZER, "8", "4")
     model = make(script)
     await model.chat([QUESTION], max_tokens=1)

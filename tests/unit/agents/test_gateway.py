@@ -174,7 +174,7 @@ async def test_a_reply_is_recognized_as_agents_write_it_back() -> None:
     assert len(list_samples(transcript)) == 1
 
 
-async def test_streamed_messages_equal_plain_ones() -> None:
+async def test_streamed_replies_equal_plain_ones_in_messages_and_token_ids() -> None:
     async def agent(task: Task, base_url: str, api_key: str) -> None:
         async with open_client(base_url, api_key) as client:
             arguments: dict[str, Any] = {"model": "any", "messages": task.messages, "tools": [LOOKUP]}
@@ -201,6 +201,11 @@ async def test_streamed_messages_equal_plain_ones() -> None:
     for text in (LOOKUP_CALL, f"I see.\n{LOOKUP_CALL}", "no tools", ""):
         transcript = await play(agent, ScriptedModel(lambda prompt, text=text: text))
         assert transcript.failure is None, (text, transcript.failure)
+        plain, *streamed = (turn.completion for turn in transcript.turns)
+        assert streamed
+        for completion in streamed:
+            assert list(completion.token_ids) == list(plain.token_ids)
+            assert list(completion.logprobs) == list(plain.logprobs)
 
 
 async def test_the_sampling_of_the_run_wins() -> None:
