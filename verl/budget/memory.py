@@ -87,11 +87,13 @@ class ModelMemory:
         return Usage(weights=0 if self.settings.offload_policy else self._weights)
 
     def in_logprobs(self) -> Usage:
-        """Return the usage of a pass without gradients: of a layer, or of the last layer's logits."""
+        """Return the usage of a pass without gradients: before or in a layer, or of the last layer's logits."""
         size, b, shape = self.forward, self._compute, self.shape
         root = b * shape.root_parameters
         gathered = 2 * b * self._gathered_layer  # the buffer of the collective, and the weights copied from it
-        start = Usage(activations=b * size.tokens * shape.width, buffers=2 * root + gathered)
+        hidden = b * size.tokens * shape.width
+        start = Usage(activations=hidden, buffers=2 * root + gathered)  # FSDP keeps the buffer of the collective before
+        between = Usage(activations=hidden, buffers=root + 3 * gathered // 2 + self._left_gathered)
         layer = Usage(
             activations=size.tokens * self._forward_token_bytes, buffers=root + gathered + self._left_gathered
         )
@@ -100,7 +102,7 @@ class ModelMemory:
             logits=2 * self._chunk_bytes(size),
             buffers=root + self._left_gathered,
         )
-        return self._in_use() + _highest(start, layer, head)
+        return self._in_use() + _highest(start, between, layer, head)
 
     def in_update(self) -> Usage:
         """Return the usage of an update: in the backward pass of head, layers or embeddings, or in the step."""
@@ -133,13 +135,14 @@ class ModelMemory:
     def _layer_backward(self, size: PassSize) -> Usage:
         """Return the usage of a layer near the end of the model.
 
-        It is gathered, the one before it is being gathered, and gradients of the one after it are being reduced.
+        It is gathered, the one before it is being gathered, and gradients of the one after it, which have no padding
+        yet, are being reduced.
         """
         b, shape = self._compute, self.shape
         _, inputs = self._kept_activations(size)
         return Usage(
             activations=inputs + size.tokens * self._backward_token_bytes,
-            buffers=b * (shape.root_parameters + 3 * self._gathered_layer)
+            buffers=b * (shape.root_parameters + 2 * self._gathered_layer + self._whole_layer)
             + self._head_gradient
             + self._reduced_layer
             + self._left_gathered,
@@ -154,7 +157,8 @@ class ModelMemory:
     def in_weight_sync(self) -> Usage:
         """Return the usage while the weights are gathered one by one, each with the buffer of its all-gather."""
         shape = self.shape
-        largest = max(shape.vocabulary * shape.width, max(1, shape.experts) * 2 * shape.width * shape.mlp)
+        rows = self.ranks * -(-shape.experts // self.ranks) if shape.experts else 1  # with padding
+        largest = max(shape.vocabulary * shape.width, rows * 2 * shape.width * shape.mlp)
         return self._in_use() + Usage(buffers=2 * SYNC_BYTES * largest + SYNC_BYTES * largest // self.ranks)
 
     def in_save(self) -> Usage:
@@ -226,6 +230,13 @@ class ModelMemory:
 
     @property
     def _gathered_layer(self) -> int:
+        """The parameters of a gathered layer, with padding."""
+        if self.settings.expert_parallel_size > 1:
+            return self._whole_layer
+        return self.shape.padded_parameters(self.ranks)
+
+    @property
+    def _whole_layer(self) -> int:
         return self.shape.gathered_parameters(self.settings.expert_parallel_size)
 
     @property

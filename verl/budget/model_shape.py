@@ -77,6 +77,13 @@ class ModelShape:
         """Return the parameters of a layer that one rank gathers, if its experts are distributed over several."""
         return self.layer_parameters - self.experts * 3 * self.width * self.mlp * (expert_ranks - 1) // expert_ranks
 
+    def padded_parameters(self, ranks: int) -> int:
+        """Return the size of a gathered layer, whose shards are padded to the largest.
+
+        With more ranks than experts, most of it is padding.
+        """
+        return ranks * self._count_layer_shard(ranks)
+
     @property
     def root_parameters(self) -> int:
         """Parameters outside the layers: the embeddings and the last layer."""
@@ -89,18 +96,21 @@ class ModelShape:
 
     def count_largest_shard(self, ranks: int) -> int:
         """Return the parameters of the rank that has most: a tensor is divided by whole rows, experts are such rows."""
+        rows, width = -(-self.vocabulary // ranks), self.width
+        root = rows * width * (1 if self.is_tied or self.has_value_head else 2) + -(-width // ranks)
+        return root + self.layers * self._count_layer_shard(ranks)
 
+    def _count_layer_shard(self, ranks: int) -> int:
         def rows(count: int) -> int:
             return -(-count // ranks)
 
-        width, embeddings = self.width, 1 if self.is_tied or self.has_value_head else 2
+        width = self.width
         attention = (rows(self.attention_width) + 2 * rows(self.kv_width)) * width + rows(width) * self.attention_width
         if self.experts:
             mlp = rows(self.experts) * (3 * width * self.mlp + width)
         else:
             mlp = 2 * rows(self.mlp) * width + rows(width) * self.mlp
-        root = rows(self.vocabulary) * width * embeddings + rows(width)
-        return root + self.layers * (attention + mlp + 2 * rows(width))
+        return attention + mlp + 2 * rows(width)
 
     @property
     def active_parameters(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from public_models import MODELS
 from tiny import tiny_qwen2
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
@@ -82,3 +83,13 @@ def test_what_cannot_be_measured_is_refused() -> None:
     with pytest.raises(EngineError, match="model_type nothing"):
         measure({"model_type": "nothing"}, FsdpSettings("tiny"), 2, [8], prompt=2)
     assert not dist.is_initialized()
+
+
+def test_shards_of_experts_that_are_fewer_than_the_ranks_are_estimated_with_their_padding() -> None:
+    config = MODELS["Qwen3-30B-A3B"] | {"num_hidden_layers": 4}
+    settings = FsdpSettings("mixture", compute_dtype="bfloat16", gradient_checkpointing=True, device="cuda")
+    measured = measure(config, settings, 256, [512] * 2, prompt=256)
+    size = PassSize(2 * 512, 2 * 256)
+    memory = ModelMemory(ModelShape.from_config(config), settings, 256, size, size, 1)
+    for phase, usage in memory.peaks().items():
+        assert usage.total == pytest.approx(measured[phase], rel=0.1), phase
