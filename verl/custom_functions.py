@@ -39,8 +39,8 @@ def _import_function(name: str, setting: str) -> Callable[..., Any]:
         function = _find_function(path, attribute)
     except (ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
-            f"{setting}: {name!r} cannot be imported: {error}; it must be package.module:function, importable where "
-            "the run starts (add its folder to PYTHONPATH)"
+            f"{setting}: {name!r} cannot be imported: {error}; it must be file.py:function, or package.module:function, "
+            "importable where the run starts (add its folder to PYTHONPATH)"
         ) from error
     if not callable(function):
         raise ValueError(f"{setting}: {name!r} is {type(function).__name__}, it must be a function")
@@ -51,6 +51,9 @@ def _find_function(path: str, attribute: str) -> Any:
     if path.endswith(PICKLE):
         return load_pickle(Path(path))[attribute]
     module = load_file(Path(path).expanduser()) if path.endswith(".py") else importlib.import_module(path)
+    if not hasattr(module, attribute):
+        defined = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise AttributeError(f"{path} has no {attribute!r}; it has {', '.join(defined) or 'no functions'}")
     return getattr(module, attribute)
 
 
