@@ -39,7 +39,7 @@ def _import_function(name: str, setting: str) -> Callable[..., Any]:
         function = _find_function(path, attribute)
     except (ImportError, AttributeError, KeyError, OSError) as error:
         raise ValueError(
-            f"{setting}: {name!r} cannot be imported: {error}; it must be file.py:function, or package.module:function, "
+            f"{setting}: {name!r} cannot be imported: {error}; it must be file.py:function or package.module:function, "
             "importable where the run starts (add its folder to PYTHONPATH)"
         ) from error
     if not callable(function):

@@ -20,6 +20,7 @@ from verl.training.process_group import close_process_group, init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 
 BATCH = 32
+PROMPTS = 32  # of a step of RL
 Conversation = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]  # their schemas
 
@@ -57,3 +58,24 @@ def warm_up(folder: Path, draw: Callable[[], tuple[Conversation, Tools]], *, ste
         return float(loss)
     finally:
         close_process_group()
+
+
+def conversation_grpo(folder: Path, steps: int, *, short: bool, validate_every: int) -> list[str]:
+    """Settings of GRPO with episodes of several turns, on two ranks and two engines. Validation samples as training."""
+    return [
+        f"actor_rollout_ref.model.path={folder / 'model'}",
+        f"data.train_files={folder / 'train.parquet'}",
+        f"data.val_files={folder / 'test.parquet'}",
+        f"data.train_batch_size={PROMPTS}",
+        "actor_rollout_ref.rollout.multi_turn.enable=true",
+        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
+        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
+        "algorithm.adv_estimator=grpo",
+        "trainer.n_gpus_per_node=2",
+        f"trainer.default_local_dir={folder / 'run'}",
+        f"trainer.deterministic={short}",  # few steps are too few to average what is drawn
+        f"trainer.total_training_steps={steps}",
+        f"trainer.test_freq={steps if short else validate_every}",
+        "trainer.save_freq=-1",
+        "trainer.resume_mode=disable",
+    ]

@@ -194,8 +194,8 @@ def judge(case: Case, transcript: Transcript, seconds: float) -> str | None:
         return f"{ended}, expected {case.expected}: {transcript.failure}"
     if ended == FAILED and transcript.score is not None:
         return f"failed, but has the score {transcript.score}"
-    if ended == FAILED and transcript.metrics.get("attempts") != 2:
-        return f"was attempted {transcript.metrics.get('attempts')} times"
+    if ended == FAILED and transcript.metrics.get("episode/attempts") != 2:
+        return f"was attempted {transcript.metrics.get('episode/attempts')} times"
     return None
 
 

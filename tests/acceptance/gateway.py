@@ -27,9 +27,9 @@ from tools import draw_conversation, settings, write_rows
 AGENTS = Path(__file__).with_name("_sdk_agents.py")
 NAMES = ("direct", "plain", "streamed", "retried")
 STEPS, TRAINED_STEPS, RISE = 2, 20, 0.25
-UNTIMED = ("actor/", "critic/", "reward/", "response_length/", "prompt_length/")
-UNCOMPARED = ("tools/calls", "tools/invalid_calls", "extra/attempts")
-TURNS = "reward/extra/turns"
+UNTIMED = ("actor/", "critic/", "reward/", "episode/", "response_length/", "prompt_length/")
+UNCOMPARED = ("tools/calls", "tools/invalid_calls", "episode/attempts")
+TURNS = "episode/turns"
 
 
 def choose_agent(name: str) -> list[str]:

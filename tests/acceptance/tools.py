@@ -20,7 +20,7 @@ from typing import Any
 from _common import finish, metrics_of, train  # isort: skip - puts tests/ on the path
 import pyarrow as pa
 import pyarrow.parquet as pq
-from _agents import Conversation, Tools, make_chat_model, warm_up
+from _agents import PROMPTS, Conversation, Tools, conversation_grpo, make_chat_model, warm_up
 from _lookup_tool import lookup
 
 KEYS = ("red", "blue", "green", "gold", "pink", "gray", "teal", "lime")
@@ -85,30 +85,16 @@ def write_rows(path: Path, draw: random.Random, count: int, *, without: bool = F
 
 def settings(folder: Path, steps: int, *, short: bool) -> list[str]:
     return [
-        f"actor_rollout_ref.model.path={folder / 'model'}",
-        f"data.train_files={folder / 'train.parquet'}",
-        f"data.val_files={folder / 'test.parquet'}",
+        *conversation_grpo(folder, steps, short=short, validate_every=10),
         "data.max_prompt_length=160",
         "data.max_response_length=160",
-        "data.train_batch_size=32",
         "actor_rollout_ref.rollout.n=8",
-        "actor_rollout_ref.rollout.multi_turn.enable=true",
         f"actor_rollout_ref.rollout.multi_turn.function_tool_path={TOOL_FILE}",
         "actor_rollout_ref.rollout.multi_turn.max_turns=4",
-        "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-        "actor_rollout_ref.rollout.val_kwargs.temperature=1.0",
         f"reward.custom_reward_function.path={TOOL_FILE}",
-        "algorithm.adv_estimator=grpo",
         "actor_rollout_ref.actor.optim.lr=3e-4",
         "actor_rollout_ref.actor.ppo_mini_batch_size=32",
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=64",
-        "trainer.n_gpus_per_node=2",
-        f"trainer.default_local_dir={folder / 'run'}",
-        f"trainer.deterministic={short}",  # few steps are too few to average what is drawn
-        f"trainer.total_training_steps={steps}",
-        f"trainer.test_freq={steps if short else 10}",
-        "trainer.save_freq=-1",
-        "trainer.resume_mode=disable",
     ]
 
 
@@ -127,13 +113,13 @@ def main() -> None:
         make_chat_model(folder / "model", [*texts, str(lookup.schema), "system\nuser\nassistant\ntool\n"])
         loss = warm_up(folder / "model", lambda: draw_conversation(draw), steps=250)
         print(f"loss of the warm-up: {loss:.3f}", flush=True)
-        write_rows(folder / "train.parquet", draw, 32 * steps)
+        write_rows(folder / "train.parquet", draw, PROMPTS * steps)
         write_rows(folder / "test.parquet", draw, VALIDATION, without=True)
         code, watch = train(*settings(folder, steps, short=short), *options.overrides, deadline_s=2400)
         lines = metrics_of(folder / "run") if code == 0 else []
     with_tool = [line["val/with_tool/mean@1"] for line in lines if "val/with_tool/mean@1" in line]
     without = [line["val/without_tool/mean@1"] for line in lines if "val/without_tool/mean@1" in line]
-    invalid = [line["reward/extra/tools/invalid_calls"] for line in lines if "reward/extra/tools/invalid_calls" in line]
+    invalid = [line["tools/invalid_calls"] for line in lines if "tools/invalid_calls" in line]
     if code != 0 or len(with_tool) < 2 or not invalid:
         finish("tools", False, exit_code=code, accuracy=with_tool, keys=sorted({key for line in lines for key in line}))
     at_chance = max(without) <= CHANCE + 0.08  # 4 standard errors of a share of 0.1 among 256

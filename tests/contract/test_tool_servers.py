@@ -480,7 +480,7 @@ async def test_an_episode_is_repeated_and_then_fails_if_its_server_does(
     transcript = await episode(PROMPT, model, SamplingParams(max_tokens=4000))
     assert transcript.failure is not None
     assert "server" in transcript.failure.message
-    assert transcript.metrics["attempts"] == 2.0
+    assert transcript.metrics["episode/attempts"] == 2.0
     assert len(set(server.list_events("crash"))) == len(server.list_events("crash")) == (2 if kind == "stdio" else 1)
 
 

@@ -84,7 +84,7 @@ def test_a_killed_engine_or_episode_worker_loses_no_episode_of_several_turns(tmp
     steps = [line for line in lines if "reward/mean" in line]
     assert [line["step"] for line in steps] == [1, 2]
     assert all(line["reward/mean"] == 1.0 for line in steps), "no episode is scored 0 for the loss of a process"
-    assert all(line["reward/extra/turns"] == 3.0 for line in steps)
+    assert all(line["episode/turns"] == 3.0 for line in steps)
     assert steps[0]["faults/run_restarts"] == 1
     assert steps[-1]["faults/engine_restarts"] == 1
     assert [line["val/talk/mean@1"] for line in lines if "val/talk/mean@1" in line][:1] == [1.0]

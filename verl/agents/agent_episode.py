@@ -79,7 +79,10 @@ class AgentEpisode:
                 branch_per_turn=self._settings.branch_per_turn,
             )
             transcript = await self._play(agent, task, model)
-            transcript.metrics |= {"turns": float(len(transcript.turns)), "attempts": float(attempt + 1)}
+            transcript.metrics |= {
+                "episode/turns": float(len(transcript.turns)),
+                "episode/attempts": float(attempt + 1),
+            }
             if transcript.failure is None:
                 break
             transcript.score = None
@@ -111,7 +114,7 @@ class AgentEpisode:
         transcript = model.transcript
         if not done:
             transcript.is_truncated = True
-            transcript.metrics["deadline_exceeded"] = 1.0
+            transcript.metrics["episode/deadline_exceeded"] = 1.0
             if not transcript.turns:
                 transcript.failure = Failed("timeout", f"no reply within {self._settings.deadline_s:g} s")
             return transcript

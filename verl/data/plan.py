@@ -18,6 +18,8 @@ import numpy.typing as npt
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.types import SampleHandle
 
+EPISODE_METRICS = ("episode/", "tools/")  # how the names of metrics begin that a reward did not return
+
 Ints = npt.NDArray[np.int32]
 
 
@@ -361,9 +363,10 @@ def _describe_samples(samples: Sequence[SampleHandle]) -> dict[str, float]:
 
 
 def _mean_extra_metrics(handles: Sequence[SampleHandle]) -> dict[str, float]:
-    """Return the means of other numbers that the reward function returned, over the samples that have them."""
+    """Return the means of numbers of episodes, and of others that the reward returned, over the samples with them."""
     values: dict[str, list[float]] = {}
     for handle in handles:
         for name, value in handle.metrics.items():
-            values.setdefault(f"reward/extra/{name}", []).append(value)
+            key = name if name.startswith(EPISODE_METRICS) else f"reward/extra/{name}"
+            values.setdefault(key, []).append(value)
     return {name: float(np.mean(each)) for name, each in values.items()}

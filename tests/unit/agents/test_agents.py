@@ -86,7 +86,7 @@ async def test_turns_of_the_model_and_of_tools_are_limited() -> None:
 async def test_a_failure_of_a_tool_is_repeated_once_and_never_a_score() -> None:
     for name in ("unreachable", "never"):
         transcript = await play(TOOLS, call(name), call(name))
-        assert transcript.metrics["attempts"] == 2
+        assert transcript.metrics["episode/attempts"] == 2
         assert transcript.failure is not None
         assert transcript.score is None
 
@@ -194,7 +194,7 @@ async def test_an_agent_of_the_user_scores_its_episode() -> None:
 async def test_a_stuck_agent_is_left_behind_and_says_nothing_more() -> None:
     transcript = await play(by_name("swallow_everything", deadline_s=0.2), "8", "9")
     assert transcript.is_truncated
-    assert transcript.metrics["deadline_exceeded"] == 1.0
+    assert transcript.metrics["episode/deadline_exceeded"] == 1.0
     await asyncio.sleep(0.2)
     assert len(transcript.turns) == 1
 

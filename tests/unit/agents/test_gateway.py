@@ -135,7 +135,12 @@ async def test_samples_are_those_of_an_agent_that_asks_directly(agent: Any, bran
     assert len(list_samples(transcript)) == (3 if branch_per_turn else 1)
     assert transcript.score == 1.0
     assert not transcript.is_truncated
-    assert transcript.metrics == {"tools/calls": 2.0, "tools/invalid_calls": 0.0, "turns": 3.0, "attempts": 1.0}
+    assert transcript.metrics == {
+        "tools/calls": 2.0,
+        "tools/invalid_calls": 0.0,
+        "episode/turns": 3.0,
+        "episode/attempts": 1.0,
+    }
     assert transcript.messages is not None
     assert [message["role"] for message in transcript.messages] == ["user", *["assistant", "tool"] * 2, "assistant"]
 
@@ -430,7 +435,7 @@ async def test_a_failure_of_the_engine_that_a_retry_overcomes_is_not_a_turn() ->
 
     transcript = await play(ask_once, ScriptedModel(count_turns, fail_once), max_turns=1)
     assert len(list_samples(transcript)) == 1
-    assert transcript.metrics["attempts"] == 1
+    assert transcript.metrics["episode/attempts"] == 1
     assert not transcript.is_truncated
 
 
@@ -577,7 +582,7 @@ async def test_an_agent_that_does_not_end_is_left_behind(is_sync: bool) -> None:
     )
     transcript = await episode(Prompt(row=0, token_ids=[1], raw=[QUESTION]), model.generate, SAMPLING)
     assert transcript.is_truncated
-    assert transcript.metrics["deadline_exceeded"] == 1.0
+    assert transcript.metrics["episode/deadline_exceeded"] == 1.0
     release.set()
     while not status:
         await asyncio.sleep(0.01)
@@ -645,7 +650,7 @@ async def test_an_agent_that_fails_is_no_score(agent: Any, message: str) -> None
     transcript = await play(agent, model)
     assert transcript.failure is not None
     assert message in transcript.failure.message
-    assert transcript.metrics["attempts"] == 2
+    assert transcript.metrics["episode/attempts"] == 2
 
 
 @pytest.mark.parametrize(
