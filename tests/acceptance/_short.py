@@ -24,7 +24,7 @@ ROTATION = (
     ("optimizers", "algorithms", "routing", "budget", "drift"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools"),
     ("trust", "stall", "real_model", "tp", "sync"),
-    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel"),
+    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game"),
 )
 LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works
