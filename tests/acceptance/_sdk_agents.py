@@ -14,6 +14,7 @@ from verl.custom_functions import load_file
 
 lookup = load_file(Path(__file__).with_name("_lookup_tool.py")).lookup  # workers import this file by its path
 MAX_TURNS = 4
+PATIENCE = httpx.Timeout(600)  # the SDK's own has 5 s to connect: too few where hundreds of clients share two cores
 Ask = Callable[[list[dict[str, Any]]], Awaitable[dict[str, Any]]]
 
 
@@ -45,7 +46,7 @@ async def direct(task: Any, model: Any) -> float:
 
 
 async def plain(task: Any, base_url: str, api_key: str) -> float:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=PATIENCE) as client:
         return await solve(ask_plainly(client), task)
 
 
@@ -59,7 +60,7 @@ def ask_plainly(client: AsyncOpenAI) -> Ask:
 
 
 async def streamed(task: Any, base_url: str, api_key: str) -> float:
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=PATIENCE) as client:
 
         async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
             tools: Any = [lookup.schema]
@@ -90,9 +91,9 @@ class LosesReplies(httpx.AsyncBaseTransport):
 
 async def retried(task: Any, base_url: str, api_key: str) -> float:
     http = httpx.AsyncClient(transport=LosesReplies())
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http, timeout=PATIENCE) as client:
         score = await solve(ask_plainly(client), task)
-    async with AsyncOpenAI(base_url=base_url, api_key="wrong", max_retries=0) as stranger:
+    async with AsyncOpenAI(base_url=base_url, api_key="wrong", max_retries=0, timeout=PATIENCE) as stranger:
         try:
             await stranger.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hello"}])
         except AuthenticationError:
