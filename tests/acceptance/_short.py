@@ -19,7 +19,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parent
 ROTATION = (
-    ("kills", "families", "sleep", "step"),
+    ("kills", "families", "sleep", "step", "trl"),
     ("lora", "api", "save_cost", "offload", "placement", "gateway"),
     ("optimizers", "algorithms", "routing", "budget", "drift"),
     ("distillation", "reward_overlap", "poison", "reshard", "load", "tools"),

@@ -215,11 +215,20 @@ def _measured(rank: int, port: int, model_path: str, examples_path: Path, steps:
     print(json.dumps({**spent, "tokens": tokens}), flush=True)
 
 
+def trl_home() -> Path:
+    mark = hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:12]
+    return Path("~/.cache/verl").expanduser() / f"trl-{mark}"
+
+
+def find_trl() -> Path | None:
+    """The Python of the environment with TRL, if it has been made."""
+    return trl_home() / "bin" / "python" if (trl_home() / ".complete").exists() else None
+
+
 def trl_python() -> Path:
     """The Python of an environment with TRL, made when it is first asked for."""
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line.startswith("torch==")]
-    mark = hashlib.sha256((ROOT / "constraints.txt").read_bytes()).hexdigest()[:12]
-    home = Path("~/.cache/verl").expanduser() / f"trl-{mark}"
+    home = trl_home()
     python = home / "bin" / "python"
     if not (home / ".complete").exists():
         print(f"making an environment for TRL in {home}: some minutes, once", flush=True)

@@ -28,6 +28,7 @@ from typing import Any
 
 from _common import ROOT, finish  # isort: skip - puts tests/ on the path
 import torch
+from _plots import draw_bars
 from recording_console import RecordingConsole
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -210,7 +211,9 @@ def compare(metrics: Any, bare: dict[str, Part], handles: Sequence[SampleHandle]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--short", action="store_true")
-    short = parser.parse_args().short
+    parser.add_argument("--plot", type=Path, help="SVG file to draw the figures in")
+    options = parser.parse_args()
+    short = options.short
     cases, figures = SHORT if short else CASES, {}
     for name, case in cases.items():
         with tempfile.TemporaryDirectory(prefix="verl-step-") as folder:
@@ -221,6 +224,13 @@ def main() -> None:
     if not short:
         passed &= all(each["rollout"] >= RATE and each["update"] >= RATE for each in figures.values())
         passed &= all(each["step"] <= SUM for each in figures.values())
+    if options.plot:
+        rows = [
+            (f"{part}, {name} lengths", case[part], True)
+            for name, case in figures.items()
+            for part in ("rollout", "update")
+        ]
+        draw_bars(options.plot, "Rollout and update next to the bare engines", rows, "of the bare speed")
     finish("step", passed, cases=figures, bounds={"rollout": RATE, "update": RATE, "step": SUM})
 
 
