@@ -60,6 +60,11 @@ class Cluster:
         finally:
             self.outside_s += time.thread_time() - start
 
+    def take_calls(self, kind: str, method: str) -> float:
+        """Return the calls of a method, and no longer count them: not every actor gets them."""
+        self.bytes.pop((kind, method), None)
+        return float(self.calls.pop((kind, method), 0))
+
     def per_actor(self, kind: str, actors: int) -> dict[str, float]:
         """Return calls and bytes that were sent to each actor of a kind."""
         calls = sum(count for (of, _), count in self.calls.items() if of == kind)
