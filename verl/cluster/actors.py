@@ -30,6 +30,7 @@ from verl.cluster.hangs.registry import register_actor
 from verl.cluster.local import LocalActor
 from verl.cluster.object_store import FULL_ERRORS, describe_full_store, get_all
 from verl.errors import EngineError, ProcessLostError, StorageError, VerlError, WorkerTimeoutError
+from verl.waiting import with_deadline
 
 DEATH_DETECTION_S = 30.0  # upper bound
 _POLL_S, _REPLY_S = 0.5, 10.0  # while a process is being replaced
@@ -84,17 +85,16 @@ async def await_reply(
     unwrapped = _unwrap_errors(reply, action, target)
     if deadline is None:
         return await unwrapped
-    task = asyncio.ensure_future(unwrapped)
-    try:
-        with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as call:
-            while not (await asyncio.wait([task], timeout=call.remaining_s))[0]:
-                if call.remaining_s <= 0:
-                    raise _timeout_error(call, await format_report_hint(call))
-            if progress is not None:
-                progress.finished_at = call.clock()
-            return task.result()
-    finally:
-        task.cancel()  # no effect if done
+    with track_call(action, target=target, deadline=deadline, progress=progress, peers=peers) as call:
+        try:
+            result = await with_deadline(unwrapped, lambda: call.remaining_s)
+        except TimeoutError:
+            if call.remaining_s > 0:  # the worker's own error
+                raise
+            raise _timeout_error(call, await format_report_hint(call)) from None
+        if progress is not None:
+            progress.finished_at = call.clock()
+        return result
 
 
 def _timeout_error(call: PendingCall, hint: str) -> WorkerTimeoutError:

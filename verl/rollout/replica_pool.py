@@ -11,8 +11,9 @@ from random import randrange
 from typing import Generic, Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, WorkerTimeoutError
-from verl.rollout.supervisor import EngineState, with_timeout
+from verl.rollout.supervisor import EngineState
 from verl.types import Completion, SamplingParams
+from verl.waiting import with_timeout
 
 T = TypeVar("T")
 M = TypeVar("M", bound="ReplicaHandle")

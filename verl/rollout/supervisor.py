@@ -11,11 +11,13 @@ from enum import Enum
 from typing import Protocol, TypeVar
 
 from verl.errors import EngineError, ProcessLostError, TrainerLostError
+from verl.waiting import Waits, with_timeout
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 MAX_BACKOFF_S = 60.0
+MAX_HEARTBEATS_PER_S = 10.0  # of all engines: hundreds would keep the controller busy
 
 
 class EngineState(Enum):
@@ -109,12 +111,12 @@ class EngineSlot:
 class EngineSupervisor:
     """Restarts rollout engines that fail. One per run, in the controller; it is the `Membership` of the weight sync.
 
-    Every `heartbeat_s` it asks each engine whether it is ready, and treats it as lost if there is no reply within
-    `reply_timeout_s`; the weight sync reports losses, too. A lost engine is ended and started again (each within
-    `start_timeout_s`), synced to the current weights and enabled. After `max_restarts` failures in a row it is given
-    up and the run continues with the others; with none left, `run_while_available` and `active` raise. Every change
-    of state is reported. With `shares_devices`, engines sleep and none starts between `free_devices` and
-    `allow_starts`.
+    Every `heartbeat_s` (with hundreds of engines less often) it asks each engine whether it is ready, and treats it as
+    lost if there is no reply within `reply_timeout_s`; the weight sync reports losses, too. A lost engine is ended and
+    started again (each within `start_timeout_s`), synced to the current weights and enabled. After `max_restarts`
+    failures in a row it is given up and the run continues with the others; with none left, `run_while_available` and
+    `active` raise. Every change of state is reported. With `shares_devices`, engines sleep and none starts between
+    `free_devices` and `allow_starts`.
     """
 
     def __init__(
@@ -137,7 +139,7 @@ class EngineSupervisor:
         self.shares_devices = shares_devices
         self._tasks: list[asyncio.Task[None]] = []
         self._has_failed = False
-        self._waiting: dict[asyncio.Future[None], None] = {}  # those of `run_while_available`, in order
+        self._waits = Waits()  # those of `run_while_available`
         self._may_start = asyncio.Event()
         self._may_start.set()
         self._crash: BaseException | None = None
@@ -156,20 +158,9 @@ class EngineSupervisor:
 
     async def run_while_available(self, work: Awaitable[T]) -> T:
         """Return the result of `work`; raise as soon as no engine is left that it could wait for."""
-        # Thousands wait at once: an event would search a list whenever one of them ends.
-        working, end = asyncio.ensure_future(work), asyncio.get_running_loop().create_future()
-        working.add_done_callback(lambda _: _resolve(end))
-        self._waiting[end] = None
         if self._has_failed:
-            _resolve(end)
-        try:
-            await end
-            if not working.done():
-                raise self._failure()
-            return working.result()
-        finally:
-            del self._waiting[end]
-            working.cancel()
+            asyncio.get_running_loop().call_soon(self._waits.interrupt, self._failure())
+        return await self._waits.wait(work)
 
     @property
     def states(self) -> tuple[EngineState, ...]:
@@ -289,6 +280,7 @@ class EngineSupervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send_heartbeats(self, slot: EngineSlot) -> None:
+        interval_s = max(self._heartbeat_s, len(self._slots) / MAX_HEARTBEATS_PER_S)
         while True:
             should_be_ready = slot.state is EngineState.READY
             try:
@@ -297,7 +289,7 @@ class EngineSupervisor:
                 return self._set_lost(slot, str(error) or repr(error))
             if should_be_ready and not is_ready:
                 return self._set_lost(slot, "its process was replaced, or it was disabled after a request timed out")
-            await asyncio.sleep(self._heartbeat_s)
+            await asyncio.sleep(interval_s)
 
     def _set_lost(self, slot: EngineSlot, reason: str) -> None:
         if slot.state is EngineState.LOST:
@@ -323,8 +315,7 @@ class EngineSupervisor:
 
     def _fail(self) -> None:
         self._has_failed = True
-        for end in self._waiting:
-            _resolve(end)
+        self._waits.interrupt(self._failure())
 
     def _failure(self) -> BaseException:
         if self._crash is not None:
@@ -334,24 +325,3 @@ class EngineSupervisor:
             f"All rollout engines failed after {self._max_restarts} restarts each. {causes}. Fix the cause and rerun: "
             "the run resumes from its last checkpoint (trainer.resume_mode=auto)."
         )
-
-
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
-async def with_timeout(work: Awaitable[T], seconds: float) -> T:
-    """Return the result of `work`, or raise a `TimeoutError` that says how long it waited.
-
-    `asyncio.wait_for` before Python 3.12 loses a cancellation that arrives together with the result: an endless loop
-    around it could then not be cancelled.
-    """
-    working = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait([working], timeout=seconds)
-        if not working.done():
-            raise TimeoutError(f"no reply within {seconds:.0f} s")
-        return working.result()
-    finally:
-        working.cancel()

@@ -142,7 +142,7 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
         "labelled|known wrong|not verified",
         0,
     ),
-    "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "different weights", 1),
+    "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "different weights", 3),
     "a weight sync that sends what has diverged": (sync, "_check_finite", lambda *_: None, "no engine was wrong", 39),
     "a buffer that trusts an engine known wrong": (EpisodeBuffer, "distrust", lambda *_: None, "known wrong", 535),
     "a cluster that nobody watches": (simulated_run, "wait_for_loss", _never, "nobody noticed", 10),

@@ -8,7 +8,8 @@ import pytest
 from simulated_clock import simulate
 
 from verl.errors import EngineError, ProcessLostError
-from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor, with_timeout
+from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
+from verl.waiting import with_timeout
 from verl.weights.sync import HostTransport, Probe, WeightSync
 
 pytestmark = pytest.mark.unit

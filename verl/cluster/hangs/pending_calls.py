@@ -12,6 +12,7 @@ from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 from verl.config.schema.trainer import DeadlinesConfig
+from verl.waiting import Waits
 
 T = TypeVar("T")
 
@@ -153,29 +154,32 @@ class PendingCalls:
 class HeartbeatMonitor:
     """Waits for work that may take any time as long as its process responds to pings.
 
-    The process is pinged at most once per `interval_s`, however many callers wait.
+    The process is pinged once per `interval_s`, however many callers wait.
     """
 
     def __init__(self, ping: Callable[[], Awaitable[Any]], interval_s: float) -> None:
         self._ping, self._interval_s = ping, interval_s
-        self._pending: asyncio.Future[Any] | None = None
-        self._pinged_at = float("-inf")
+        self._waits = Waits()
+        self._pings: asyncio.Task[None] | None = None
 
     async def watch(self, work: Awaitable[T]) -> T:
         """Return the result of `work`, or raise what `ping` raises when the process does not respond."""
-        reply = asyncio.ensure_future(work)
+        if self._pings is None:
+            self._pings = asyncio.ensure_future(self._send_pings())
         try:
-            while not (await asyncio.wait([reply], timeout=self._interval_s))[0]:
-                await self._check()
-            return reply.result()
+            return await self._waits.wait(work)
         finally:
-            reply.cancel()  # no effect if done
+            if not self._waits and self._pings is not None:
+                self._pings.cancel()
+                self._pings = None
 
-    async def _check(self) -> None:
-        now = asyncio.get_running_loop().time()
-        if self._pending is None or (self._pending.done() and now - self._pinged_at >= self._interval_s):
-            self._pending, self._pinged_at = asyncio.ensure_future(self._ping()), now
-        await asyncio.shield(self._pending)
+    async def _send_pings(self) -> None:
+        try:
+            while True:
+                await asyncio.sleep(self._interval_s)
+                await self._ping()
+        except Exception as error:  # noqa: BLE001 - process boundary
+            self._waits.interrupt(error)
 
 
 PENDING_CALLS = PendingCalls()  # those of this process

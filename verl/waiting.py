@@ -1,0 +1,81 @@
+"""Waits for work in the current task: for some time, until a deadline that may move, or until others have failed.
+
+Thousands of calls are awaited at once, so none of these starts a task of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def with_timeout(work: Awaitable[T], seconds: float) -> T:
+    """Return the result of `work`, or raise a `TimeoutError` that says how long it waited."""
+    scope = asyncio.timeout(seconds)
+    try:
+        async with scope:
+            return await work
+    except TimeoutError as error:
+        if scope.expired():
+            raise TimeoutError(f"no reply within {seconds:.0f} s") from error
+        raise
+
+
+async def with_deadline(work: Awaitable[T], remaining_s: Callable[[], float]) -> T:
+    """Return the result of `work`, or raise `TimeoutError` when no seconds remain, of which there may be more later."""
+    async with asyncio.timeout(None) as scope:
+        alarm = _Alarm(scope, remaining_s)
+        try:
+            return await work
+        finally:
+            alarm.timer.cancel()
+
+
+class _Alarm:
+    """Ends a scope when no seconds remain. Not a closure, which would refer to itself: garbage to be collected."""
+
+    def __init__(self, scope: asyncio.Timeout, remaining_s: Callable[[], float]) -> None:
+        self._scope, self._remaining_s, self._loop = scope, remaining_s, asyncio.get_running_loop()
+        self.timer = self._loop.call_later(max(0.0, remaining_s()), self._ring)
+
+    def _ring(self) -> None:
+        if (seconds := self._remaining_s()) > 0:
+            self.timer = self._loop.call_later(seconds, self._ring)
+        else:
+            self._scope.reschedule(self._loop.time())
+
+
+class Waits:
+    """Waits that can be ended together."""
+
+    def __init__(self) -> None:
+        self._scopes: dict[asyncio.Timeout, None] = {}  # in order
+        self._error: BaseException | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._scopes)
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        """Return the result of `work`; or cancel it and raise the error of `interrupt`."""
+        scope = asyncio.timeout(None)
+        self._scopes[scope] = None
+        try:
+            async with scope:
+                return await work
+        except TimeoutError:
+            if scope.expired() and self._error is not None:
+                raise self._error from None
+            raise
+        finally:
+            del self._scopes[scope]
+
+    def interrupt(self, error: BaseException) -> None:
+        """End all waits that have begun."""
+        self._error = error
+        now = asyncio.get_running_loop().time()
+        for scope in self._scopes:
+            if not scope.expired():
+                scope.reschedule(now)
