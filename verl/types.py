@@ -145,7 +145,7 @@ class Sample:
     index: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which are slow to pickle
 class SampleHandle:
     """What the controller knows about a sample: a reference to it, and what planning needs. No arrays.
 

@@ -23,7 +23,7 @@ EPISODE_METRICS = ("episode/", "tools/")  # how the names of metrics begin that 
 Ints = npt.NDArray[np.int32]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which are slow to pickle
 class RaggedIndices:
     """Lists of local indices as two arrays: list k is `indices[ends[k-1]:ends[k]]`. Compact to send and to read.
 
@@ -51,7 +51,7 @@ class RaggedIndices:
         return (self[k] for k in range(len(self)))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which are slow to pickle
 class Updates:
     """The optimizer steps of one model. Iterating yields the micro-batches of each step, in order."""
 
@@ -66,7 +66,7 @@ class Updates:
             yield [self.micro_batches[k] for k in range(start, stop)]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)  # without slots, which are slow to pickle
 class RankPlan:
     """The samples and the work of one rank in one step. Indices refer to its own `refs`.
 
@@ -92,7 +92,7 @@ class RankPlan:
         return len(self.groups)
 
     def without_refs(self) -> RankPlan:
-        """Return the plan without references, for a rank that has already pulled its samples."""
+        """Return the plan without references, for a rank that has its samples."""
         return replace(self, refs=[])
 
 
@@ -291,14 +291,17 @@ def _plan_updates(
     random: np.random.Generator | None,
 ) -> list[Updates]:
     """Return the updates of a model on the `samples` of each rank."""
-    location = {sample: (rank, k) for rank, of_rank in enumerate(samples) for k, sample in enumerate(of_rank)}
+    ranks = [0] * len(tokens)  # of each sample
+    positions = [0] * len(tokens)  # of each sample, within its rank
+    for rank, own in enumerate(samples):
+        for k, sample in enumerate(own):
+            ranks[sample], positions[sample] = rank, k
     micro_batches: list[list[list[int]]] = [[] for _ in samples]
     counts = []
     for members in mini_batches:
         local: list[list[int]] = [[] for _ in samples]
         for sample in members:
-            rank, k = location[sample]
-            local[rank].append(k)
+            local[ranks[sample]].append(positions[sample])
         by_rank = [[tokens[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)]
         parts = split_samples(sizes.limit, by_rank)
         for rank, of_rank in enumerate(parts):

@@ -53,7 +53,7 @@ class RLTrainer:
             with timer(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
                     self._weights_version = None
-                    update = await self.policy.update(plan)
+                    update = await self.policy.update()
                     self._weights_version = version + 1
             sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
             self.buffer.distrust(self.weights.outliers)

@@ -44,6 +44,7 @@ class TrainWorker(BaseTrainWorker):
     """The actor of one rank of a policy and its other models."""
 
     _settings: TrainSettings
+    _plan: RankPlan  # of the current step
 
     @explain_out_of_memory
     def start(self, address: tuple[str, int], settings: TrainSettings) -> list[str]:
@@ -92,12 +93,14 @@ class TrainWorker(BaseTrainWorker):
             target=CallTarget("object store"),
             deadline=self._deadlines.train,
         )
+        self._plan = plan.without_refs()
         return self._policy.prepare(samples, plan) | {"perf/train_worker_rss_gib": resident_gib()}
 
     @explain_out_of_memory
-    def update(self, plan: RankPlan) -> dict[str, float]:
+    def update(self) -> dict[str, float]:
+        """Update the policy on what was prepared."""
         with self._freeing_memory():
-            return self._policy.update(plan) | self.peak_memory()
+            return self._policy.update(self._plan) | self.peak_memory()
 
     @explain_out_of_memory
     def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
@@ -177,9 +180,9 @@ class PolicyGroup(RankGroup):
     async def prepare(self, plan: Plan) -> dict[str, float]:
         return (await self.call("prepare", per_rank=plan.ranks, deadline=self._deadlines.train))[0]
 
-    async def update(self, plan: Plan) -> dict[str, float]:
-        parts = [rank.without_refs() for rank in plan.ranks]
-        return (await self.call("update", per_rank=parts, deadline=self._deadlines.train))[0]
+    async def update(self) -> dict[str, float]:
+        """Update the policy on what was prepared."""
+        return (await self.call("update", deadline=self._deadlines.train))[0]
 
     async def compute_logprobs(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
         return (await self.call("compute_logprobs", sequences, deadline=self._deadlines.weights))[0]

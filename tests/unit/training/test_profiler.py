@@ -53,7 +53,7 @@ async def train(workers: PolicyGroup, profiler: RunProfiler, steps: int) -> None
         plan: Any = Plan([replace(step.plan, refs=[put(sample) for sample in step.samples])], {}, [])
         async with profiler.recording(number):
             await workers.prepare(plan)
-            await workers.update(plan)
+            await workers.update()
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:

@@ -9,7 +9,6 @@ import torch
 
 from verl.cluster.local import LocalPool
 from verl.config.load import load_dict
-from verl.data.plan import RankPlan
 from verl.errors import EngineError, ProcessLostError
 from verl.sft.builder import rank_settings as sft_settings
 from verl.sft.worker import SFTWorker
@@ -36,14 +35,14 @@ def full_worker(*overrides: str) -> TrainWorker:
     worker = TrainWorker(3, 4)
     worker._settings = train_settings(load_dict({}, [*REQUIRED, *overrides]).config, 10, "cuda")
     worker._policy = FullEngine()  # type: ignore[assignment]
+    worker._plan = None  # type: ignore[assignment]
     return worker
 
 
 def test_the_message_names_settings_their_values_and_the_worker() -> None:
-    plan: RankPlan = None  # type: ignore[assignment]
     sizes = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=16384")
     with pytest.raises(EngineError) as raised:
-        full_worker(*sizes).update(plan)
+        full_worker(*sizes).update()
     message = str(raised.value)
     assert message.startswith(
         "train worker 3: update: out of device memory: CUDA out of memory. Tried to allocate 2.00 GiB.\n"
