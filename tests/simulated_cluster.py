@@ -118,8 +118,8 @@ class _Method:
         with cluster.working_outside():
             seconds, result = self._actor._reply(self._name, args)
             data = pickle.dumps(result)
-        arrival: asyncio.Future[bytes] = loop.create_future()
-        loop.call_later(seconds, _arrive, arrival, data)
+            arrival: asyncio.Future[bytes] = loop.create_future()
+            loop.call_later(seconds, _arrive, arrival, data)
         return _Reply(arrival)
 
 

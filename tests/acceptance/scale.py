@@ -35,6 +35,7 @@ from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
 from verl.rollout.replica_pool import EnginePool
 from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.garbage_collection import rare_garbage_collection
 from verl.trainer.placement import place_engines
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
@@ -130,7 +131,8 @@ async def run(size: Size, steps: int) -> tuple[list[float], list[float], list[di
     controller = Controller(size)
     await controller.start()
     try:
-        return await controller.train(steps)
+        with rare_garbage_collection():  # as the launcher does
+            return await controller.train(steps)
     finally:
         await controller.close()
 

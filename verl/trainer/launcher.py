@@ -15,6 +15,7 @@ from verl.config.load import LoadedConfig
 from verl.config.schema import Config, SftConfig
 from verl.errors import ProcessLostError
 from verl.tracking.console import Console
+from verl.trainer.garbage_collection import rare_garbage_collection
 from verl.trainer.restarts import RestartTracker, resume_from_own
 from verl.trainer.shutdown import StopController
 from verl.trainer.train_loop import TrainLoop, TrainTask
@@ -53,7 +54,8 @@ async def _run(config: C, console: Console, build: Build[C], restarts: RestartTr
                 stop.is_starting = True
                 async with watch_cluster(), build(config, restarts) as loop:
                     stop.is_starting = False
-                    await loop.fit(stop)
+                    with rare_garbage_collection():
+                        await loop.fit(stop)
                 return stop.exit_code
             except ProcessLostError as error:
                 if loop is not None and await loop.checkpointer.has_saved():
