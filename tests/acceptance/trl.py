@@ -62,7 +62,7 @@ async def measure(folder: Path, case: Case, python: Path | None) -> dict[str, fl
                 seconds = (await task.step(version))["timing_s/step"]
                 ours.append((seconds, sum(handle.generated for handle in planner.handles)))
                 if trl is not None:
-                    theirs.append(tuple(trl.run("step")))
+                    theirs.append(tuple(await asyncio.to_thread(trl.run, "step")))
                 print("ours and TRL's seconds and tokens", ours[-1], theirs[-1:], flush=True)
     finally:
         if trl is not None:

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
+from verl.cluster.hangs import process_info
 from verl.cluster.hangs.process_info import inspect_processes
 
 pytestmark = [pytest.mark.contract, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")]
@@ -18,6 +20,8 @@ SLEEPER = "def sleeper():\n    print('up', flush=True)\n    time.sleep(600)\n"
 IMPORT = "from verl.cluster.hangs.process_info import enable_stack_dumps"
 DUMPS = f"import time\n{IMPORT}\n{SLEEPER}enable_stack_dumps()\nsleeper()"
 SILENT = f"import time\n{SLEEPER}sleeper()"
+HOLD = "def holder():\n    print('up', flush=True)\n    ctypes.PyDLL(None).sleep(600)\n"
+HOLDER = f"import ctypes\n{IMPORT}\n{HOLD}enable_stack_dumps()\nholder()"
 PARENT = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {SILENT!r}])"
 
 
@@ -41,6 +45,18 @@ def test_a_process_with_stack_dumps_shows_its_stack_every_time() -> None:
             assert info.current_frame.startswith("sleeper (<string>:")
             assert info.threads[0][1].startswith("<module>")
             assert (info.is_stopped, info.is_gone, info.remark) == (False, False, "")
+
+
+def test_a_process_is_asked_by_signal_only_if_no_thread_of_it_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    kill = Mock(side_effect=os.kill)
+    monkeypatch.setattr(os, "kill", kill)
+    with running(DUMPS) as pid:
+        inspect_processes([pid])
+        kill.assert_not_called()
+    with running(HOLDER) as pid:  # C code that never releases the interpreter
+        [[info]] = inspect_processes([pid])
+        kill.assert_called_with(pid, process_info.SIGNAL)
+    assert info.current_frame.startswith("holder (<string>:")
 
 
 def test_a_stopped_process_is_recognized_and_can_continue() -> None:

@@ -1,7 +1,9 @@
 """The state of processes on this machine as the system sees it, and their Python stacks, including their children.
 
-A process that has called `enable_stack_dumps` writes its stacks into memory on a signal, even while it runs C code. One
-that has not, or is stopped, is read from outside by py-spy, where that is permitted.
+A process that has called `enable_stack_dumps` writes its stacks into memory: by a thread of its own, while no other one
+runs Python; or by a signal, if C code keeps that thread waiting. (A signal that arrives while threads run Python may
+crash the process: their frames change as they are read.) A process that has not called it, or is stopped, is read from
+outside by py-spy, where that is permitted.
 """
 
 from __future__ import annotations
@@ -14,18 +16,21 @@ import shutil
 import signal
 import subprocess
 import sysconfig
+import tempfile
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import BinaryIO
 
 import psutil
 
 SIGNAL = signal.SIGUSR2
 _MEMFD = "verl-stacks"
-_DUMP_S, _QUIET_S, _PY_SPY_S = 3.0, 0.2, 8.0
+_THREAD_S, _SIGNAL_S, _QUIET_S, _PY_SPY_S = 5.0, 3.0, 0.2, 8.0
 _MAX_PROCESSES = 24
 _MAX_DEPTH = 12  # frames further out only show that torch.distributed has called back into a model
 _COLLECTIVE = re.compile(r"torch/(distributed/|_C/_distributed)")
@@ -82,7 +87,23 @@ class ProcessInfo:
 def enable_stack_dumps() -> None:
     """Make this process write its stacks into memory whenever `inspect_processes` asks for them."""
     if hasattr(os, "memfd_create"):  # Linux only; elsewhere there is py-spy
-        faulthandler.register(SIGNAL, os.memfd_create(_MEMFD), all_threads=True)
+        requests, writer = os.pipe()
+        memory = os.memfd_create(f"{_MEMFD}-{os.getpid()}-{writer}")  # tells others where to write requests
+        faulthandler.register(SIGNAL, memory, all_threads=True)
+        threading.Thread(target=_dump_on_request, args=(requests, memory), name="verl-stacks", daemon=True).start()
+
+
+def _dump_on_request(requests: int, memory: int) -> None:
+    while os.read(requests, 1):
+        faulthandler.dump_traceback(memory, all_threads=True)
+
+
+def dump_own_stacks() -> str:
+    """Return the stacks of this process, as faulthandler prints them."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read().decode(errors="replace")
 
 
 def inspect_processes(pids: Sequence[int]) -> list[list[ProcessInfo]]:
@@ -120,28 +141,40 @@ def _inspect(process: psutil.Process) -> ProcessInfo:
 
 
 def _request_dump(pid: int) -> str:
-    """Return the stacks that the process writes on a signal; empty if it has no handler: the signal would kill it."""
+    """Return the stacks that the process writes; empty if it has no handler: the signal would kill it."""
+    if pid == os.getpid():
+        return dump_own_stacks()
     memory = _find_memfd(pid)
     if memory is None or not _handles_signal(pid):
         return ""
     with contextlib.suppress(OSError), memory.open("rb") as file:
-        start, until = file.seek(0, os.SEEK_END), time.monotonic() + _DUMP_S
-        os.kill(pid, SIGNAL)
-        size, grown_at = start, time.monotonic()
-        while time.monotonic() < until and (size == start or time.monotonic() - grown_at < _QUIET_S):
-            time.sleep(0.01)
-            if (now := file.seek(0, os.SEEK_END)) != size:
-                size, grown_at = now, time.monotonic()
-        file.seek(start)
-        return file.read().decode(errors="replace")
+        owner, writer = re.findall(r"\d+", os.readlink(memory))[:2]
+        if int(owner) == pid:  # not a child that has inherited the memory, but not the thread
+            requests = Path(f"/proc/{pid}/fd/{writer}")
+            if text := _read_growth(file, lambda: requests.write_bytes(b"1"), _THREAD_S):
+                return text
+        return _read_growth(file, lambda: os.kill(pid, SIGNAL), _SIGNAL_S)
     return ""
+
+
+def _read_growth(file: BinaryIO, request: Callable[[], object], timeout_s: float) -> str:
+    """Return what is appended to a file after a request."""
+    start, until = file.seek(0, os.SEEK_END), time.monotonic() + timeout_s
+    request()
+    size, grown_at = start, time.monotonic()
+    while time.monotonic() < until and (size == start or time.monotonic() - grown_at < _QUIET_S):
+        time.sleep(0.01)
+        if (now := file.seek(0, os.SEEK_END)) != size:
+            size, grown_at = now, time.monotonic()
+    file.seek(start)
+    return file.read().decode(errors="replace")
 
 
 def _find_memfd(pid: int) -> Path | None:
     with contextlib.suppress(OSError):
         for file in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):
-                if f"memfd:{_MEMFD}" in os.readlink(file):
+                if f"memfd:{_MEMFD}-" in os.readlink(file):
                     return file
     return None
 

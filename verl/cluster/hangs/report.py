@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
-import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from verl.cluster.hangs.detector import StalledCall
 from verl.cluster.hangs.pending_calls import CallTarget, format_targets
-from verl.cluster.hangs.process_info import ProcessInfo
+from verl.cluster.hangs.process_info import ProcessInfo, dump_own_stacks
 from verl.private_files import make_folder
 from verl.redaction import redact
 
@@ -71,7 +69,7 @@ class Reporter:
         for target in stalled.targets:
             location = locations.get(target) or _describe_missing(target)
             parts.append("\n".join([f"{target}: {location}", *(info.format() for info in processes.get(target, ()))]))
-        parts.append(f"This process, which runs the watchdog\n{_dump_own_stacks()}")
+        parts.append(f"This process, which runs the watchdog\n{dump_own_stacks()}")
         make_folder(self.folder)
         stamp = f"{time.strftime('%Y%m%d-%H%M%S', time.localtime(now))}-{int(now % 1 * 1000):03d}"
         path = self.folder / f"{stamp}.txt"
@@ -118,10 +116,3 @@ def diagnose(stalled: StalledCall, locations: Locations, processes: Processes) -
 
 def _describe_missing(target: CallTarget) -> str:
     return "does not respond" if target.index is None else "its process has not started"  # a file system has none
-
-
-def _dump_own_stacks() -> str:
-    with tempfile.TemporaryFile() as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read().decode(errors="replace")
