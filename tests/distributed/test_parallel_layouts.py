@@ -1,5 +1,7 @@
 """Four real ranks train like one in every layout, and a checkpoint of one layout resumes in another."""
 
+from itertools import islice
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,6 +17,8 @@ from verl.errors import EngineError
 from verl.training.fsdp import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
+from verl.weights.bucket import unpack
+from verl.workers.weight_packer import WeightPacker
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -78,7 +82,29 @@ def train(engine, updates):
     output = engine.forward([mini_batch()])[0]
     metrics = [engine.update(local, OBJECTIVE) for _ in range(updates)]
     weights = {name: tensor.clone() for name, tensor in engine.weights()}
-    return {"output": output, "metrics": metrics, "weights": weights}
+    return {"output": output, "metrics": metrics, "weights": weights, "packed": pack(engine)}
+
+
+def pack(engine):
+    """Return the weights in bfloat16 as rank 0 packs them, after a sync that ended early; and if ranks wrote parts."""
+    dtype = torch.bfloat16
+    packer = WeightPacker(
+        lambda: engine.weights(dtype),
+        parts=lambda: engine.weight_parts(dtype),
+        max_bytes=4_000,
+        largest_bytes=max(weight.nbytes for _, weight in engine.weight_shapes(dtype)),
+        is_one_machine=True,
+    )
+    packed = {}
+    for most in (1, 1000):
+        if engine.rank:
+            packer.take_part()
+            continue
+        packer.start()
+        for bucket in islice(iter(packer.pack_next, None), most):
+            packed |= unpack(bucket.slots, torch.from_numpy(bucket.data.copy()))
+        packer.finish()
+    return packed, engine.weight_parts(dtype) is not None
 
 
 def scenario(root, case, layout, *, resumed=""):
@@ -131,6 +157,15 @@ NAMES = [
     for case, (_, layouts, _) in CASES.items()
     for name in (*layouts, *(f"{before} -> {after}" for before, after in pairs(layouts)))
 ]
+
+
+@pytest.mark.parametrize(("case", "name", "resumed"), NAMES)
+def test_ranks_pack_the_weights_to_the_bit_by_parts_where_they_have_rows(both, case, name, resumed):
+    packed, is_in_parts = both[1][0][case][name]["packed"]
+    weights = both[1][0][case][name]["weights"]
+    assert is_in_parts == (case in ("adamw", "muon"))
+    assert packed.keys() == weights.keys()
+    assert all(torch.equal(packed[key], weights[key].bfloat16()) for key in weights)
 
 
 @pytest.mark.parametrize(("case", "name", "resumed"), NAMES)

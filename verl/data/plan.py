@@ -174,29 +174,32 @@ class Planner:
         if self.critic is not None:
             mini_batches = order.mini_batches(self.critic.mini_batch_prompts)
             critic = _plan_updates(self.critic, mini_batches, shares.samples, sizes, random)
+        owned = [[handles[i] for i in of_rank] for of_rank in shares.samples]
         plans = [
             RankPlan(
                 rank=rank,
-                refs=[handles[i].ref for i in samples],
+                refs=[handle.ref for handle in own],
                 groups=groups[samples],
-                indices=np.array([handles[i].index for i in samples], np.int64),
+                indices=np.array([handle.index for handle in own], np.int64),
                 scores=scores[samples],
-                baselines=_collect_baselines([handles[i] for i in samples]),
+                baselines=_collect_baselines(own),
                 forward=RaggedIndices.of(forward[rank]),
                 reference=RaggedIndices.of(reference[rank]),
                 policy=policy[rank],
                 critic=critic[rank],
-                components=_collect_components([handles[i] for i in samples], self._components),
-                branches=_collect_branches([handles[i] for i in samples]),
+                components=_collect_components(own, self._components),
+                branches=_collect_branches(own),
             )
-            for rank, samples in enumerate(shares.samples)
+            for rank, (samples, own) in enumerate(zip(shares.samples, owned, strict=True))
         ]
         micro_batches = len(policy[0].micro_batches)
-        computed = sum(
-            count_computed(of_rank[k] for k in part)
-            for of_rank, updates in zip(rank_sizes, policy, strict=True)
-            for part in updates.micro_batches
-        )
+        computed = sum(size.tokens for size in sizes)
+        if self._share_prompts:
+            computed = sum(
+                count_computed(of_rank[k] for k in part)
+                for of_rank, updates in zip(rank_sizes, policy, strict=True)
+                for part in updates.micro_batches
+            )
         metrics = {
             "plan/samples": float(len(handles)),
             "plan/tokens": float(sum(handle.tokens for handle in handles)),

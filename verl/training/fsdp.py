@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -41,7 +41,8 @@ from verl.training.sequence_parallel import build_sequence_group
 from verl.training.settings import FsdpSettings
 from verl.training.sharding import group_by_mesh, parse_dtype, shard_model
 from verl.training.shared_prompts import find_shared_prompts
-from verl.weights.bucket import to_hf
+from verl.training.weight_parts import find_plain_names, iter_parts
+from verl.weights.bucket import WeightPart, to_hf
 
 
 class FsdpEngine:
@@ -174,6 +175,23 @@ class FsdpEngine:
             adapted = merge_adapter(self.base_weights(), dict(self._gather_weights(is_adapter)), lora.scale)
             weights = ((name, weight.to(dtype or weight.dtype)) for name, weight in adapted)
         return to_hf(self.model.hf, weights) if isinstance(self.model, PackedCausalLM) else weights
+
+    def weight_parts(self, dtype: torch.dtype) -> Iterator[tuple[str, WeightPart]] | None:
+        """Return what `weights` yields, each as the part that this rank has; None if a weight is not made of parts.
+
+        Such as one with an adapter, or experts, which transformers stacks in one parameter.
+        """
+        return None if self._plain_names is None else self._take_parts(self._plain_names, dtype)
+
+    def _take_parts(self, names: Mapping[str, str], dtype: torch.dtype) -> Iterator[tuple[str, WeightPart]]:
+        with self._weights.on_device():
+            yield from iter_parts(self.model.hf, names, dtype)
+
+    @cached_property
+    def _plain_names(self) -> dict[str, str] | None:
+        if self.settings.lora is not None or not isinstance(self.model, PackedCausalLM):
+            return None
+        return find_plain_names(self.model.hf)
 
     def weight_shapes(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield what `weights` yields, on the meta device and without communication."""

@@ -124,7 +124,7 @@ class TrainWorker(BaseTrainWorker):
     def gather_weights(self) -> None:
         """Take part while rank 0 packs; for all other ranks."""
         with self._freeing_memory():
-            self._packer.gather_all()
+            self._packer.take_part()
 
     @cached_property
     def _packer(self) -> WeightPacker:
@@ -134,7 +134,9 @@ class TrainWorker(BaseTrainWorker):
         gather = actor.adapter_weights if self._settings.sync_adapter_only else actor.weights
         return WeightPacker(
             lambda: gather(self._sync_dtype),
+            parts=lambda: actor.weight_parts(self._sync_dtype),
             max_bytes=self._settings.sync_bucket_bytes,
+            largest_bytes=max(weight.nbytes for _, weight in actor.weight_shapes(self._sync_dtype)),
             is_one_machine=self._settings.is_one_machine,
         )
 

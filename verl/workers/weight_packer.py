@@ -4,57 +4,110 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch.distributed as dist
 from torch import Tensor
 
 from verl.cluster.object_store import put
-from verl.weights.bucket import SharedBucket, SharedBuffer, WeightBucket, allocate_memory, pack
+from verl.weights.bucket import Allocate, SharedBucket, SharedBuffer, WeightBucket, WeightPart, allocate_memory, pack
 
 OPEN_BUCKETS = 2  # the one that is loaded, and the one that is packed
+FIRST_SHARE = 8  # the first bucket is smaller by this factor, so that engines soon have something to load
+
+
+Weights = Iterator[tuple[str, Tensor]]
+Parts = Iterator[tuple[str, WeightPart]]
 
 
 class WeightPacker:
-    """The weights of one rank. Rank 0 returns buckets; all others take part in gathering.
+    """The weights of one rank. Rank 0 returns buckets; all others take part.
 
-    On a machine that the engines share, buckets are files in memory, and never copied. Else they go into the
-    object store.
+    Buckets go into the object store. On a machine that the engines share they are files in memory instead, and never
+    copied. There, all ranks write what they have of each weight (`parts`) into the same files; where that is not
+    possible, or on several machines, rank 0 writes weights that all ranks `gather`.
     """
 
     def __init__(
-        self, gather: Callable[[], Iterator[tuple[str, Tensor]]], *, max_bytes: int, is_one_machine: bool
+        self,
+        gather: Callable[[], Weights],
+        *,
+        max_bytes: int,
+        largest_bytes: int,
+        is_one_machine: bool,
+        parts: Callable[[], Parts | None] = lambda: None,
     ) -> None:
-        self._gather, self._max_bytes, self._is_one_machine = gather, max_bytes, is_one_machine
+        self._gather, self._parts, self._is_one_machine = gather, parts, is_one_machine
+        self._max_bytes, self._largest_bytes = max_bytes, largest_bytes  # of a bucket, of a weight
         self._buckets: Iterator[WeightBucket] = iter(())
         self._buffers: deque[SharedBuffer] = deque()
+        self._mapped: dict[str, npt.NDArray[np.uint8]] = {}  # buffers of rank 0
 
     def start(self) -> None:
-        """Begin with the first weights."""
-        allocate = self._allocate if self._is_one_machine else allocate_memory
-        self._buckets = pack(self._gather(), max_bytes=self._max_bytes, allocate=allocate)
+        """Begin with the first weights; for rank 0."""
+        if self._is_one_machine and (parts := self._parts()) is not None:
+            self._buckets = self._pack_together(parts, self._allocate_for_all)
+        else:
+            allocate = self._allocate if self._is_one_machine else allocate_memory
+            self._buckets = self._pack(self._gather(), allocate)
 
     def pack_next(self) -> object:
         """Return the next bucket, or a reference to it; None after the last one."""
         bucket = next(self._buckets, None)
         if bucket is None:
+            self._free_buffers(keep=1)  # the one that is loaded
             return None
         if self._is_one_machine:
             return SharedBucket(bucket.slots, self._buffers[-1].path, bucket.data.nbytes)
         return put(bucket)
 
     def finish(self) -> None:
-        """Gather what is left, for the other ranks, and free the buckets: all engines have loaded them."""
+        """Pack what is left, for the other ranks, and free the buckets: all engines have loaded them."""
         deque(self._buckets, maxlen=0)
-        while self._buffers:
-            self._buffers.popleft().close()
+        self._free_buffers(keep=0)
 
-    def gather_all(self) -> None:
-        """Take part in gathering all weights, for rank 0."""
-        deque(self._gather(), maxlen=0)
+    def take_part(self) -> None:
+        """Do the part of this rank for all weights, while rank 0 packs."""
+        if self._is_one_machine and (parts := self._parts()) is not None:
+            deque(self._pack_together(parts, self._map), maxlen=0)
+            self._mapped.clear()
+        else:
+            deque(self._gather(), maxlen=0)
+
+    def _pack(self, weights: Weights | Parts, allocate: Allocate) -> Iterator[WeightBucket]:
+        first_bytes = self._max_bytes // FIRST_SHARE
+        return pack(weights, max_bytes=self._max_bytes, first_bytes=first_bytes, allocate=allocate)
+
+    def _pack_together(self, parts: Parts, allocate: Allocate) -> Iterator[WeightBucket]:
+        for bucket in self._pack(parts, allocate):
+            dist.barrier()  # all ranks have written
+            yield bucket
 
     def _allocate(self, size: int) -> npt.NDArray[np.uint8]:
-        self._buffers.append(SharedBuffer(size))
-        if len(self._buffers) > OPEN_BUCKETS:
-            self._buffers.popleft().close()
+        """Return a new buffer, or the oldest one, which all engines have loaded. Any weight fits into each."""
+        if len(self._buffers) < OPEN_BUCKETS:
+            self._buffers.append(SharedBuffer(max(size, self._largest_bytes)))
+        else:
+            self._buffers.rotate(-1)
         return self._buffers[-1].data
+
+    def _free_buffers(self, *, keep: int) -> None:
+        while len(self._buffers) > keep:
+            self._buffers.popleft().close()
+
+    def _allocate_for_all(self, size: int) -> npt.NDArray[np.uint8]:
+        known = list(self._buffers)
+        data, buffer = self._allocate(size), self._buffers[-1]
+        dist.broadcast_object_list([buffer.path, data.nbytes, buffer not in known])
+        return data
+
+    def _map(self, size: int) -> npt.NDArray[np.uint8]:
+        """Wait for the buffer that rank 0 has allocated. A new one may have the path of an old one."""
+        received: list[Any] = [None, None, None]
+        dist.broadcast_object_list(received)
+        path, nbytes, is_new = received
+        if is_new:
+            self._mapped[path] = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
+        return self._mapped[path]

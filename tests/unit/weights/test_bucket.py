@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.weights.bucket import pack, share, unpack
+from verl.weights.bucket import WeightPart, pack, share, unpack
 
 pytestmark = pytest.mark.unit
 
@@ -34,6 +35,17 @@ def test_a_bucket_exceeds_its_size_only_for_a_tensor_that_is_larger_alone() -> N
 def test_casting_touches_floating_point_only() -> None:
     [bucket] = pack([("w", torch.ones(3)), ("steps", torch.tensor([7]))], max_bytes=1000, dtype=torch.bfloat16)
     assert [slot.dtype for slot in bucket.slots] == ["bfloat16", "int64"]
+
+
+def test_ranks_write_their_parts_into_the_same_buffer_and_convert_them() -> None:
+    whole, buffer = torch.arange(12.0).view(4, 3), np.zeros(1000, np.uint8)
+    for start in (0, 2):
+        rows = WeightPart(whole[start : start + 2], (start, 0), (4, 3), torch.bfloat16)
+        nothing = WeightPart(None, (0,), (8,), torch.bfloat16)
+        [bucket] = pack([("w", rows), ("bias", nothing)], max_bytes=1000, allocate=lambda _: buffer)
+    tensors = dict(unpack(bucket.slots, torch.from_numpy(bucket.data)))
+    assert torch.equal(tensors["w"], whole.bfloat16())
+    assert torch.equal(tensors["bias"], torch.zeros(8, dtype=torch.bfloat16))
 
 
 def test_a_sliced_tensor_is_packed_by_value() -> None:

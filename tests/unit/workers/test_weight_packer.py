@@ -15,6 +15,7 @@ pytestmark = pytest.mark.unit
 
 WEIGHTS = {f"w{index}": torch.full((16,), float(index)) for index in range(5)}
 ONE_TENSOR = 64
+SIZES: Any = {"max_bytes": ONE_TENSOR, "largest_bytes": ONE_TENSOR}
 
 
 class Gathering:
@@ -32,7 +33,7 @@ def read(bucket: SharedBucket) -> dict[str, list[float]]:
 
 
 def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
-    packer = WeightPacker(Gathering(), max_bytes=ONE_TENSOR, is_one_machine=True)
+    packer = WeightPacker(Gathering(), **SIZES, is_one_machine=True)
     packer.start()
     buckets: list[Any] = []
     while (bucket := packer.pack_next()) is not None:
@@ -46,11 +47,11 @@ def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
 
 def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
     first, second = Gathering(), Gathering()
-    packers = [WeightPacker(gather, max_bytes=ONE_TENSOR, is_one_machine=True) for gather in (first, second)]
+    packers = [WeightPacker(gather, **SIZES, is_one_machine=True) for gather in (first, second)]
     packers[0].start()
     bucket: Any = packers[0].pack_next()
     packers[0].finish()
-    packers[1].gather_all()
+    packers[1].take_part()
     assert first.taken == second.taken == len(WEIGHTS)
     assert not Path(bucket.path).exists()
     packers[0].start()
@@ -59,8 +60,9 @@ def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
     packers[0].finish()
 
 
-def test_engines_on_other_nodes_get_references(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engines_on_other_nodes_get_references_and_the_first_one_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
-    packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, is_one_machine=False)
+    packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, largest_bytes=ONE_TENSOR, is_one_machine=False)
     packer.start()
-    assert [packer.pack_next() for _ in range(3)] == [("reference", 3), ("reference", 2), None]
+    tensors = [1, 3, 1]
+    assert [packer.pack_next() for _ in range(4)] == [*(("reference", count) for count in tensors), None]
