@@ -92,7 +92,6 @@ def pack(engine):
         lambda: engine.weights(dtype),
         parts=lambda: engine.weight_parts(dtype),
         max_bytes=4_000,
-        largest_bytes=max(weight.nbytes for _, weight in engine.weight_shapes(dtype)),
         is_one_machine=True,
     )
     packed = {}

@@ -136,7 +136,6 @@ class TrainWorker(BaseTrainWorker):
             lambda: gather(self._sync_dtype),
             parts=lambda: actor.weight_parts(self._sync_dtype),
             max_bytes=self._settings.sync_bucket_bytes,
-            largest_bytes=max(weight.nbytes for _, weight in actor.weight_shapes(self._sync_dtype)),
             is_one_machine=self._settings.is_one_machine,
         )
 

@@ -35,15 +35,13 @@ class WeightPacker:
         gather: Callable[[], Weights],
         *,
         max_bytes: int,
-        largest_bytes: int,
         is_one_machine: bool,
         parts: Callable[[], Parts | None] = lambda: None,
     ) -> None:
         self._gather, self._parts, self._is_one_machine = gather, parts, is_one_machine
-        self._max_bytes, self._largest_bytes = max_bytes, largest_bytes  # of a bucket, of a weight
+        self._max_bytes = max_bytes
         self._buckets: Iterator[WeightBucket] = iter(())
         self._buffers: deque[SharedBuffer] = deque()
-        self._mapped: dict[str, npt.NDArray[np.uint8]] = {}  # buffers of rank 0
 
     def start(self) -> None:
         """Begin with the first weights; for rank 0."""
@@ -72,7 +70,6 @@ class WeightPacker:
         """Do the part of this rank for all weights, while rank 0 packs."""
         if self._is_one_machine and (parts := self._parts()) is not None:
             deque(self._pack_together(parts, self._map), maxlen=0)
-            self._mapped.clear()
         else:
             deque(self._gather(), maxlen=0)
 
@@ -86,11 +83,9 @@ class WeightPacker:
             yield bucket
 
     def _allocate(self, size: int) -> npt.NDArray[np.uint8]:
-        """Return a new buffer, or the oldest one, which all engines have loaded. Any weight fits into each."""
-        if len(self._buffers) < OPEN_BUCKETS:
-            self._buffers.append(SharedBuffer(max(size, self._largest_bytes)))
-        else:
-            self._buffers.rotate(-1)
+        """Return a new buffer. An old one must not be written to: vLLM reads it until it has all weights of a layer."""
+        self._buffers.append(SharedBuffer(size))
+        self._free_buffers(keep=OPEN_BUCKETS)
         return self._buffers[-1].data
 
     def _free_buffers(self, *, keep: int) -> None:
@@ -98,16 +93,12 @@ class WeightPacker:
             self._buffers.popleft().close()
 
     def _allocate_for_all(self, size: int) -> npt.NDArray[np.uint8]:
-        known = list(self._buffers)
-        data, buffer = self._allocate(size), self._buffers[-1]
-        dist.broadcast_object_list([buffer.path, data.nbytes, buffer not in known])
+        data = self._allocate(size)
+        dist.broadcast_object_list([self._buffers[-1].path])
         return data
 
     def _map(self, size: int) -> npt.NDArray[np.uint8]:
-        """Wait for the buffer that rank 0 has allocated. A new one may have the path of an old one."""
-        received: list[Any] = [None, None, None]
+        """Wait for the buffer that rank 0 has allocated."""
+        received: list[Any] = [None]
         dist.broadcast_object_list(received)
-        path, nbytes, is_new = received
-        if is_new:
-            self._mapped[path] = np.memmap(path, np.uint8, "r+", shape=(nbytes,))
-        return self._mapped[path]
+        return np.memmap(received[0], np.uint8, "r+", shape=(size,))

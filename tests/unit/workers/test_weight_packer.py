@@ -15,7 +15,6 @@ pytestmark = pytest.mark.unit
 
 WEIGHTS = {f"w{index}": torch.full((16,), float(index)) for index in range(5)}
 ONE_TENSOR = 64
-SIZES: Any = {"max_bytes": ONE_TENSOR, "largest_bytes": ONE_TENSOR}
 
 
 class Gathering:
@@ -33,7 +32,7 @@ def read(bucket: SharedBucket) -> dict[str, list[float]]:
 
 
 def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
-    packer = WeightPacker(Gathering(), **SIZES, is_one_machine=True)
+    packer = WeightPacker(Gathering(), max_bytes=ONE_TENSOR, is_one_machine=True)
     packer.start()
     buckets: list[Any] = []
     while (bucket := packer.pack_next()) is not None:
@@ -47,7 +46,7 @@ def test_two_buckets_exist_at_a_time_and_none_in_the_end() -> None:
 
 def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
     first, second = Gathering(), Gathering()
-    packers = [WeightPacker(gather, **SIZES, is_one_machine=True) for gather in (first, second)]
+    packers = [WeightPacker(gather, max_bytes=ONE_TENSOR, is_one_machine=True) for gather in (first, second)]
     packers[0].start()
     bucket: Any = packers[0].pack_next()
     packers[0].finish()
@@ -62,7 +61,7 @@ def test_a_sync_that_ends_early_gathers_the_rest_with_the_other_ranks() -> None:
 
 def test_engines_on_other_nodes_get_references_and_the_first_one_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weight_packer, "put", lambda bucket: ("reference", len(bucket.slots)))
-    packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, largest_bytes=ONE_TENSOR, is_one_machine=False)
+    packer = WeightPacker(Gathering(), max_bytes=3 * ONE_TENSOR, is_one_machine=False)
     packer.start()
     tensors = [1, 3, 1]
     assert [packer.pack_next() for _ in range(4)] == [*(("reference", count) for count in tensors), None]
