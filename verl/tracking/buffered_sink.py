@@ -5,13 +5,10 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from verl.redaction import redact
 from verl.tracking.console import Console
-
-if TYPE_CHECKING:
-    from verl.tracking.sinks import Sink
+from verl.tracking.sink import Sink
 
 MAX_RECORDS = 10_000
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 300.0

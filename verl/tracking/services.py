@@ -14,13 +14,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.private_files import make_folder
-
-if TYPE_CHECKING:
-    from verl.tracking.sinks import RunInfo
+from verl.tracking.sink import RunInfo
 
 MLFLOW_PARAMS_AT_ONCE, MLFLOW_PARAM_LENGTH = 100, 6000  # limits of MLflow's server
 SWANLAB_ID_LENGTH = 21  # of a run; letters and digits

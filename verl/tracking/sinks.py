@@ -7,40 +7,15 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
 
 from verl.private_files import make_folder
 from verl.redaction import redact_settings
 from verl.tracking.buffered_sink import BufferedSink
 from verl.tracking.console import Console
 from verl.tracking.services import MlflowSink, SwanlabSink, TrackioSink, WandbSink
-
-
-class Sink(Protocol):
-    """A metric logger. Validation metrics of a step may come in a separate call."""
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """Description of a run for metric loggers.
-
-    `resumed_step` is the step of the checkpoint that the run resumes from. `wandb_proxy` is for wandb only: a proxy in
-    the environment would also affect judges and tools.
-    """
-
-    folder: Path
-    project: str = "verl"
-    name: str = "default"
-    total_steps: int | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    resumed_step: int | None = None
-    wandb_proxy: str | None = None
+from verl.tracking.sink import RunInfo, Sink
 
 
 class ConsoleSink:

@@ -26,7 +26,8 @@ from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError, ConfigError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
-from verl.tracking.sinks import RunInfo, Sink, open_sinks
+from verl.tracking.sink import RunInfo, Sink
+from verl.tracking.sinks import open_sinks
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker

@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from verl.errors import StorageError, TrainerLostError, WorkerTimeoutError
 from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics
-from verl.tracking.sinks import Sink
+from verl.tracking.sink import Sink
 from verl.trainer.checkpointing import Checkpointer
 from verl.trainer.profiling import RunProfiler
 from verl.trainer.restarts import RestartTracker

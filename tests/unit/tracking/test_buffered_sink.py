@@ -13,7 +13,8 @@ from recording_console import RecordingConsole
 
 from verl.tracking import buffered_sink
 from verl.tracking.buffered_sink import BufferedSink
-from verl.tracking.sinks import JsonlSink, RunInfo, Sink, open_sinks
+from verl.tracking.sink import RunInfo, Sink
+from verl.tracking.sinks import JsonlSink, open_sinks
 
 pytestmark = pytest.mark.unit
 

@@ -17,7 +17,8 @@ import pytest
 from recording_console import RecordingConsole
 
 from verl.config.schema.trainer import RunConfig
-from verl.tracking.sinks import RunInfo, Sink, open_sinks
+from verl.tracking.sink import RunInfo, Sink
+from verl.tracking.sinks import open_sinks
 
 pytestmark = pytest.mark.unit
 

@@ -14,7 +14,8 @@ import pytest
 import rich.console
 
 from verl.tracking.console import Console
-from verl.tracking.sinks import ConsoleSink, JsonlSink, RunInfo, Sinks, open_sinks
+from verl.tracking.sink import RunInfo
+from verl.tracking.sinks import ConsoleSink, JsonlSink, Sinks, open_sinks
 
 pytestmark = pytest.mark.unit
 
