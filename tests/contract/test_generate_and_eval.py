@@ -155,7 +155,7 @@ def answers(path: Path) -> Path:
 def test_responses_are_scored_by_built_in_scorers_and_counted_by_data_source(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, output = answers(tmp_path / "answers.parquet"), tmp_path / "figures.json"
+    path, output = answers(tmp_path / "responses.parquet"), tmp_path / "figures.json"
     assert main(["eval", str(path), "--output", str(output), "--k", "1,2,9"]) == 0
     assert "--k 9: no prompt has 9 scored responses" in capsys.readouterr().out
     assert main(["eval", str(path), "--output", str(output), "--k", "1,2"]) == 0
@@ -168,7 +168,7 @@ def test_responses_are_scored_by_built_in_scorers_and_counted_by_data_source(
 
 
 def test_failures_of_a_custom_reward_are_not_zeros(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = answers(tmp_path / "answers.parquet")
+    path = answers(tmp_path / "responses.parquet")
     reward = tmp_path / "mine.py"
     reward.write_text("def compute_reward(response, **others):\n    return 1 / (0 if '5' in response else 1)\n")
     own = [f"reward.custom_reward_function.path={reward}", "reward.custom_reward_function.name=compute_reward"]
@@ -203,7 +203,7 @@ def test_missing_responses_are_failures_and_no_responses_at_all_an_error(
 def test_settings_may_come_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "mine.py").write_text("def compute_score(data_source, solution_str, ground_truth, **_): return 0.25\n")
     (tmp_path / "mine.yaml").write_text(f"reward:\n  custom_reward_function:\n    path: {tmp_path / 'mine.py'}\n")
-    path = answers(tmp_path / "answers.parquet")
+    path = answers(tmp_path / "responses.parquet")
     assert main(["eval", "--config-path", str(tmp_path), "--config-name", "mine", str(path)]) == 0
     assert "mean@4     0.2500" in capsys.readouterr().out
 

@@ -13,10 +13,10 @@ from tiny import chat_tokenizer
 
 import verl
 from verl.cli import COMMANDS, main
-from verl.commands.torchrun import adapt_to_torchrun
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.errors import DataError
+from verl.sft.torchrun import adapt_to_torchrun
 
 pytestmark = pytest.mark.unit
 

@@ -41,7 +41,7 @@ options:
 
 {SETTINGS_HELP}
 example:
-  verl eval answers.parquet reward.custom_reward_function.path=my_reward.py
+  verl eval responses.parquet reward.custom_reward_function.path=my_reward.py
 """
 
 
@@ -67,7 +67,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[list[str], argparse.Namespace, 
     options, rest = parser.parse_known_args(list(argv))
     files, settings = split_arguments(rest)
     if not files:
-        parser.error("name a file with responses, such as `verl eval answers.parquet`")
+        parser.error("name a file with responses, such as `verl eval responses.parquet`")
     return files, options, load_for_generation(settings).config
 
 

@@ -44,12 +44,12 @@ episodes with tools, an environment or an agent, and the columns conversations a
 to resume.
 
 options:
-  --output FILE           Parquet file to write (answers.parquet)
+  --output FILE           Parquet file to write (responses.parquet)
   --part N                prompts per part; finished parts are kept when the command is interrupted (256)
 
 {SETTINGS_HELP}
 example:
-  verl generate test.parquet --output answers.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct rollout.n=8
+  verl generate test.parquet --output responses.parquet model.path=Qwen/Qwen2.5-0.5B-Instruct rollout.n=8
 """
 
 VERSION_FROM_DISK = -1
@@ -64,7 +64,7 @@ _RESPONSES_DEPEND_ON = {
 def read_arguments(argv: Sequence[str]) -> tuple[Path, int, LoadedConfig[Config]]:
     """Return the output file, the prompts per part, and the settings, with the files as data.train_files."""
     parser = ArgumentParser("verl generate")
-    parser.add_argument("--output", default="answers.parquet")
+    parser.add_argument("--output", default="responses.parquet")
     parser.add_argument("--part", type=int, default=256)
     options, rest = parser.parse_known_args(list(argv))
     files, settings = split_arguments(rest)

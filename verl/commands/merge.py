@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
-from verl.commands.model_hub import CARD, check_upload, render_model_card, upload_model
 from verl.errors import CheckpointError, VerlError
 
 if TYPE_CHECKING:

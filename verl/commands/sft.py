@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from verl.commands.arguments import SETTINGS_HELP
-from verl.commands.torchrun import adapt_to_torchrun
 from verl.config.batch_sizes import render_sizes
 from verl.config.load import load_sft
 from verl.config.schema import SftConfig
+from verl.sft.torchrun import adapt_to_torchrun
 from verl.tracking.console import Console
 
 HELP = f"""\

@@ -11,7 +11,7 @@ import pytest
 import yaml
 from test_model_merger import checkpoint, merge
 
-from verl.commands.model_hub import render_model_card
+from verl.checkpoint.model_card import render_model_card
 
 pytestmark = pytest.mark.unit
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.metadata import version
 from pathlib import Path
 
-import verl
+from verl.checkpoint.manifest import TRAINER
 from verl.errors import VerlError
 
 CARD = "README.md"
@@ -46,7 +47,7 @@ def render_model_card(checkpoint: Path, *, is_adapter: bool, is_value_model: boo
         f"# {kind[0].upper()}{kind[1:]} trained with verl",
         "",
         f"This {kind} is step {number} of a run of {how} that started from {origin}. It was exported by `verl merge` "
-        f"of verl {verl.__version__}, which compared it with the checkpoint.",
+        f"of verl {version('verl')}, which compared it with the checkpoint.",
         "",
         "```python",
         *_list_loading_lines(is_adapter=is_adapter, is_value_model=is_value_model, base=hub_model),
@@ -77,8 +78,6 @@ def _list_loading_lines(*, is_adapter: bool, is_value_model: bool, base: str | N
 
 def _read_run(step: Path) -> dict[str, str]:
     """Return the command and the model that a checkpoint records; old ones record none."""
-    from verl.checkpoint.manifest import TRAINER
-
     try:
         return dict(json.loads((step / TRAINER).read_bytes()).get("run") or {})
     except (OSError, ValueError):
