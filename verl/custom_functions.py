@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from verl.private_files import check_owner
 
 F = TypeVar("F", bound=Callable[..., Any])
-PICKLE = ".pkl"  # the end of the names of files that the Python API writes
-_CHANGED = "__verl_changed__"  # in modules: when their file was changed last
-FILE_MODULE = "verl_custom_"  # how the names of modules begin that were loaded from a file
+PICKLE = ".pkl"  # suffix of files that the Python API writes
+_CHANGED = "__verl_changed__"  # attribute of a module: modification time of its file
+FILE_MODULE = "verl_custom_"  # prefix of modules that were loaded from a file
 
 
 def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
@@ -95,7 +95,7 @@ def pickle_by_value(value: Any, functions: Sequence[Any]) -> bytes:
 
 @cache
 def load_pickle(file: Path) -> dict[str, Any]:
-    """Return the objects in a file that the Python API wrote. One that another user may have planted is refused."""
+    """Return the objects in a file that the Python API wrote. A file that another user may have planted is refused."""
     check_owner(file)
     objects: dict[str, Any] = pickle.loads(file.read_bytes())
     return objects

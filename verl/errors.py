@@ -10,7 +10,7 @@ VerlError
 ├── DivergenceError            training has diverged: weights or gradients are not finite
 └── EngineError                an engine died, rejected a request, or timed out
     └── ProcessLostError       the process behind a call is gone: its work can be repeated elsewhere
-        ├── WorkerTimeoutError the process has not replied before its deadline; it may still run
+        ├── WorkerTimeoutError the process has not replied in time; it may still run
         └── TrainerLostError   the process held the trained weights
 """
 
@@ -61,7 +61,7 @@ class DivergenceError(VerlError):
 
 
 class EngineError(VerlError):
-    """An engine died, rejected a request, or did not reply before its deadline."""
+    """An engine died, rejected a request, or did not reply in time."""
 
 
 class ProcessLostError(EngineError):
@@ -69,7 +69,7 @@ class ProcessLostError(EngineError):
 
 
 class WorkerTimeoutError(ProcessLostError):
-    """The process behind a call has not replied before its deadline; it may still run."""
+    """The process behind a call has not replied in time; it may still run."""
 
 
 class TrainerLostError(ProcessLostError):

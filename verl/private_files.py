@@ -51,7 +51,7 @@ def open_private_file(path: Path) -> int:
     """Open a file of mode 0600 for reading and writing, created if necessary; returns its descriptor.
 
     Raises:
-        ForeignFileError: It belongs to another user, or is a link or no regular file.
+        ForeignFileError: The file belongs to another user, or is not a regular file.
     """
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     while True:

@@ -73,7 +73,7 @@ class Completion:
 
 
 FailureKind = Literal["error", "timeout", "died", "invalid"]
-"""The function raised; exceeded its deadline; its process ended; it did not return a finite number."""
+"""The function raised; timed out; its process ended; its result is not a finite number."""
 
 
 @dataclass(frozen=True, slots=True)

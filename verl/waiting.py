@@ -1,4 +1,4 @@
-"""Waits for work in the current task: for some time, until a deadline that may move, or until others have failed.
+"""Waits for work in the current task: with a timeout, with a timeout that can be extended, or until other work fails.
 
 Thousands of calls are awaited at once, so none of these starts a task of its own.
 """

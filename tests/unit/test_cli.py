@@ -127,7 +127,7 @@ def test_config_json_prints_one_object_for_each_point_of_a_sweep(capsys: pytest.
     runs = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [run["optim"]["lr"] for run in runs] == [1e-5, 1e-6]
     assert main(["config", "--json", "data.seed"]) == 2
-    assert "leave out data.seed" in capsys.readouterr().err
+    assert "remove data.seed" in capsys.readouterr().err
 
 
 def test_config_with_a_bare_key_explains_it(capsys: pytest.CaptureFixture[str]) -> None:

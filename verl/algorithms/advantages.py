@@ -23,7 +23,7 @@ class AdvantageInputs:
     """The responses of a step: B sequences of T tokens on this rank, and access to the other ranks.
 
     `per_group` and `total` work over all ranks, so that an estimator is written as if there were only one. An episode
-    may consist of several branches, each a sequence: statistics count episodes, whatever their number of branches.
+    may consist of several branches, each a sequence: statistics count every episode once.
     """
 
     scores: Tensor  # [B] float64, after any KL penalty

@@ -34,7 +34,7 @@ class ModelOutput(NamedTuple):
     `entropy [T]`: entropy of the distribution that token t was sampled from.
     `kl [T]`: KL from that distribution to the reference's, exact over the vocabulary; None without a reference.
     `teacher_kl [T]`: the same to the teacher's distribution.
-    `routed_experts [T, layers, k]`: experts that a mixture used; None unless the engine records them.
+    `routed_experts [T, layers, k]`: experts that the layers of an MoE used; None unless the engine records them.
     `sum_pi_squared [T]`: sum over the vocabulary of the squares of that distribution; None unless asked for.
     """
 

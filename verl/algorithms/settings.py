@@ -40,12 +40,12 @@ class LossOptions:
 class Correction:
     """`algorithm.rollout_correction`: importance weights (`weigh`) and rejection (`reject`), each off if None.
 
-    With `bypass` the engine's log-probs are the old ones: there is no pass for them, and nothing else to correct.
+    With `bypass` the engine's log-probs serve as the old ones: nothing is recomputed, and nothing else is corrected.
     """
 
     weigh: str | None = None  # token, sequence, icepop
     threshold: float = 2.0
-    threshold_lower: float = 0.5  # of icepop
+    threshold_lower: float = 0.5  # lower bound of icepop
     normalize: bool = False
     reject: str | None = None  # see correction.py
     upper: float = 2.0
@@ -104,6 +104,6 @@ class AlgorithmSettings:
     value_agg_mode: str = "token-mean"
     critic_warmup: int = 0  # steps that train only the critic
     mask_truncated: bool = False  # responses that the length limit cut off count in the baseline, but are not trained
-    ref_update_ratio: float = 1.0  # of the way from the reference to the policy, at each update of the reference
+    ref_update_ratio: float = 1.0  # EMA weight of the policy at each update of the reference; 1: a copy
     ref_update_freq: int = -1  # steps after which the policy's weights are copied to the reference; -1: never
     prime_beta: float = 0.05  # PRIME: a token's reward is beta * its log-ratio under the reward model

@@ -15,7 +15,7 @@ from verl.checkpoint.shards import read_values
 from verl.errors import CheckpointError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-NAME = "default"  # of the only adapter of a model; not part of the names in files
+NAME = "default"  # PEFT's name of a model's only adapter; not part of the names in files
 BASE = ".base_layer."
 PREFIX = "base_model.model."
 

@@ -54,7 +54,7 @@ def check_run(root: Path, run_id: str) -> None:
     """Raise `CheckpointError` if another run has taken the folder over since run `run_id` locked it."""
     try:
         host, description, current = _parse((root / LOCK).read_bytes())
-    except FileNotFoundError:  # deleted by hand, and nobody has come since
+    except FileNotFoundError:  # deleted by hand; no other run has locked the folder
         return
     except OSError as error:
         raise CheckpointError(

@@ -53,7 +53,7 @@ class CheckpointDir:
     def __init__(self, root: str | Path, run_id: str = "") -> None:
         """`run_id` is that of `run_lock`: without one, nothing checks whether another run has taken the folder over."""
         self.root, self._run_id = Path(root), run_id
-        self.save_id = ""  # of the last `begin`; pass it to `commit` as part of `trainer`
+        self.save_id = ""  # set by `begin`; pass it to `commit` as part of `trainer`
 
     def step_dir(self, step: int) -> Path:
         """Return the directory of `step`, whether or not it exists."""

@@ -16,7 +16,7 @@ _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 def render_model_card(checkpoint: Path, *, is_adapter: bool, is_value_model: bool, base: str | None = None) -> str:
-    """Return the card: metadata for the hub, where the model comes from, and how to load it. Local paths are left out.
+    """Return the card: metadata for the hub, where the model comes from, and how to load it. Local paths are omitted.
 
     Args:
         checkpoint: The folder of shards: .../global_step_N/actor.
@@ -85,7 +85,7 @@ def _read_run(step: Path) -> dict[str, str]:
 
 
 def check_upload(repository: str) -> None:
-    """Raise an error if the name of the repository is wrong, or nobody is logged in: before the model is merged."""
+    """Raise an error if the name of the repository is wrong, or no token is configured."""
     from huggingface_hub import get_token
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     keys, settings = split_arguments(rest)
     if keys and not settings:
         if options.changed or options.origin or options.json:
-            raise VerlError(f"verl config: --changed, --origin and --json print settings; leave out {' '.join(keys)}")
+            raise VerlError(f"verl config: --changed, --origin and --json print settings; remove {' '.join(keys)}")
         sys.stdout.write("\n".join(describe(key, SFT if options.sft else TRAIN) for key in keys))
         return 0
     runs: Sequence[AnyLoaded] = load_sft(rest, complete=False) if options.sft else load(rest, complete=False)

@@ -97,7 +97,7 @@ def _show_prompts(files: Sequence[str], options: argparse.Namespace, config: Con
         describe_scorer=partial(resolve_scorer, config),
         explain_no_scorer=explain_no_scorer,
     )
-    fate = "they are left out" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
+    fate = "they are dropped" if data.filter_overlong_prompts else f"they are cut (data.truncation={data.truncation})"
     stop = data.truncation == "error" and not data.filter_overlong_prompts
     out = open_console()
     show_rows(inspector, out, options.row or range(min(options.head, inspector.total_rows)), whole=bool(options.row))

@@ -54,7 +54,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
     counts = {"trainer.nnodes": options.nodes, "trainer.n_gpus_per_node": options.gpus}
     runs = load([*rest, *(f"{key}={value}" for key, value in counts.items() if value is not None)], complete=False)
     if len(runs) != 1:
-        raise VerlError("verl plan: takes one value per setting; leave out -m")
+        raise VerlError("verl plan: takes one value per setting; remove -m")
     device = DEVICES[options.device]
     if options.memory is not None:
         device = replace(device, memory_gib=options.memory)

@@ -20,7 +20,7 @@ import numpy as np
 from verl.data.samplers import Sampler, ShuffledSampler, make_random
 from verl.errors import DataError
 
-MAX_TRIES = 100  # draws of a row that is not in flight, before one is drawn twice
+MAX_TRIES = 100  # attempts to draw a row that is not in flight
 
 Column = Callable[[str], list[Any]]
 
@@ -92,7 +92,7 @@ class DifficultySampler:
             raise ValueError(f"floor={floor}: must be above 0, or solved prompts are never tried again; at most 1")
         self._seed, self._target, self._floor = seed, target, floor
         self._scores = _MeanScores(rows)
-        self._sums: np.ndarray | None = None  # of the weights; None after a change
+        self._sums: np.ndarray | None = None  # cumulative weights; None after a change
 
     def row(self, position: int) -> int:
         if self._sums is None:

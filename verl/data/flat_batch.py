@@ -36,7 +36,7 @@ class FlatBatch:
     returns: Tensor | None = None  # [T] float32, targets of the critic
     weights: Tensor | None = None  # [T] float32, importance weights of rollout correction
     chosen: Tensor | None = None  # [T] bool: tokens selected by the prepass of a loss
-    routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of a mixture; -1 if unknown
+    routed_experts: Tensor | None = None  # [T, layers, k] int16: experts of an MoE; -1 if unknown
     teacher_logprobs: Tensor | None = None  # [T] float32, under the teacher
     turn_rewards: Tensor | None = None  # [T] float32: the reward of a turn, on its last token
     shares: Tensor | None = None  # [T] float32: 1 / branches of the episode that contain the token; None: one each

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.types import SampleHandle
 
-EPISODE_METRICS = ("episode/", "tools/")  # how the names of metrics begin that a reward did not return
+EPISODE_METRICS = ("episode/", "tools/")  # prefixes of metrics that do not come from a reward function
 
 Ints = npt.NDArray[np.int32]
 
@@ -55,7 +55,7 @@ class RaggedIndices:
 class Updates:
     """The optimizer steps of one model. Iterating yields the micro-batches of each step, in order."""
 
-    micro_batches: RaggedIndices  # of all mini-batches, one mini-batch after another
+    micro_batches: RaggedIndices  # all mini-batches, one after another
     schedule: Ints  # [updates, 2] first micro-batch of each update, and the one after its last
 
     def __len__(self) -> int:
@@ -249,9 +249,9 @@ class Planner:
 class _Shares:
     """The samples of each rank, while they are assigned."""
 
-    samples: list[list[int]]  # of each rank, in local order
+    samples: list[list[int]]  # by rank, in local order
     loads: list[int]  # tokens that each rank computes
-    mini_batches: list[list[int]] = field(default_factory=list)  # of the policy, each in local order
+    mini_batches: list[list[int]] = field(default_factory=list)  # the policy's, each in local order
     slowest: int = 0  # tokens of the heaviest rank, summed over mini-batches
 
 
@@ -294,8 +294,8 @@ def _plan_updates(
     random: np.random.Generator | None,
 ) -> list[Updates]:
     """Return the updates of a model on the `samples` of each rank."""
-    ranks = [0] * len(tokens)  # of each sample
-    positions = [0] * len(tokens)  # of each sample, within its rank
+    ranks = [0] * len(tokens)  # by sample
+    positions = [0] * len(tokens)  # by sample, within its rank
     for rank, own in enumerate(samples):
         for k, sample in enumerate(own):
             ranks[sample], positions[sample] = rank, k

@@ -2,7 +2,7 @@
 
 A sampler is endless, epoch after epoch, and `row` accepts any position in any order. It has no state: one number is
 enough to resume. Rows are numbered from 0. Checkpoints also hold the `identity` of the sampler, since a position means
-nothing in another order. The exception are adaptive samplers (`adaptive.py`), which learn from scores and have a state.
+nothing in another order. Adaptive samplers (`adaptive.py`) are the exception: they learn from scores and have a state.
 
 torchdata's StatefulDataLoader is not used: rows are read where they are needed and tokenized in microseconds, so there
 are no loader processes whose state would have to be saved.
@@ -43,14 +43,14 @@ class Sampler(ABC):
         """Return what makes two samplers equal, by the names of the settings."""
         return {"length": self.length, **self._identity}
 
-    def record(self, row: int, scores: Sequence[float]) -> None:  # noqa: B027 - most samplers have no use for it
+    def record(self, row: int, scores: Sequence[float]) -> None:  # noqa: B027 - a no-op for most samplers
         """Report the scores of a group, in the order of positions; only an adaptive sampler uses them."""
 
     def state(self) -> dict[str, Any]:
         """Return what `row` depends on besides the position, for a checkpoint."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most samplers have none
+    def load_state(self, state: dict[str, Any]) -> None:  # noqa: B027 - most samplers have no state
         """Restore what `state` returned."""
 
 
@@ -149,7 +149,7 @@ SamplerFunction = Callable[[int, int, int, Callable[[str], list[Any]]], Sequence
 class CustomSampler(_EpochSampler):
     """The order given by the user's function: `sampler(epoch, seed, rows, column)` returns the rows of one epoch.
 
-    Rows may be left out or repeated, but all epochs must have the same length. The function must be pure, since it is
+    Rows may be omitted or repeated, but all epochs must have the same length. The function must be pure, since it is
     called again after a resume; this is checked once.
     """
 

@@ -87,7 +87,7 @@ def _find_reward_problems(metrics: Numbers) -> Iterator[tuple[str, str]]:
         "algorithm.filter_groups.enable=True to replace such prompts"
     )
     share = metrics.get("reward/groups_without_signal", 0.0)
-    has_teacher = "actor/distillation_kl" in metrics  # which can be learned from whatever the rewards are
+    has_teacher = "actor/distillation_kl" in metrics  # a teacher gives signal even if all rewards are equal
     if is_uniform(metrics) and not has_teacher:
         reward = metrics["reward/min"]
         yield (

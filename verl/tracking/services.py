@@ -20,7 +20,7 @@ from verl.private_files import make_folder
 from verl.tracking.sink import RunInfo
 
 MLFLOW_PARAMS_AT_ONCE, MLFLOW_PARAM_LENGTH = 100, 6000  # limits of MLflow's server
-SWANLAB_ID_LENGTH = 21  # of a run; letters and digits
+SWANLAB_ID_LENGTH = 21  # letters and digits of a run's id
 
 
 class WandbSink:
