@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl.commands.arguments import ArgumentParser
-from verl.config.compatibility.launch_script import read_launch_file
-from verl.config.compatibility.migration import migrate, render
+from verl.config.legacy.launch_script import read_launch_file
+from verl.config.legacy.migration import migrate, render
 from verl.redaction import redact
 
 HELP = """\

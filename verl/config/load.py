@@ -19,13 +19,6 @@ from pydantic import ValidationError
 
 from verl.config import validation
 from verl.config.adapter_files import fill_from_adapter
-from verl.config.aliases import (
-    SFT_ALIASES,
-    TRAIN_ALIASES,
-    Aliases,
-    canonicalize,
-    canonicalize_tree,
-)
 from verl.config.command_line import (
     SweepPoint,
     compose_yaml,
@@ -35,9 +28,16 @@ from verl.config.command_line import (
     parse_options,
     parse_overrides,
 )
-from verl.config.compatibility.rules import Rules, find_refused_value, find_rule, is_default_choice
-from verl.config.compatibility.sft_rules import SFT_RULES
-from verl.config.compatibility.train_rules import TRAIN_RULES
+from verl.config.legacy.aliases import (
+    SFT_ALIASES,
+    TRAIN_ALIASES,
+    Aliases,
+    canonicalize,
+    canonicalize_tree,
+)
+from verl.config.legacy.key_rules import Rules, find_refused_value, find_rule, is_default_choice
+from verl.config.legacy.sft_rules import SFT_RULES
+from verl.config.legacy.train_rules import TRAIN_RULES
 from verl.config.origins import trace_origins
 from verl.config.paths import (
     Path,

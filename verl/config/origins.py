@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from verl.config.aliases import Aliases, resolve_alias
+from verl.config.legacy.aliases import Aliases, resolve_alias
 from verl.config.paths import Path, iter_leaves, join_path
 
 if TYPE_CHECKING:  # importing Hydra takes a third of a second

@@ -7,8 +7,8 @@ from typing import Any
 
 import yaml
 
-from verl.config.aliases import resolve_alias
-from verl.config.compatibility.rules import find_rule
+from verl.config.legacy.aliases import resolve_alias
+from verl.config.legacy.key_rules import find_rule
 from verl.config.load import TRAIN, AnyRunType
 from verl.config.origins import find_origin
 from verl.config.paths import (

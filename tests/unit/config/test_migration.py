@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from verl.cli import main
-from verl.config.compatibility.launch_script import read_script
-from verl.config.compatibility.migration import migrate, render
+from verl.config.legacy.launch_script import read_script
+from verl.config.legacy.migration import migrate, render
 from verl.config.load import load, load_sft
 from verl.errors import VerlError
 

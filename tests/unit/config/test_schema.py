@@ -7,7 +7,7 @@ import pickle
 import pytest
 from pydantic import ValidationError
 
-from verl.config.aliases import resolve_alias
+from verl.config.legacy.aliases import resolve_alias
 from verl.config.load import RUN_TYPES, SFT, TRAIN, load
 from verl.config.paths import find_setting, get_path
 from verl.config.reference import render_reference

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.aliases import resolve_alias
-from verl.config.compatibility.answers import find_answer
-from verl.config.compatibility.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
+from verl.config.legacy.aliases import resolve_alias
+from verl.config.legacy.answers import find_answer
+from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS
 from verl.config.load import SFT, TRAIN, RunType, load, load_dict, load_sft
 from verl.config.paths import find_setting, format_value, get_value
 from verl.config.render import describe

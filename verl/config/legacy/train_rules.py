@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.config.compatibility.rules import Rules, always_on, ignored, needs
+from verl.config.legacy.key_rules import Rules, always_on, ignored, needs
 
 ONE, OFF = ("1",), ("false", "0", "none", "disabled")
 

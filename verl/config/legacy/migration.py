@@ -8,13 +8,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from verl.config.aliases import canonicalize
 from verl.config.command_line import parse_overrides
-from verl.config.compatibility.answers import find_answer
-from verl.config.compatibility.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault
-from verl.config.compatibility.launch_script import LaunchCommand
-from verl.config.compatibility.rules import find_refused_value, find_rule, is_default_choice
 from verl.config.ignored import find_unmet_condition
+from verl.config.legacy.aliases import canonicalize
+from verl.config.legacy.answers import find_answer
+from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault
+from verl.config.legacy.key_rules import find_refused_value, find_rule, is_default_choice
+from verl.config.legacy.launch_script import LaunchCommand
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType, load, load_for_generation, load_sft
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.errors import ConfigError

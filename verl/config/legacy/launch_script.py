@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path as File
 from typing import Any
 
-from verl.config.compatibility.shell import Variables, split_statements
+from verl.config.legacy.shell import Variables, split_statements
 from verl.config.load import GENERATE, SFT, TRAIN, AnyRunType
 from verl.config.paths import format_value, iter_leaves, join_path
 from verl.errors import VerlError

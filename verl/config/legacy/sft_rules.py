@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from verl.config.compatibility.rules import Rules, always_on, ignored, needs
-from verl.config.compatibility.train_rules import (
+from verl.config.legacy.key_rules import Rules, always_on, ignored, needs
+from verl.config.legacy.train_rules import (
     CUSTOM_DATASET,
     IMAGES,
     KERNELS,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from verl.config.aliases import resolve_alias
-from verl.config.compatibility.rules import find_rule
+from verl.config.legacy.aliases import resolve_alias
+from verl.config.legacy.key_rules import find_rule
 from verl.config.load import AnyRunType
 from verl.config.paths import find_setting, join_path
 
