@@ -1,6 +1,6 @@
-"""The controller of a run, simulated: buffer, pools, keeper and publisher as they are, around engines and a trainer
-that are not there, on a simulated clock. One seed decides all that happens: sizes, delays, deaths, hangs, lost replies,
-failing starts. `run_seed` raises `Violation` where a promise is broken; the same seed breaks it again.
+"""A simulated run: the real buffer, engine pools, engine supervisor and weight sync, with simulated engines, a
+simulated trainer and a simulated clock. One seed decides everything that happens: sizes, delays, crashes, hangs, lost
+replies, failed starts. `run_seed` raises `Violation` if an invariant is violated; the same seed violates it again.
 """
 
 from __future__ import annotations
@@ -361,7 +361,7 @@ class _World:
             max_restarts=MAX_RESTARTS,
             shares_devices=scenario.shares_devices,
         )
-        self.publisher = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
+        self.weight_sync = WeightSync(self.model, self.engines, HostTransport(), PROBE, self.supervisor)
         self.pools = [
             EnginePool(
                 [engine.as_seen_by_workers() for engine in self.engines],
@@ -373,7 +373,7 @@ class _World:
             for _ in range(scenario.workers)
         ]
         self._one_round = asyncio.Lock()
-        self.supervisor.start(self.publisher.sync_one)
+        self.supervisor.start(self.weight_sync.sync_one)
 
     async def _train(self) -> None:
         scenario, saved = self.scenario, self._saved
@@ -383,7 +383,7 @@ class _World:
         if saved.data is not None:
             stream.load(saved.data)
         version = saved.version
-        async with self.publisher.updating():
+        async with self.weight_sync.updating():
             self.model.weights = saved.weights
         self._version_of[saved.weights] = version
         expected = scenario.batches(self.seed)
@@ -396,15 +396,15 @@ class _World:
             max_batches=scenario.max_batches,
         )
         try:
-            await self.publisher.sync(version)
+            await self.weight_sync.sync(version)
             while version < scenario.steps:
                 buffer.advance(version)
                 samples = await buffer.take(scenario.batch)
                 self._check_step(version, samples, expected[version])
-                await self.publisher.free_devices()
+                await self.weight_sync.free_devices()
                 with self.model.using(TRAINING):
                     await self.model.compute(2.0)
-                async with self.publisher.updating():
+                async with self.weight_sync.updating():
                     with self.model.using(TRAINING):
                         await self.model.compute(5.0)
                     self.model.weights = version + 1 if scenario.together else version + 1 + 1000.0 * self._life
@@ -413,12 +413,12 @@ class _World:
                         self.note("training diverges")
                         self.model.weights = math.nan
                 await asyncio.sleep(self.delay())
-                await self.publisher.sync(version + 1)
-                if self.publisher.outliers:
-                    is_deserved = all(self.engines[index].was_wrong for index in self.publisher.outliers)
+                await self.weight_sync.sync(version + 1)
+                if self.weight_sync.outliers:
+                    is_deserved = all(self.engines[index].was_wrong for index in self.weight_sync.outliers)
                     self.check(is_deserved, "an engine was restarted for wrong results without a reason")
                     self._may_miss |= self._begun_by_life
-                    buffer.distrust(self.publisher.outliers)
+                    buffer.distrust(self.weight_sync.outliers)
                 version += 1
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")

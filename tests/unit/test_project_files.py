@@ -72,3 +72,16 @@ def test_issue_forms_ask_for_the_environment_and_have_unique_fields() -> None:
 def test_dependabot_updates_actions_and_packages() -> None:
     tree = load(".github/dependabot.yml")
     assert {entry["package-ecosystem"] for entry in tree["updates"]} == {"github-actions", "pip"}
+
+
+def test_the_contributing_page_lists_all_packages_that_use_torch_distributed() -> None:
+    imports = re.compile(
+        r"^ *(?:import torch\.distributed|from torch\.distributed|from torch import distributed)|"
+        r"\btorch\.distributed\.\w+\(",
+        re.MULTILINE,
+    )
+    files = [
+        file.relative_to(ROOT / "verl") for file in (ROOT / "verl").rglob("*.py") if imports.search(file.read_text())
+    ]
+    [listed] = re.findall(r"^\| `torch.distributed` \| (.*) \|$", read("CONTRIBUTING.md"), re.MULTILINE)
+    assert {file.parts[0] for file in files} == set(re.findall(r"\w+", listed)) - {"and"}

@@ -37,7 +37,7 @@ _TRUNCATED = "...(truncated)..."
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What a tool answers: text for the model, a reward for the turn that called it, and numbers for the metrics."""
+    """The result of a tool call: text for the model, and a reward for the turn that made the call."""
 
     text: str
     reward: float = 0.0

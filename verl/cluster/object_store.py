@@ -50,8 +50,8 @@ def describe_full_store() -> str:
     if folder := get_session_folder():
         disk = f" ({folder}: {shutil.disk_usage(folder).free / 2**30:.1f} GiB are free)"
     return (
-        f"the object store of {socket.gethostname()} is full, and cannot spill to its disk{disk}. Free space on that "
+        f"the object store of {socket.gethostname()} is full and cannot spill to its disk{disk}. Free space on that "
         "disk, or set RAY_TMPDIR to a folder on a larger one; give the store more memory "
         "(ray_kwargs.ray_init.object_store_memory); or hold fewer samples (data.train_batch_size, "
-        "actor_rollout_ref.rollout.n, trainer.max_staleness). Rerun the command to resume."
+        "actor_rollout_ref.rollout.n). Rerun the command to resume."
     )
