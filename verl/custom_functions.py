@@ -1,4 +1,4 @@
-"""Functions that settings name: built-in ones, or the user's."""
+"""Functions and modules that settings name: built-in ones, or the user's."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
+from verl.errors import ConfigError
 from verl.private_files import check_owner
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -30,6 +31,28 @@ def load_function(name: str, known: Mapping[str, F], setting: str) -> F:
         names = f"one of {', '.join(known)}, nor " if known else ""
         raise ValueError(f"{setting}: {name!r} is not {names}package.module:function")
     return _import_function(name, setting)  # type: ignore[return-value]
+
+
+def import_external(modules: Sequence[str], setting: str = "model.external_lib") -> None:
+    """Import modules of the user, which register engines or models of their own. A repeated import is a no-op.
+
+    Args:
+        modules: Names as in an import statement.
+        setting: The setting that names them, for messages.
+
+    Raises:
+        ConfigError: A module cannot be imported.
+    """
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except ImportError as error:
+            raise ConfigError(
+                [
+                    f"{setting}: {module} cannot be imported: {error}; give the name of a module that is importable "
+                    "where the run starts (add its folder to PYTHONPATH)"
+                ]
+            ) from error
 
 
 @cache

@@ -1,8 +1,10 @@
 import math
+import sys
 
 import pytest
 
-from verl.custom_functions import load_function
+from verl.custom_functions import import_external, load_function
+from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
 
@@ -29,3 +31,18 @@ def test_a_known_name_an_import_path_or_a_file(tmp_path):
 def test_what_is_not_a_function_is_refused_with_the_setting(name, complaint):
     with pytest.raises(ValueError, match=f"^algorithm.adv_estimator: .*{complaint}"):
         load_function(name, KNOWN, "algorithm.adv_estimator")
+
+
+def test_external_modules_are_imported_once(tmp_path, monkeypatch):
+    (tmp_path / "registers_itself.py").write_text(
+        "import sys\nsys.count_of_imports = getattr(sys, 'count_of_imports', 0) + 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    import_external(["registers_itself"])
+    import_external(["registers_itself", "math"])
+    assert sys.count_of_imports == 1
+
+
+def test_an_external_module_that_cannot_be_imported_is_reported_with_its_setting():
+    with pytest.raises(ConfigError, match=r"model.external_lib: no_such_module cannot be imported: .*PYTHONPATH"):
+        import_external(["no_such_module"])

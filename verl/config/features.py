@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from verl.config.schema import Config, SftConfig
-from verl.config.schema.actor import CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
+from verl.config.schema.actor import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
 
 
 def uses_reward_function(config: Config) -> bool:
@@ -41,6 +41,13 @@ def get_checkpoint_settings(config: Config | SftConfig) -> tuple[str, Checkpoint
     if isinstance(config, SftConfig):
         return "checkpoint", config.checkpoint
     return "actor_rollout_ref.actor.checkpoint", config.actor_rollout_ref.actor.checkpoint
+
+
+def get_model_settings(config: Config | SftConfig) -> tuple[str, ModelConfig]:
+    """Return the settings of the model that is trained, with their key."""
+    if isinstance(config, SftConfig):
+        return "model", config.model
+    return "actor_rollout_ref.model", config.actor_rollout_ref.model
 
 
 def list_adapters(config: Config | SftConfig) -> list[tuple[str, PeftConfig]]:

@@ -28,6 +28,7 @@ from verl.config.command_line import (
     parse_options,
     parse_overrides,
 )
+from verl.config.features import get_model_settings
 from verl.config.legacy.aliases import (
     SFT_ALIASES,
     TRAIN_ALIASES,
@@ -53,6 +54,7 @@ from verl.config.paths import (
 )
 from verl.config.requirements import find_missing, find_unsupported
 from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, collect_settings
+from verl.custom_functions import import_external
 from verl.errors import ConfigError
 from verl.redaction import remember
 
@@ -165,6 +167,7 @@ def _build(
     known = _select_known(run_type, tree, hints, problems)
     origins |= fill_from_adapter(run_type.root, known, hints)
     config, invalid = _validate(run_type, known, problems)
+    problems += _import_external(config)
     conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
         conflicts = [*find_missing(config), *conflicts]
@@ -172,6 +175,17 @@ def _build(
     problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]
     hints += run_type.find_hints(config)
     return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep, origins)
+
+
+def _import_external(config: Section) -> list[str]:
+    """Import the modules of `external_lib`, whose engines the checks need to know; return why this failed."""
+    assert isinstance(config, Config | SftConfig)
+    key, model = get_model_settings(config)
+    try:
+        import_external(model.external_modules, f"{key}.external_lib")
+    except ConfigError as error:
+        return error.problems
+    return []
 
 
 # --- overrides

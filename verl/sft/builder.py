@@ -82,6 +82,7 @@ def rank_settings(config: SftConfig, steps: int, device: str) -> RankSettings:
     return RankSettings(
         actor=with_optimizer(settings, "optim", config.optim, steps),
         seed=config.trainer.seed,
+        external_modules=model.external_modules,
         tokenizer_path=model.tokenizer_path,
         save_hf=saves_hf(config),
         save_contents={"actor": contents.save_contents},

@@ -37,6 +37,7 @@ def place_engines(
             index,
             rollout.name,
             engine_settings(config, device, index) | changes,
+            config.actor_rollout_ref.model.external_modules,
             ",".join((accelerators or ())[first : first + width]),
             device=first,
             share=width / at_once if accelerators is None else 0,

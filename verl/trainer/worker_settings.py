@@ -79,6 +79,7 @@ def train_settings(config: Config, total_steps: int, device: str) -> TrainSettin
     has_prime_reference = prime.enable and not prime_shares_reference(config)
     return TrainSettings(
         seed=config.trainer.seed,
+        external_modules=model.external_modules,
         deadlines=deadlines(config),
         deterministic=config.trainer.deterministic and device != "cpu",
         memory_advice=rl_memory_advice(config),
@@ -270,6 +271,7 @@ def episode_settings(
         list(reward_components(config)),
         scores_training=uses_task_rewards(config),
         agent=agent_settings(config) if config.actor_rollout_ref.rollout.multi_turn.enable else None,
+        external_modules=model.external_modules,
     )
 
 
@@ -325,6 +327,7 @@ def reward_model_settings(config: Config, device: str, index: int) -> RewardMode
         tensor_parallel_size=model.rollout.tensor_model_parallel_size,
         batch_invariant=config.trainer.deterministic and device != "cpu",
         cpu_cores=_cores(-1 - index, model.rollout.tensor_model_parallel_size) if device == "cpu" else "",
+        external_modules=config.actor_rollout_ref.model.external_modules,
     )
 
 

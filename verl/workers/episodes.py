@@ -37,6 +37,7 @@ from verl.cluster.hangs.pending_calls import (
 )
 from verl.cluster.hangs.registry import report_failed_call
 from verl.cluster.object_store import put
+from verl.custom_functions import import_external
 from verl.data.chat import load_tokenizer
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.errors import ConfigError
@@ -90,6 +91,7 @@ class EpisodeSettings:
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
     scores_training: bool = True  # False: only responses of validation are scored
     agent: AgentSettings | None = None  # None: episodes of one turn
+    external_modules: Sequence[str] = ()  # imported at the start
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,7 @@ class EpisodeWorker:
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
         settings = self._settings
+        import_external(settings.external_modules)
         load = partial(load_tokenizer, trust_remote_code=settings.trust_remote_code)
         tokenizer = load(settings.tokenizer_path)
         self._datasets = {

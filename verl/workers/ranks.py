@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, Protoco
 from verl.cluster.actors import ActorGroup, get_node_address
 from verl.cluster.device_pool import PlacementPool
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, Deadlines
+from verl.custom_functions import import_external
 from verl.errors import CheckpointError, DivergenceError, EngineError
 from verl.training.settings import FsdpSettings, ProfileSettings
 
@@ -33,6 +34,7 @@ class RankSettings:
 
     actor: FsdpSettings
     seed: int = 0
+    external_modules: Sequence[str] = ()  # imported before the engine is built
     tokenizer_path: str | None = None  # None: the model's
     save_hf: bool = False
     save_contents: Mapping[str, Sequence[str]] | None = None  # by checkpoint folder; None: all
@@ -86,7 +88,8 @@ class BaseTrainWorker:
         return os.environ.get("CUDA_VISIBLE_DEVICES", "")
 
     def join(self, address: tuple[str, int], settings: RankSettings) -> None:
-        """Join the process group of all ranks."""
+        """Import the modules of the user and join the process group of all ranks."""
+        import_external(settings.external_modules)
         from verl.training.process_group import init_process_group
 
         host, port = address

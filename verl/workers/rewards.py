@@ -12,6 +12,7 @@ from typing import TypeVar
 from verl.cluster.actors import RemoteActor, kill_actor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, MARGIN_S, HeartbeatMonitor
 from verl.cluster.hangs.registry import report_restart
+from verl.custom_functions import import_external
 from verl.errors import ConfigError, EngineError, ProcessLostError, WorkerTimeoutError
 from verl.rewards.models.batcher import Batcher
 from verl.rewards.models.interface import SETTING, RewardModel, ScoringFailure
@@ -38,6 +39,7 @@ class RewardModelSettings:
     tensor_parallel_size: int = 1
     batch_invariant: bool = False  # for vllm: scores do not depend on the other conversations of a batch
     cpu_cores: str = ""  # for vllm on the CPU
+    external_modules: Sequence[str] = ()  # imported before the model is loaded
 
 
 class RewardActor:
@@ -61,6 +63,7 @@ class RewardActor:
             if self._batcher is None:
                 await self.close()  # of a model that was lost
                 use_accelerators(self._accelerators)
+                import_external(self._settings.external_modules)
                 self._model = _make_model(self._settings)
                 await self._model.start()
                 self._batcher = Batcher(self._model, self._settings.batch, self._settings.deadline_s)

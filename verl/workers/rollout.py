@@ -8,6 +8,7 @@ from typing import Any
 
 from verl.cluster.actors import RemoteActor, use_accelerators
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, Deadlines, Progress
+from verl.custom_functions import import_external
 from verl.errors import ConfigError, ProcessLostError
 from verl.types import Completion, SamplingParams
 
@@ -19,9 +20,19 @@ class RolloutActor:
     any time by one without weights.
     """
 
-    def __init__(self, name: str, settings: dict[str, Any], accelerators: str = "") -> None:
-        """`accelerators` are those of other processes to use, as CUDA_VISIBLE_DEVICES names them."""
+    def __init__(
+        self, name: str, settings: dict[str, Any], external_modules: Sequence[str] = (), accelerators: str = ""
+    ) -> None:
+        """Hold the settings until `start`.
+
+        Args:
+            name: The engine.
+            settings: The arguments of the engine.
+            external_modules: Modules of the user to import before the engine is built.
+            accelerators: Those of other processes to use, as CUDA_VISIBLE_DEVICES names them.
+        """
         self._name, self._settings, self._accelerators = name, settings, accelerators
+        self._external_modules = external_modules
         self._started_engine: Any = None
         self._disabled_reason = "it has no weights yet"
         self._loading = asyncio.Lock()
@@ -34,6 +45,7 @@ class RolloutActor:
 
     async def start(self) -> None:
         use_accelerators(self._accelerators)
+        import_external(self._external_modules)
         self._started_engine = make_engine(self._name, self._settings)
         await self._started_engine.start()
 

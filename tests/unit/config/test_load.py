@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -352,3 +353,21 @@ def test_pruning_all_leaves_leaves_nothing(tree: dict[str, Any]) -> None:
         assert delete_path(tree, path)
         assert not delete_path(tree, path)
     assert tree == {}
+
+
+# --- modules of the user
+
+
+def test_external_modules_are_imported_when_settings_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_engine_of_a_test.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    loaded = one("actor_rollout_ref.model.external_lib=own_engine_of_a_test")
+    assert loaded.config.actor_rollout_ref.model.external_modules == ("own_engine_of_a_test",)
+    assert "own_engine_of_a_test" in sys.modules
+
+
+def test_an_external_module_that_is_missing_is_a_problem_among_others() -> None:
+    import_problem, other = problems("actor_rollout_ref.model.external_lib=[math,no_such]", "data.train_batch_size=0")
+    assert "actor_rollout_ref.model.external_lib: no_such cannot be imported" in f"{import_problem} {other}"

@@ -141,8 +141,15 @@ def _check(result: Migration) -> list[str]:
 
 
 def _load(result: Migration) -> tuple[Any, list[str]]:
-    """Return the settings of the command as a run would have them, and what is wrong with them."""
-    arguments = [f"{key}={text}" for key, text in result.settings.items() if not _OPEN.search(text)]
+    """Return the settings of the command as a run would have them, and what is wrong with them.
+
+    Modules of `external_lib` are not imported: migrating a script runs none of its code.
+    """
+    arguments = [
+        f"{key}={text}"
+        for key, text in result.settings.items()
+        if not _OPEN.search(text) and not key.endswith("model.external_lib")
+    ]
     try:
         if result.run_type is GENERATE:
             return load_for_generation(arguments).config, []

@@ -66,6 +66,9 @@ class ModelConfig(Section):
         None, "Hugging Face name or local directory of the tokenizer; null: that of the model."
     )
     trust_remote_code: bool = setting(False, "Run Python code that comes with the model.")
+    external_lib: str | list[str] | None = setting(
+        None, "Python modules to import in every process of a run before models are loaded: own engines and models."
+    )
     lora_adapter_path: str | None = setting(
         None, "Directory of a LoRA adapter in PEFT format to start from; settings of peft default to the adapter's."
     )
@@ -80,6 +83,12 @@ class ModelConfig(Section):
         "Positions whose logits exist at a time in training; null: 1,024 on accelerators, 64 MiB of logits on CPU.",
         unit="tokens",
     )
+
+    @property
+    def external_modules(self) -> tuple[str, ...]:
+        """The modules that `external_lib` names."""
+        modules = self.external_lib
+        return (modules,) if isinstance(modules, str) else tuple(modules or ())
 
 
 class OptimConfig(Section):
