@@ -138,6 +138,7 @@ SECRET_KEYS = {
     "twilio": f"SK{_HEX}{_HEX}",
     "mailgun": f"key-{_HEX}{_HEX}",
     "linear": f"lin_api_{_MIXED}{_LOWER}",
+    "another service": f"acme:{_MIXED}",
     "jwt": f"eyJhbGciOiJIUzI1NiJ9.eyJ{_MIXED}.{_LOWER}",
     "private key": f"-----BEGIN PRIVATE KEY-----\n{_MIXED}{_MIXED}\n{_LOWER}{_MIXED}\n-----END PRIVATE KEY-----",
 }
@@ -208,4 +209,8 @@ ORDINARY_TEXTS = [
     "forward_pass: 3.2 s, backward_pass=4.1",
     "torch.Size([2, 3]) at 0x7f3a9c; task-1234567890abcdefghij",
     "trainer.signature=abc path=/x pattern: *.py",
+    f"/data/{_MIXED}/train.parquet, https://host/d/{_MIXED}{_LOWER}/view",
+    f"worker-{_HEX}{_HEX}-01000000-123.out at commit {_HEX}{_HEX[:8]}",
+    "Qwen2MoeForCausalLMForSequenceClassification, _ZN2at6native13vectorizedElementwiseKernelILi4ENS0",
+    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_tn_n_tilesize128x128x64_warpgroupsize1x1x1",
 ]

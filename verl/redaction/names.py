@@ -6,23 +6,19 @@ import re
 from functools import lru_cache
 from itertools import pairwise
 
-_ANYWHERE = {
-    "auth",
-    "authorization",
-    "bearer",
-    "cookie",
-    "cookies",
-    "credential",
-    "credentials",
-    "dsn",
-    "jwt",
-    "mnemonic",
-}
-_ANYWHERE |= {"passphrase", "passwd", "password", "passwords", "pwd", "secret", "secrets", "webhook", "webhooks"}
-"""A name that contains one of these words is one of a secret."""
+
+def _read_words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_ANYWHERE = _read_words(
+    "auth authorization bearer cookie cookies credential credentials dsn jwt mnemonic passphrase passwd password "
+    "passwords pwd secret secrets webhook webhooks"
+)
+"""A name that contains one of these words is the name of a secret."""
 
 _LAST = {"key", "keys", "token", "pass", "pat", "sas"}
-"""The same for a name that ends with one of these, before any `_QUALIFIERS`."""
+"""A name that ends with one of these words, before any `_QUALIFIERS`, is the name of a secret, too."""
 
 _WEAK = {"key", "keys", "token"}
 """Words that sentences use before a colon: "unknown key: x"."""
@@ -40,38 +36,27 @@ _JOINED = re.compile(
 _PAIRS = {("connection", "string"), ("access", "signature"), ("amz", "signature"), ("goog", "signature")}
 _PAIRS |= {(kind, "tokens") for kind in ("access", "api", "auth", "bot", "github", "hf", "refresh", "session")}
 
-_QUALIFIERS = {"prod", "production", "dev", "development", "staging", "stage", "stg", "test", "testing", "qa", "live"}
-_QUALIFIERS |= {"sandbox", "local", "read", "write", "readonly", "readwrite", "ro", "rw", "admin", "user", "default"}
-_QUALIFIERS |= {"primary", "secondary", "backup", "old", "new", "main", "master", "root", "current", "previous", "next"}
-_QUALIFIERS |= {"eu", "us", "a", "b", "c", "string", "base", "hex", "json", "raw", "plain", "pem", "der", "pkcs", "rsa"}
+_QUALIFIERS = _read_words(
+    "prod production dev development staging stage stg test testing qa live sandbox local read write readonly "
+    "readwrite ro rw admin user default primary secondary backup old new main master root current previous next eu "
+    "us a b c string base hex json raw plain pem der pkcs rsa"
+)
 """Words after the kind of a secret: `API_KEY_PROD`, `HF_TOKEN_READ`, `OPENAI_KEY_1`."""
 
-_COLUMNS = {"prompt", "response", "curriculum", "question", "answer", "image", "images", "video", "videos", "audio"}
-_COLUMNS |= {"data", "messages", "reward", "fn", "group", "sort", "source", "tools", "system", "label", "id", "uid"}
-_COLUMNS |= {"index", "input", "output", "text", "target", "metadata", "difficulty", "category", "chosen", "rejected"}
-_COLUMNS |= {"cache", "column", "dict", "foreign", "join", "lookup", "partition", "primary", "public", "row", "state"}
-_MARKS = {"pad", "eos", "bos", "unk", "stop", "end", "start", "sep", "cls", "mask", "think", "special", "next", "per"}
-_PASSES = {
-    "forward",
-    "backward",
-    "first",
-    "second",
-    "third",
-    "last",
-    "single",
-    "one",
-    "two",
-    "each",
-    "multi",
-    "max",
-    "num",
-}
-_PASSES |= {"val", "train", "test", "eval", "full"}
-_ORDINARY = _COLUMNS | _MARKS | _PASSES
+_ORDINARY = _read_words(
+    # columns
+    "prompt response curriculum question answer image images video videos audio data messages reward fn group sort "
+    "source tools system label id uid index input output text target metadata difficulty category chosen rejected "
+    "cache column dict foreign join lookup partition primary public row state "
+    # special tokens
+    "pad eos bos unk stop end start sep cls mask think special next per "
+    # passes
+    "forward backward first second third last single one two each multi max num val train test eval full"
+)
 """Before the last word: `prompt_key` names a column, `pad_token` a special token, `forward_pass` part of a step."""
 
 _LOCATIONS = {"env", "file", "path", "mode", "dir", "name", "type"}
-"""At the end: the name says where a secret is, or of what kind."""
+"""A name that ends with one of these words says where a secret is, or what kind of secret."""
 
 
 @lru_cache(4096)
