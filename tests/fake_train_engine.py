@@ -14,7 +14,7 @@ from verl.algorithms.aggregate import Totals, count_totals
 from verl.algorithms.objective import ModelOutput, ValueOutput
 from verl.data.flat_batch import FlatBatch
 from verl.training.engine import Loss
-from verl.training.logprobs import LastLayer, token_logprobs, token_logprobs_and_squares, vocabulary_kl
+from verl.training.kernels.logprobs import LastLayer, token_logprobs, token_logprobs_and_squares, vocabulary_kl
 from verl.training.settings import Head, Schedule
 
 __all__ = ["FakeSettings", "FakeTrainEngine", "concat"]

@@ -19,7 +19,7 @@ from verl.algorithms.settings import (
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, RankPlan, UpdateSizes
-from verl.training.policy import PolicyTrainer
+from verl.training.policy.trainer import PolicyTrainer
 from verl.types import Sample, SampleHandle
 
 VOCABULARY = 16

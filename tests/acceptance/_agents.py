@@ -15,7 +15,7 @@ from verl.demo.assets import make_model, write_weights
 from verl.sft.examples import conversation_example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import close_process_group, init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

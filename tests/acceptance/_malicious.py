@@ -28,7 +28,7 @@ from verl.cli import main as verl
 from verl.data.dataset import PromptDataset, PromptOptions
 from verl.rewards.models.hf import HfRewardModel
 from verl.rollout.hf import HfEngine
-from verl.training.model_loader import load_model
+from verl.training.fsdp.model_loader import load_model
 
 Opening = Callable[[], Any]
 Maker = Callable[[Path, Path], Opening]

@@ -25,8 +25,8 @@ from verl.cluster import actors, object_store
 from verl.rollout.hf import HfEngine
 from verl.tracking.sinks import JsonlSink
 from verl.trainer import rl_builder
-from verl.training.fsdp import FsdpEngine
-from verl.training.policy import PolicyTrainer
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.policy.trainer import PolicyTrainer
 from verl.workers import episodes
 from verl.workers.rollout import RolloutActor
 

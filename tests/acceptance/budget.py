@@ -32,7 +32,7 @@ from verl.budget.model_shape import ModelShape
 from verl.budget.run import USABLE
 from verl.config.load import load
 from verl.trainer.run_budget import change_settings, format_changes, run_memory, suggest_settings
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
 

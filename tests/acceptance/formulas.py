@@ -46,7 +46,7 @@ from verl.algorithms.settings import AlgorithmSettings, Distillation, EstimatorO
 from verl.algorithms.testing import run_on_ranks
 from verl.config.schema.algorithm import Rejection
 from verl.rewards.settings import OverlongPenalty
-from verl.training.logprobs import LastLayer, vocabulary_kl
+from verl.training.kernels.logprobs import LastLayer, vocabulary_kl
 
 UNBRANCHED = {"shares": None, "episode_tokens": None}  # every episode is one sequence
 LIMIT = 1e-6

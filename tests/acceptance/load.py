@@ -33,11 +33,11 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from verl.data.flat_batch import FlatBatch
-from verl.training import model_loader
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp import model_loader
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.sharded_loading import INDEX, SlicingError, cut_rows, find_files, find_sources
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings
-from verl.training.sharded_loading import INDEX, SlicingError, cut_rows, find_files, find_sources
 
 RANKS, MIB = 4, 2**20
 LARGE_RANKS = 64

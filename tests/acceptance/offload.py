@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.algorithms.objective import PolicyObjective
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

@@ -23,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from verl.algorithms.aggregate import Totals
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

@@ -38,7 +38,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine, FsdpSettings
+from verl.training.fsdp.engine import FsdpEngine, FsdpSettings
 from verl.training.process_group import init_process_group
 
 PROMPTS = (46, 1, 7, 21)  # tokens of the shared prompts; the other sequences have their own

@@ -27,7 +27,7 @@ from verl.checkpoint.background import BackgroundWriter
 from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.checkpoint.save import load
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

@@ -29,8 +29,8 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, UpdateSizes
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
-from verl.training.fsdp import FsdpEngine
-from verl.training.policy import PolicyTrainer
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 from verl.types import SampleHandle, SamplingParams

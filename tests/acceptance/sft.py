@@ -36,7 +36,7 @@ from verl.data.micro_batches import MicroBatchLimit
 from verl.sft.examples import Example
 from verl.sft.model import SFTModel
 from verl.sft.trainer import split_batch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from verl.training.logprobs import LastLayer, token_logprobs
+from verl.training.kernels.logprobs import LastLayer, token_logprobs
 
 VOCABULARY, HIDDEN = 151_936, 256
 MEMORY_LIMIT, GRADIENT_LIMIT = 1 / 4, 1e-5

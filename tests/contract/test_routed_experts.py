@@ -14,7 +14,7 @@ from tiny import save_family
 from verl.data.flat_batch import FlatBatch
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, _sampling
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
 from verl.types import SamplingParams

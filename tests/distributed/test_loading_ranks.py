@@ -12,8 +12,8 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 from verl.checkpoint import shared_index
 from verl.checkpoint.save import load, save
 from verl.errors import CheckpointError
-from verl.training import model_loader
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp import model_loader
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.metric_sums import MetricSums
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings

@@ -11,7 +11,7 @@ from transformers import Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from verl.algorithms.objective import PolicyObjective
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 

@@ -14,7 +14,7 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training.fsdp import FsdpEngine
+from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.weights.bucket import unpack

@@ -10,8 +10,8 @@ from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation, KlController, LossOptions
 from verl.data.plan import Planner, UpdateSizes
-from verl.training.fsdp import FsdpEngine
-from verl.training.policy import PolicyTrainer, PrimeRewardModel
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 from verl.types import Sample, SampleHandle

@@ -10,11 +10,11 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from verl.algorithms.settings import AlgorithmSettings, Distillation
 from verl.checkpoint.save import load, save
 from verl.data.plan import Planner, UpdateSizes
-from verl.training.fsdp import FsdpEngine
-from verl.training.policy import PolicyTrainer
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.policy.teacher import TeacherEngine
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
-from verl.training.teacher import TeacherEngine
 from verl.types import Sample, SampleHandle
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(200)]

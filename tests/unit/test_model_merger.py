@@ -19,7 +19,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
 from verl.checkpoint.shards import read_values
 from verl.cli import main
-from verl.training.lora import fingerprint
+from verl.training.fsdp.lora import fingerprint
 
 pytestmark = pytest.mark.unit
 

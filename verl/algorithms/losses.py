@@ -154,7 +154,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, clip: float)
 
 
 EXACT_KL = "full"
-"""The exact KL, summed over the whole vocabulary: `verl.training.logprobs.vocabulary_kl`."""
+"""The exact KL, summed over the whole vocabulary: `verl.training.kernels.logprobs.vocabulary_kl`."""
 
 KL_KINDS = {"kl": "k1", "k1": "k1", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
 """Accepted name -> estimator of the KL."""

@@ -26,11 +26,12 @@ from verl.budget.ledger import FakeLedger, Ledger
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.model_safety import MODEL_ATTENTION
-from verl.training import model as attention
-from verl.training.fsdp import FsdpEngine
-from verl.training.logprobs import default_chunk
-from verl.training.model import PACKED_ATTENTION, PackedCausalLM, PackedModel, register_attention
-from verl.training.offload import Offloader
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.model import PackedCausalLM, PackedModel
+from verl.training.fsdp.offload import Offloader
+from verl.training.kernels import attention
+from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
+from verl.training.kernels.logprobs import default_chunk
 from verl.training.settings import FsdpSettings
 
 

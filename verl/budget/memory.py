@@ -13,7 +13,7 @@ from verl.budget.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")
-CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.logprobs, on the CPU and on accelerators
+CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.kernels.logprobs, on the CPU and on accelerators
 SYNC_BYTES = 2  # of a weight that is sent to an engine
 
 

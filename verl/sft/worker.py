@@ -21,7 +21,7 @@ class SFTWorker(BaseTrainWorker):
         import torch
 
         from verl.sft.model import SFTModel
-        from verl.training.fsdp import FsdpEngine
+        from verl.training.fsdp.engine import FsdpEngine
 
         self.join(address, settings)
         torch.manual_seed(settings.seed)

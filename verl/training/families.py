@@ -1,7 +1,7 @@
 """Model families: which models can be trained, judged by their configuration before loading. Imports no torch.
 
 The rest is checked later: packed sequences are compared with the model's own forward pass when it is loaded
-(`verl.training.model_loader`), and every rollout engine with the trainer (`verl.weights.sync`).
+(`verl.training.fsdp.model_loader`), and every rollout engine with the trainer (`verl.weights.sync`).
 """
 
 from __future__ import annotations

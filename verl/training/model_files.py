@@ -22,9 +22,9 @@ from transformers.utils.logging import disable_progress_bar
 from verl.checkpoint.adapter import SavedAdapter
 from verl.checkpoint.export import BaseWeights, iter_checkpoint_weights
 from verl.errors import CheckpointError
-from verl.training.lora import HEAD, fingerprint
-from verl.training.model import ScoredBackbone
-from verl.training.model_loader import select_model_class
+from verl.training.fsdp.lora import HEAD, fingerprint
+from verl.training.fsdp.model import ScoredBackbone
+from verl.training.fsdp.model_loader import select_model_class
 from verl.training.settings import Head
 from verl.weights.bucket import to_hf
 

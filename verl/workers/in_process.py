@@ -42,8 +42,8 @@ from verl.rewards.pool.pool import InProcessRewards
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
 from verl.rollout.engine import load_weights
-from verl.training.fsdp import FsdpEngine
-from verl.training.policy import PolicyTrainer
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import close_process_group, init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 from verl.types import Prompt, Sample, SamplingParams

@@ -13,7 +13,7 @@ from verl.errors import ConfigError
 from verl.training.settings import Schedule
 
 if TYPE_CHECKING:
-    from verl.training.fsdp import FsdpEngine
+    from verl.training.fsdp.engine import FsdpEngine
 
 
 def read_optimizer(optimizer: torch.optim.Optimizer | None) -> dict[str, Any]:

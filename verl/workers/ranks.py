@@ -179,7 +179,7 @@ class BaseTrainWorker:
     def load(self, directory: str) -> None:
         from verl.checkpoint.save import load
         from verl.checkpoint.shared_index import read_index_once
-        from verl.training.lora import check_base
+        from verl.training.fsdp.lora import check_base
 
         states = self._trained.states(self._settings.load_contents)
         indices = {folder: read_index_once(Path(directory, folder)) for folder in states}

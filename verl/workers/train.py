@@ -54,9 +54,9 @@ class TrainWorker(BaseTrainWorker):
         """
         import torch
 
-        from verl.training.fsdp import BaseModelReference, FsdpEngine
-        from verl.training.policy import PolicyTrainer, PrimeRewardModel, load_functions
-        from verl.training.teacher import TeacherEngine
+        from verl.training.fsdp.engine import BaseModelReference, FsdpEngine
+        from verl.training.policy.teacher import TeacherEngine
+        from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel, load_functions
 
         def make_engine(model: FsdpSettings | None) -> FsdpEngine | None:
             return None if model is None else FsdpEngine(model)

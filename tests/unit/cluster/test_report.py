@@ -17,9 +17,9 @@ RANKS = tuple(CallTarget("train worker", rank) for rank in range(4))
 LOCATIONS = {target: ProcessLocation(100 + rank, "node", "10.0.0.1") for rank, target in enumerate(RANKS)}
 IN_A_COLLECTIVE = (
     "all_reduce (/site/torch/distributed/distributed_c10d.py:99)",
-    "update (/x/verl/training/policy.py:9)",
+    "update (/x/verl/training/policy/trainer.py:9)",
 )
-IN_A_HOOK = ("sleeps (/home/me/hook.py:3)", "update (/x/verl/training/policy.py:7)")
+IN_A_HOOK = ("sleeps (/home/me/hook.py:3)", "update (/x/verl/training/policy/trainer.py:7)")
 IDLE = ("wait (/lib/threading.py:327)", "_run (/x/verl/cluster/hangs/detector.py:9)")
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from verl.data.flat_batch import FlatBatch
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.data.plan import Planner, UpdateSizes
-from verl.training.shared_prompts import find_shared_prompts
+from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.types import Sample
 from verl.workers.episodes import put_sample
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from verl.training.low_precision import BLOCK, LowPrecisionAdamW, code_table, dequantize, quantize
+from verl.training.optim.low_precision import BLOCK, LowPrecisionAdamW, code_table, dequantize, quantize
 
 pytestmark = pytest.mark.unit
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl.errors import EngineError
-from verl.training.model import packed_attention, packing_kwargs
+from verl.training.kernels.attention import packed_attention, packing_kwargs
 
 pytestmark = pytest.mark.unit
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl.training.logprobs import Compiled, LastLayer, compiled_kernels, token_logprobs
+from verl.training.kernels.logprobs import Compiled, LastLayer, compiled_kernels, token_logprobs
 
 pytestmark = pytest.mark.unit
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from tests.acceptance import vocabulary
-from verl.training.logprobs import (
+from verl.training.kernels.logprobs import (
     LastLayer,
     default_chunk,
     token_logprobs,

@@ -17,9 +17,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausa
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.config.adapter_files import read_adapter
 from verl.errors import CheckpointError, EngineError
-from verl.training.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
-from verl.training.model import PackedModel
-from verl.training.model_loader import load_model
+from verl.training.fsdp.lora import check_base, describe_adapter, disable_adapter, fingerprint, is_trainable
+from verl.training.fsdp.model import PackedModel
+from verl.training.fsdp.model_loader import load_model
 from verl.training.settings import Head, LoraSettings
 
 pytestmark = pytest.mark.unit

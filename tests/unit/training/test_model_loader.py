@@ -5,8 +5,8 @@ import torch
 import transformers
 
 from verl.errors import EngineError
-from verl.training import model as packed_model
-from verl.training.model_loader import load_model
+from verl.training.fsdp import model as packed_model
+from verl.training.fsdp.model_loader import load_model
 
 pytestmark = pytest.mark.unit
 

@@ -5,9 +5,9 @@ import torch
 from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from verl.training.model import PackedCausalLM
-from verl.training.muon import Muon, orthogonalize
-from verl.training.optimizers import build_optimizer
+from verl.training.fsdp.model import PackedCausalLM
+from verl.training.optim.muon import Muon, orthogonalize
+from verl.training.optim.optimizers import build_optimizer
 from verl.training.settings import FsdpSettings, Schedule
 
 pytestmark = pytest.mark.unit

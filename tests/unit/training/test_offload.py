@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl.training.offload import Offloader, copy_to_host, iter_moments
+from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
 
 pytestmark = pytest.mark.unit
 

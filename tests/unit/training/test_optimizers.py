@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 import torch
 
-from verl.training.low_precision import LowPrecisionAdamW, round_stochastically
-from verl.training.optimizers import LossScaler
+from verl.training.optim.low_precision import LowPrecisionAdamW, round_stochastically
+from verl.training.optim.optimizers import LossScaler
 
 pytestmark = pytest.mark.unit
 

@@ -6,7 +6,7 @@ import torch
 import transformers
 from tiny import FAMILIES, WINDOW, save_family
 
-from verl.training.model_loader import load_model
+from verl.training.fsdp.model_loader import load_model
 from verl.weights.bucket import check_names, to_hf
 
 pytestmark = pytest.mark.unit

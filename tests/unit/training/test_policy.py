@@ -37,7 +37,7 @@ from verl.checkpoint.save import load, save
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
-from verl.training.policy import PolicyTrainer
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.settings import Schedule
 from verl.types import SampleHandle
 

@@ -16,7 +16,7 @@ from verl.algorithms.settings import (
     EstimatorOptions,
 )
 from verl.data.plan import UpdateSizes
-from verl.training.policy import PolicyTrainer
+from verl.training.policy.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

@@ -19,7 +19,7 @@ from verl.algorithms.settings import (
     LossOptions,
 )
 from verl.data.flat_batch import FlatBatch
-from verl.training.policy import PolicyTrainer, PrimeRewardModel
+from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
 from verl.types import Sample
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]

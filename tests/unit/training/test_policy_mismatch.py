@@ -26,7 +26,7 @@ from verl.algorithms.settings import (
     Correction,
 )
 from verl.data.flat_batch import FlatBatch
-from verl.training.policy import PolicyTrainer
+from verl.training.policy.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
 

@@ -16,8 +16,8 @@ from verl.algorithms.settings import (
     Distillation,
 )
 from verl.data.flat_batch import FlatBatch
-from verl.training.policy import PolicyTrainer
-from verl.training.teacher import TeacherEngine
+from verl.training.policy.teacher import TeacherEngine
+from verl.training.policy.trainer import PolicyTrainer
 from verl.types import Sample
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]

@@ -17,9 +17,9 @@ from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import EngineError
-from verl.training.fsdp import FsdpEngine
-from verl.training.model_loader import load_model
-from verl.training.policy import PolicyTrainer
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.model_loader import load_model
+from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
 from verl.types import Sample, SampleHandle

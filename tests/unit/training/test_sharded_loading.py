@@ -16,10 +16,10 @@ from tiny import FAMILIES, save_family, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.errors import EngineError
-from verl.training import model_loader
-from verl.training.model_loader import load_model
+from verl.training.fsdp import model_loader
+from verl.training.fsdp.model_loader import load_model
+from verl.training.fsdp.sharded_loading import StoredTensor, cut, cut_rows, find_files, find_sources
 from verl.training.settings import LoraSettings
-from verl.training.sharded_loading import StoredTensor, cut, cut_rows, find_files, find_sources
 
 pytestmark = pytest.mark.unit
 

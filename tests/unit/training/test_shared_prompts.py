@@ -10,13 +10,13 @@ from torch.nn.attention import varlen
 from verl.algorithms.objective import sft
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training import model as packed_model
-from verl.training.fsdp import FsdpEngine
-from verl.training.model import packed_attention, packing_kwargs
-from verl.training.model_loader import load_model
+from verl.training.fsdp.engine import FsdpEngine
+from verl.training.fsdp.model_loader import load_model
+from verl.training.fsdp.shared_prompts import find_shared_prompts
+from verl.training.kernels import attention
+from verl.training.kernels.attention import packed_attention, packing_kwargs
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings
-from verl.training.shared_prompts import find_shared_prompts
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 
@@ -136,7 +136,7 @@ def test_the_variable_length_kernel_gets_the_keys_of_each_response(monkeypatch, 
     shared = find_shared_prompts(batch)
     compact = [tensor.detach() for tensor in states(len(shared.computed), torch.bfloat16)]
     expected, _ = attend_both(compact, batch, shared, sliding_window=window)
-    monkeypatch.setitem(packed_model._KERNELS, "cpu", packed_model._attend_varlen)
+    monkeypatch.setitem(attention._KERNELS, "cpu", attention._attend_varlen)
     ours, _ = attend_both(compact, batch, shared, sliding_window=window)
     torch.testing.assert_close(ours, expected, atol=2e-2, rtol=2e-2)
 
@@ -171,7 +171,7 @@ def test_every_family_has_the_log_probs_and_gradients_of_whole_sequences(path):
 
 def test_loading_refuses_a_model_whose_results_change(tmp_path, monkeypatch):
     path = save_family("Qwen2", tmp_path)
-    monkeypatch.setattr(packed_model, "_prepend", lambda prefix, states: torch.cat([states[:, :, :0], states], dim=2))
+    monkeypatch.setattr(attention, "_prepend", lambda prefix, states: torch.cat([states[:, :, :0], states], dim=2))
     load_model(path, dtype=torch.float32)
     with pytest.raises(EngineError, match=r"log-probs differ by .* share their prompt.*use_prefix_grouper=False"):
         load_model(path, dtype=torch.float32, share_prompts=True)

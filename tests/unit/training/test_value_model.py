@@ -10,8 +10,8 @@ from verl.algorithms.objective import ValueObjective
 from verl.algorithms.settings import AlgorithmSettings
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.training import model as packed_model
-from verl.training.model_loader import load_model
+from verl.training.fsdp import model as packed_model
+from verl.training.fsdp.model_loader import load_model
 
 pytestmark = pytest.mark.unit
 

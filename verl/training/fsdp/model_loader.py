@@ -25,17 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 from verl.errors import EngineError
 from verl.model_safety import MODEL_ATTENTION, PICKLED, local_path, model_problems
 from verl.training.families import LAYER_TYPES
-from verl.training.lora import add_adapter
-from verl.training.model import (
-    PACKED_ATTENTION,
-    PackedCausalLM,
-    PackedModel,
-    PackedValueModel,
-    ScoredBackbone,
-    register_attention,
-)
-from verl.training.settings import Head, LoraSettings
-from verl.training.sharded_loading import (
+from verl.training.fsdp.lora import add_adapter
+from verl.training.fsdp.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
+from verl.training.fsdp.sharded_loading import (
     SlicingError,
     Sources,
     compute_buffers,
@@ -45,7 +37,9 @@ from verl.training.sharded_loading import (
     find_unused,
     materialize,
 )
-from verl.training.shared_prompts import check_shared_prompts
+from verl.training.fsdp.shared_prompts import check_shared_prompts
+from verl.training.kernels.attention import PACKED_ATTENTION, register_attention
+from verl.training.settings import Head, LoraSettings
 from verl.weights.bucket import check_names
 
 logger = logging.getLogger(__name__)

@@ -40,8 +40,8 @@ from verl.data.flat_batch import FlatBatch
 from verl.data.plan import RaggedIndices, RankPlan
 from verl.errors import ConfigError
 from verl.training.engine import TrainEngine, select_contents
+from verl.training.policy.teacher import FlooredTeacher
 from verl.training.profiler import span
-from verl.training.teacher import FlooredTeacher
 from verl.types import Sample
 
 

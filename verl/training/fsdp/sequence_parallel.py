@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedConfig
 
 from verl.errors import EngineError
-from verl.training.collectives import all_to_all, sum_shares
+from verl.training.kernels.collectives import all_to_all, sum_shares
 from verl.training.process_group import check_divides
 from verl.training.settings import FsdpSettings
 

@@ -18,7 +18,7 @@ from verl.checkpoint.adapter import NAME, WEIGHTS, adapter_config, is_adapter, p
 from verl.errors import CheckpointError, EngineError
 from verl.installation import format_install_hint
 from verl.model_safety import local_path
-from verl.training.model import PackedModel
+from verl.training.fsdp.model import PackedModel
 from verl.training.settings import LoraSettings
 
 ALL_LINEAR = "all-linear"

@@ -12,8 +12,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor
 
 from verl.errors import EngineError
-from verl.training.expert_parallel import distribute_experts
-from verl.training.model import PackedModel
+from verl.training.fsdp.expert_parallel import distribute_experts
+from verl.training.fsdp.model import PackedModel
 from verl.training.process_group import check_divides
 from verl.training.settings import FsdpSettings
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.training.low_precision import LowPrecisionAdamW
-from verl.training.model import PackedModel
-from verl.training.muon import Muon
+from verl.training.fsdp.model import PackedModel
+from verl.training.fsdp.sharding import group_by_mesh
+from verl.training.optim.low_precision import LowPrecisionAdamW
+from verl.training.optim.muon import Muon
 from verl.training.settings import FsdpSettings
-from verl.training.sharding import group_by_mesh
 
 
 def build_optimizer(model: PackedModel, settings: FsdpSettings) -> torch.optim.Optimizer:

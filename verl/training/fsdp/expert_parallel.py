@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from verl.errors import EngineError
-from verl.training.collectives import all_to_all
+from verl.training.kernels.collectives import all_to_all
 
 
 def distribute_experts(model: nn.Module, mesh: DeviceMesh, path: str) -> list[Any]:

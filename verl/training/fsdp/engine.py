@@ -25,23 +25,23 @@ from verl.algorithms.objective import ModelOutput, ValueOutput, weigh_branches
 from verl.checkpoint.adapter import is_adapter, merge_adapter, original_name, peft_name
 from verl.data.flat_batch import FlatBatch
 from verl.errors import DivergenceError, EngineError
-from verl.training.divergence import compute_norm, describe_nonfinite, make_probe
 from verl.training.engine import Loss
-from verl.training.logprobs import LastLayer, compiled_kernels
-from verl.training.lora import check_base, describe_adapter, disable_adapter, is_trainable
+from verl.training.fsdp.divergence import compute_norm, describe_nonfinite, make_probe
+from verl.training.fsdp.local_shards import find_plain_names, iter_parts
+from verl.training.fsdp.lora import check_base, describe_adapter, disable_adapter, is_trainable
+from verl.training.fsdp.model import PackedCausalLM, PackedValueModel
+from verl.training.fsdp.model_loader import load_model
+from verl.training.fsdp.offload import Offloader, copy_to_host, iter_moments
+from verl.training.fsdp.routing import control_routing
+from verl.training.fsdp.sequence_parallel import build_sequence_group
+from verl.training.fsdp.sharding import group_by_mesh, parse_dtype, shard_model
+from verl.training.fsdp.shared_prompts import find_shared_prompts
+from verl.training.kernels.logprobs import LastLayer, compiled_kernels
 from verl.training.metric_sums import MetricSums
-from verl.training.model import PackedCausalLM, PackedValueModel
-from verl.training.model_loader import load_model
-from verl.training.offload import Offloader, copy_to_host, iter_moments
-from verl.training.optimizers import LossScaler, build_optimizer, optimizer_options
+from verl.training.optim.optimizers import LossScaler, build_optimizer, optimizer_options
 from verl.training.profiler import span
 from verl.training.random_state import get_random_state, set_random_state
-from verl.training.routing import control_routing
-from verl.training.sequence_parallel import build_sequence_group
 from verl.training.settings import FsdpSettings
-from verl.training.sharding import group_by_mesh, parse_dtype, shard_model
-from verl.training.shared_prompts import find_shared_prompts
-from verl.training.weight_parts import find_plain_names, iter_parts
 from verl.weights.bucket import WeightPart, to_hf
 
 

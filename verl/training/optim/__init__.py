@@ -1,0 +1,1 @@
+"""Optimizers: AdamW with low-precision state, and Muon."""
