@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from verl.config.requirements import _ENGINE_SETTINGS, _RESERVED, list_vllm_arguments
+from verl.rollout.vllm.checks import _ENGINE_SETTINGS, _RESERVED, list_vllm_arguments
 
 pytestmark = pytest.mark.contract
 

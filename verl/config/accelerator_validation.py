@@ -1,17 +1,17 @@
-"""Checks of settings that only some devices support. With trainer.device=auto the run asks again, when it is known."""
+"""Checks of settings that only some devices and rollout engines support.
+
+With trainer.device=auto the run repeats them, once the device is known.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from verl.config.features import get_quantization
+from verl.config.rollout_engines import DEFAULT_ENGINE, PARALLEL_SIZES, get_rollout_engine, list_rollout_engines
 from verl.config.schema import Config
 from verl.config.schema.rules import ROLLOUT
 from verl.errors import ConfigError
-
-INVARIANT_BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_MLA")
-"""vLLM's attention backends whose results do not depend on the other requests of a batch, on NVIDIA GPUs."""
 
 MIN_CAPABILITY = (8, 0)
 """The compute capability that vLLM's batch-invariant kernels and torch's variable-length attention need."""
@@ -25,15 +25,19 @@ def find_accelerator_conflicts(config: Config) -> Iterator[str]:
         yield from _check_quantization(config)
     if config.trainer.device == "cpu":
         yield from find_layout_problems(config)
+    engine = get_rollout_engine(config.actor_rollout_ref.rollout.name)
+    if engine.find_conflicts is not None:
+        yield from engine.load(engine.find_conflicts)(config)
 
 
 def find_layout_problems(config: Config) -> Iterator[str]:
-    """Yield sizes of engines that vLLM does not have on CPUs."""
+    """Yield sizes of engines that are not supported on CPUs."""
     rollout = config.actor_rollout_ref.rollout
-    for name in ("pipeline_model_parallel_size", "data_parallel_size", "expert_parallel_size"):
+    engine = get_rollout_engine(rollout.name)
+    for name in PARALLEL_SIZES:
         key, size = f"{ROLLOUT}.{name}", getattr(rollout, name)
-        if size > 1:
-            yield f"{key}: {size} needs accelerators: vLLM on CPUs has only tensor_model_parallel_size; set {key}=1"
+        if size > 1 and name in engine.capabilities.accelerator_settings:
+            yield f"{key}: {size} needs accelerators: {engine.title} does not support it on CPUs; set {key}=1"
 
 
 def check_capability(capability: tuple[int, int]) -> None:
@@ -56,47 +60,30 @@ def _check_determinism(config: Config) -> Iterator[str]:
     if reward_model.enable:
         engines.append(("reward.reward_model.rollout", reward_model.rollout.name))
     for section, name in engines:
-        if name == "hf":
+        if config.trainer.device not in get_rollout_engine(name).capabilities.deterministic_devices:
             yield (
-                f"{section}.name: hf has no batch-invariant mode on GPUs, which trainer.deterministic=true needs; set "
-                f"{section}.name=vllm, {off}"
-            )
-    key = f"{ROLLOUT}.engine_kwargs.vllm"
-    for argument, backend in _list_attention_backends(rollout.engine_kwargs.vllm):
-        if backend.upper() not in INVARIANT_BACKENDS:
-            yield (
-                f"{key}.{argument}: {backend} is not batch-invariant in vLLM, which trainer.deterministic=true needs; "
-                f"set {key}.{argument}=FLASH_ATTN, {off}"
+                f"{section}.name: {name} has no batch-invariant mode on GPUs, which trainer.deterministic=true needs; "
+                f"set {section}.name={DEFAULT_ENGINE}, {off}"
             )
 
 
 def _check_quantization(config: Config) -> Iterator[str]:
-    """Check that vLLM can quantize the weights of the engines."""
+    """Check that the engines can quantize their weights."""
     rollout = config.actor_rollout_ref.rollout
+    engine = get_rollout_engine(rollout.name)
     is_given = rollout.quantization is not None
     setting, value, off = ("quantization", rollout.quantization, "null") if is_given else ("dtype", "fp8", "auto")
     key = f"{ROLLOUT}.{setting}"
-    if rollout.name == "hf":
-        yield f"{key}: {value} requires {ROLLOUT}.name=vllm, but {ROLLOUT}.name=hf; set {key}={off}"
-    elif config.trainer.device == "cpu":
+    if "quantization" not in engine.capabilities.settings:
+        able = " or ".join(list_rollout_engines(supporting="quantization"))
+        yield f"{key}: {value} requires {ROLLOUT}.name={able}, but {ROLLOUT}.name={rollout.name}; set {key}={off}"
+    elif config.trainer.device == "cpu" and "quantization" in engine.capabilities.accelerator_settings:
         yield (
-            f"{key}: {value} requires accelerators: vLLM has no FP8 kernels for the CPU (trainer.device); set "
-            f"{key}={off}"
+            f"{key}: {value} requires accelerators: {engine.title} has no FP8 kernels for the CPU (trainer.device); "
+            f"set {key}={off}"
         )
     if rollout.dtype == "float32" and is_given:
         yield (
             f"{ROLLOUT}.dtype: float32 is not supported by quantized engines, which compute in 16 bits; set "
             f"{ROLLOUT}.dtype=bfloat16, or {ROLLOUT}.quantization=null"
         )
-
-
-def _list_attention_backends(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the attention backends that are requested from vLLM, with the names of the arguments."""
-    config = arguments.get("attention_config")
-    nested = config.get("backend") if isinstance(config, dict) else None
-    for name, backend in (
-        ("attention_backend", arguments.get("attention_backend")),
-        ("attention_config.backend", nested),
-    ):
-        if backend is not None and str(backend).lower() != "auto":
-            yield name, str(backend)

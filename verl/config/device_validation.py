@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl.config.batch_sizes import count_engine_devices, count_group_devices
-from verl.config.features import VLLM_LORA_RANKS
+from verl.config.rollout_engines import get_rollout_engine, list_rollout_engines
 from verl.config.schema import Config
 from verl.config.schema.reward import RewardRolloutConfig
 from verl.config.schema.rollout import RolloutConfig
@@ -22,10 +22,11 @@ def find_conflicts(config: Config) -> Iterator[str]:
 def _check_transports(config: Config) -> Iterator[str]:
     """Check that weights and adapters can reach the engines."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
-    transport, max_rank = rollout.weight_transport, VLLM_LORA_RANKS[-1]
-    is_direct = transport in ("nccl", "ipc")
-    if is_direct and (config.trainer.device == "cpu" or rollout.name == "hf"):
-        reason = f"rollout.name=vllm, but rollout.name={rollout.name}"
+    engine, transport = get_rollout_engine(rollout.name), rollout.weight_transport
+    is_direct, max_rank = transport in ("nccl", "ipc"), engine.capabilities.max_lora_rank
+    is_supported = transport in engine.capabilities.device_transports
+    if is_direct and (config.trainer.device == "cpu" or not is_supported):
+        reason = f"an engine that has it, but rollout.name={rollout.name}"
         if config.trainer.device == "cpu":
             reason = "accelerators, but trainer.device=cpu"
         yield f"{ROLLOUT}.weight_transport: {transport} requires {reason}; set {ROLLOUT}.weight_transport=host"
@@ -40,9 +41,9 @@ def _check_transports(config: Config) -> Iterator[str]:
     if rank == 0 or rollout.lora_transport != "adapter":
         return
     for is_unfit, reason in (
-        (rollout.name == "hf", "rollout.name=hf loads full models"),
+        (max_rank == 0, f"rollout.name={rollout.name} loads full models"),
         (is_direct, f"weight_transport={transport} sends full models"),
-        (rank > max_rank, f"vLLM supports ranks up to {max_rank}"),
+        (rank > max_rank > 0, f"{engine.title} supports ranks up to {max_rank}"),
     ):
         if is_unfit:
             yield f"{ROLLOUT}.lora_transport: adapter is not supported: {reason}; set {ROLLOUT}.lora_transport=merged"
@@ -91,14 +92,8 @@ def _check_widths(config: Config) -> Iterator[str]:
             )
             fix = f"set {key}={fitting[-1]}" if width == size else f"reduce them to {fitting[-1]} devices"
             yield f"{key}: {size}{more} is not possible: {reason}; {fix}"
-    experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size * rollout.data_parallel_size
-    if experts not in (1, devices):
-        key = f"{ROLLOUT}.expert_parallel_size"
-        yield (
-            f"{key}: {experts} is not possible: vLLM distributes experts over all {devices} devices of an engine "
-            f"(tensor x data parallel size) or none; set {key}={devices}"
-        )
-    used = [engine.gpu_memory_utilization for _, engine in engines if engine.name != "hf"]
+    with_limit = list_rollout_engines(supporting="gpu_memory_utilization")
+    used = [engine.gpu_memory_utilization for _, engine in engines if engine.name in with_limit]
     if config.trainer.device == "cuda" and is_shared and sum(used) > 1:
         yield (
             f"{ROLLOUT}.gpu_memory_utilization: {' + '.join(f'{share:g}' for share in used)} of the reward model on "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
 
@@ -84,16 +85,11 @@ def get_quantization(config: Config) -> str | None:
     return "fp8_per_block" if wanted == "fp8" else wanted
 
 
-VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's max_lora_rank."""
-
-
 def syncs_adapter_only(config: Config) -> bool:
     """Whether the engines load the base model and weight sync sends only the adapter."""
     rollout, rank = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.peft.lora_rank
-    is_possible = (
-        rollout.name == "vllm" and rollout.weight_transport in ("auto", "host") and rank <= VLLM_LORA_RANKS[-1]
-    )
+    max_rank = get_rollout_engine(rollout.name).capabilities.max_lora_rank
+    is_possible = rollout.weight_transport in ("auto", "host") and rank <= max_rank
     return rank > 0 and (rollout.lora_transport == "adapter" or (rollout.lora_transport == "auto" and is_possible))
 
 

@@ -101,8 +101,8 @@ def find_unmet_condition(config: Section, key: str) -> str | None:
         if f"{key}.".startswith(tuple(f"{name}." for name in rule.settings)) and not rule.holds(config):
             return rule.reason
     for condition in collect_settings(type(config))[key].only_if:
-        if not condition.holds(*(get_value(config, other) for other in condition.keys)):
-            return condition.reason
+        if (reason := condition.find_reason(*(get_value(config, other) for other in condition.keys))) is not None:
+            return reason
     return None
 
 

@@ -166,8 +166,8 @@ def _build(
     remember(tree)
     known = _select_known(run_type, tree, hints, problems)
     origins |= fill_from_adapter(run_type.root, known, hints)
+    problems += _import_external(run_type, known)
     config, invalid = _validate(run_type, known, problems)
-    problems += _import_external(config)
     conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
     if complete:
         conflicts = [*find_missing(config), *conflicts]
@@ -177,12 +177,15 @@ def _build(
     return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep, origins)
 
 
-def _import_external(config: Section) -> list[str]:
-    """Import the modules of `external_lib`, whose engines the checks need to know; return why this failed."""
-    assert isinstance(config, Config | SftConfig)
-    key, model = get_model_settings(config)
-    try:
-        import_external(model.external_modules, f"{key}.external_lib")
+def _import_external(run_type: RunType[C], tree: Tree) -> list[str]:
+    """Import the modules of `external_lib`, whose engines are valid names afterwards; return why this failed."""
+    default = run_type.root()
+    assert isinstance(default, Config | SftConfig)
+    section, _ = get_model_settings(default)
+    given = get_path(tree, (*section.split("."), "external_lib"))
+    modules = [given] if isinstance(given, str) else given or []
+    try:  # a value of another type is reported with the other types
+        import_external([name for name in modules if isinstance(name, str)], f"{section}.external_lib")
     except ConfigError as error:
         return error.problems
     return []

@@ -35,7 +35,7 @@ from verl.config.ignored import find_ignored_settings, find_unmet_condition
 from verl.config.parallelism import find_parallel_conflicts
 from verl.config.paths import get_value, is_overridden
 from verl.config.profile_validation import find_profile_conflicts
-from verl.config.requirements import check_engine_arguments
+from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import FsdpConfig, OptimConfig
 from verl.config.schema.rules import ACTOR, ROLLOUT
@@ -74,7 +74,6 @@ def find_generation_conflicts(config: Config) -> Iterator[str]:
             f"reward.sandbox.seconds: {seconds:g} must be below reward.deadline_s={deadline:g}, the limit for scoring "
             f"a response with all its tests; set reward.deadline_s={max(60, 4 * seconds):g}"
         )
-    yield from check_engine_arguments(config)
     yield from find_accelerator_conflicts(config)
 
 
@@ -162,24 +161,13 @@ def _check_order(config: Config) -> Iterator[str]:
 
 
 def _check_routing(config: Config) -> Iterator[str]:
-    """Check that the experts to replay or to balance are known, and the type of vLLM's logits."""
+    """Check that the experts to replay or to balance are known."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     mode, coefficient = actor.router_replay.mode, actor.router_aux_loss_coef
-    if mode == "R3" and rollout.name == "hf":
+    if mode == "R3" and not get_rollout_engine(rollout.name).capabilities.returns_routed_experts:
         yield (
-            f"{ACTOR}.router_replay.mode: R3 requires an engine that returns its experts, but {ROLLOUT}.name=hf does "
-            f"not; set {ACTOR}.router_replay.mode=R2"
-        )
-    if mode == "R3" and rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
-        yield (
-            f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching: vLLM returns experts only with prefix caching; "
-            f"remove it, or set {ACTOR}.router_replay.mode=R2"
-        )
-    if config.actor_rollout_ref.model.fp32_lm_head and "hf_overrides" in rollout.engine_kwargs.vllm:
-        yield (
-            f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides: replaces head_dtype=float32, which "
-            "actor_rollout_ref.model.fp32_lm_head=true sets; add it there and set "
-            "actor_rollout_ref.model.fp32_lm_head=false, or remove hf_overrides"
+            f"{ACTOR}.router_replay.mode: R3 requires an engine that returns its experts, but {ROLLOUT}.name="
+            f"{rollout.name} does not; set {ACTOR}.router_replay.mode=R2"
         )
     if config.algorithm.rollout_correction.bypass_mode and mode != "R3":
         setting = (
@@ -252,8 +240,9 @@ def find_hints(config: Config) -> Iterator[str]:
     low, high = actor.clip_range
     if low > high and find_unmet_condition(config, f"{ACTOR}.clip_ratio_low") is None:
         yield f"{ACTOR}.clip_ratio_low: {low} is above clip_ratio_high={high}; usually the upper range is wider"
+    is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
     for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
-        if cut:
+        if cut and is_truncated:
             yield (
                 f"{ROLLOUT}.{name}: with {getattr(rollout, name)} the engine's log-probs are those of the truncated "
                 "distribution and the trainer's those of the full one, so training/rollout_probs_diff_mean is large "

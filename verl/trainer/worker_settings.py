@@ -19,7 +19,6 @@ from verl.config.batch_sizes import (
     get_ulysses_size,
 )
 from verl.config.features import (
-    VLLM_LORA_RANKS,
     frees_engine_memory,
     get_quantization,
     prime_shares_reference,
@@ -40,6 +39,7 @@ from verl.data.micro_batches import MicroBatchLimit
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
+from verl.rollout.vllm.checks import LORA_RANKS
 from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.memory_advice import rl_memory_advice
 from verl.trainer.reward_settings import reward_components, reward_pool_settings
@@ -375,7 +375,7 @@ def engine_settings(config: Config, device: str, index: int) -> dict[str, Any]:
 def _engine_adapter(config: Config) -> dict[str, Any]:
     """Return the shape of the adapters that an engine will receive, and the memory to reserve for them."""
     peft = config.actor_rollout_ref.actor.peft
-    max_rank = next(rank for rank in VLLM_LORA_RANKS if rank >= peft.lora_rank)
+    max_rank = next(rank for rank in LORA_RANKS if rank >= peft.lora_rank)
     return {"rank": peft.lora_rank, "alpha": peft.lora_alpha, "targets": peft.target_modules, "max_rank": max_rank}
 
 

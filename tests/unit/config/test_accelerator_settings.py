@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.accelerator_validation import INVARIANT_BACKENDS, check_capability
+from verl.config.accelerator_validation import check_capability
 from verl.config.load import load, load_for_generation
 from verl.errors import ConfigError
+from verl.rollout.vllm.checks import INVARIANT_BACKENDS
 from verl.tracking.console import Console
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.setup import RunBuilder

@@ -8,11 +8,11 @@ import sys
 import pytest
 import yaml
 
-from verl.config import requirements
 from verl.config.load import load, load_dict
 from verl.config.render import render
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.rollout.vllm import checks
 
 pytestmark = pytest.mark.unit
 
@@ -349,13 +349,13 @@ def test_engine_arguments_must_exist_and_not_duplicate_a_setting(
     argument: str, says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     names = frozenset({"block_size", "max_num_seqs", "enable_prefix_caching"})
-    monkeypatch.setattr(requirements, "list_vllm_arguments", lambda: names)
+    monkeypatch.setattr(checks, "list_vllm_arguments", lambda: names)
     assert problem(f"+{VLLM}.{argument}") == f"{VLLM}.{argument.partition('=')[0]}: {says}"
     assert hints(f"+{VLLM}.enable_prefix_caching=false") == []
 
 
 def test_engine_arguments_are_not_checked_by_name_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(requirements, "list_vllm_arguments", frozenset)
+    monkeypatch.setattr(checks, "list_vllm_arguments", frozenset)
     assert hints(f"+{VLLM}.quixotic=1") == []
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic.fields import FieldInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from verl.config.schema.rules import OnlyIf
 
@@ -19,6 +20,25 @@ MISSING = "???"
 
 CUSTOM_FUNCTION = "package.module:function"
 """How a setting that accepts a user's function as well as built-in names is written."""
+
+
+class RegisteredName(str):
+    """A name of a registry. Names can be registered at any time before a value is checked."""
+
+    @classmethod
+    def list_names(cls) -> Iterable[str]:
+        """Return the names that are accepted now."""
+        raise NotImplementedError
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls._check, core_schema.str_schema())
+
+    @classmethod
+    def _check(cls, value: str) -> str:
+        if value not in cls.list_names():
+            raise PydanticCustomError("unknown_name", "is not registered")
+        return value
 
 
 class Section(BaseModel):
@@ -152,13 +172,15 @@ def _read(name: str, field: FieldInfo, parent: Setting | None) -> Setting:
         section=kind if isinstance(kind, type) and issubclass(kind, Section) else None,
         only_if=(
             *(condition for condition in (parent.only_if if parent else ()) if key not in condition.keys),
-            *(condition.resolve(".".join(path[:-1])) for condition in marks["only_if"]),
+            *(condition.resolve(key) for condition in marks["only_if"]),
         ),
     )
 
 
 def _choices(annotation: Any) -> Iterator[Any]:
-    if get_origin(annotation) is Literal:
+    if isinstance(annotation, type) and issubclass(annotation, RegisteredName):
+        yield from annotation.list_names()
+    elif get_origin(annotation) is Literal:
         yield from get_args(annotation)
     else:
         for part in get_args(annotation):
@@ -172,6 +194,8 @@ def _type_name(annotation: Any) -> str:
     origin, parts = get_origin(annotation), get_args(annotation)
     if annotation is CustomFunction:
         return CUSTOM_FUNCTION
+    if isinstance(annotation, type) and issubclass(annotation, RegisteredName):
+        return " | ".join(annotation.list_names())
     if origin is Annotated:
         return _type_name(parts[0])
     if origin is Literal:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.base import Count, Positive, Section, section, setting
-from verl.config.schema.rules import needs, needs_given, unless, unless_given
+from verl.config.rollout_engines import DEFAULT_REWARD_ENGINE, PLANNED_ENGINES, list_rollout_engines
+from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
+from verl.config.schema.rules import needs, needs_engine, needs_given, unless, unless_given
 
 _IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
 
@@ -26,19 +27,27 @@ class RewardManagerConfig(Section):
     )
 
 
+class RewardEngineName(RegisteredName):
+    @classmethod
+    def list_names(cls) -> list[str]:
+        return [*list_rollout_engines(is_reward_model=True), *PLANNED_ENGINES]
+
+
 class RewardRolloutConfig(Section):
-    name: Literal["hf", "vllm", "sglang"] = setting(
-        "hf", "Engine of the reward model; hf: transformers, supports any model.", planned=("sglang",)
+    name: RewardEngineName = setting(
+        DEFAULT_REWARD_ENGINE,
+        "Engine of the reward model; hf: transformers, supports any model.",
+        planned=PLANNED_ENGINES,
     )
     tensor_model_parallel_size: Count = setting(
-        1, "Devices per engine, on one node.", unit="devices", only_if=unless(".name", "hf")
+        1, "Devices per engine, on one node.", unit="devices", only_if=needs_engine(".name")
     )
     gpu_memory_utilization: float = setting(
         0.5,
         "Fraction of an accelerator's memory.",
         gt=0,
         le=1,
-        only_if=(unless(".name", "hf"), unless("trainer.device", "cpu")),
+        only_if=(needs_engine(".name"), unless("trainer.device", "cpu")),
     )
 
 

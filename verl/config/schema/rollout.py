@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from verl.config.schema.base import Count, Positive, Section, section, setting
-from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, unless
+from verl.config.rollout_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_rollout_engines
+from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
+from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, needs_engine, unless
 
 _HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
 _HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization")
@@ -14,7 +15,7 @@ _HAS_ADAPTER = unless(_ADAPTER, 0, reason=f"{_ADAPTER}=0 means no adapter")
 _ALWAYS_COMPARES = needs(".calculate_log_probs", reason="the engine's log-probs cost nothing and are always compared")
 _HYBRID = "actor_rollout_ref.hybrid_engine"
 _HAS_OWN_DEVICES = unless(_HYBRID, True, reason=f"{_HYBRID}=True: engines use the devices of the train workers")
-_IS_VLLM = unless("actor_rollout_ref.rollout.name", "hf")
+_HAS_SUPPORT = needs_engine("actor_rollout_ref.rollout.name")
 _IS_SGLANG = needs("actor_rollout_ref.rollout.name", "sglang")
 _IS_MULTI_TURN = needs(".enable")
 _HAS_TURNS = needs("actor_rollout_ref.rollout.multi_turn.enable")
@@ -115,16 +116,25 @@ class GatewayConfig(Section):
     )
 
 
+class RolloutEngineName(RegisteredName):
+    @classmethod
+    def list_names(cls) -> list[str]:
+        return [*list_rollout_engines(), *PLANNED_ENGINES]
+
+
 class EngineArguments(Section):
     vllm: dict[str, Any] = setting(
-        {}, "Further engine arguments of vLLM; those that have a setting here are rejected.", only_if=_IS_VLLM
+        {}, "Further engine arguments of vLLM; those that have a setting here are rejected.", only_if=_HAS_SUPPORT
     )
     sglang: dict[str, Any] = setting({}, "Server arguments of SGLang.", only_if=_IS_SGLANG)
+    external: dict[str, Any] = setting(
+        {}, "Arguments of an engine that model.external_lib registers.", only_if=_HAS_SUPPORT
+    )
 
 
 class RolloutConfig(Section):
-    name: Literal["vllm", "sglang", "hf"] = setting(
-        "vllm", "Rollout engine; hf: transformers, for debugging.", planned=("sglang",)
+    name: RolloutEngineName = setting(
+        DEFAULT_ENGINE, "Rollout engine; hf: transformers, for debugging.", planned=PLANNED_ENGINES
     )
     n: Count = setting(1, "Responses per prompt; GRPO needs a group of 8 or more.", unit="responses")
     temperature: float = setting(1.0, "Sampling temperature.", ge=0)
@@ -141,54 +151,54 @@ class RolloutConfig(Section):
         None, "The engines' own devices on each of their nodes.", unit="devices", only_if=_HAS_OWN_DEVICES
     )
     tensor_model_parallel_size: Count = setting(
-        1, "Devices per engine that divide each layer, on one node.", unit="devices", only_if=_IS_VLLM
+        1, "Devices per engine that divide each layer, on one node.", unit="devices", only_if=_HAS_SUPPORT
     )
     pipeline_model_parallel_size: Count = setting(
-        1, "Stages of layers per engine, on one node; multiplies its devices.", unit="stages", only_if=_IS_VLLM
+        1, "Stages of layers per engine, on one node; multiplies its devices.", unit="stages", only_if=_HAS_SUPPORT
     )
     data_parallel_size: Count = setting(
         1,
         "Copies of the attention per engine of a mixture of experts; multiplies its devices.",
         unit="copies",
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     expert_parallel_size: Count = setting(
         1,
         "Devices per engine that divide the experts; 1, or tensor x data parallel size.",
         unit="devices",
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     gpu_memory_utilization: float = setting(
-        0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_IS_VLLM, _HAS_GPU)
+        0.5, "Fraction of an accelerator's memory that an engine uses.", gt=0, le=1, only_if=(_HAS_SUPPORT, _HAS_GPU)
     )
     free_cache_engine: bool | None = setting(
         None,
         "Engines free their memory while the model trains on the same devices; null: yes, on accelerators.",
     )
     cpu_cache_gib: Count = setting(
-        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_IS_VLLM, _HAS_NO_GPU)
+        1, "Memory of an engine's key-value cache on CPU.", unit="GiB", only_if=(_HAS_SUPPORT, _HAS_NO_GPU)
     )
     max_num_seqs: Count | None = setting(
         None,
         "Maximum sequences that an engine generates at once; null: 256 on CPU, else chosen by vLLM.",
         unit="sequences",
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     max_num_batched_tokens: Count | None = setting(
         None,
         "Maximum tokens per engine pass; null: chosen by vLLM, on accelerators for throughput.",
         unit="tokens",
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     max_model_len: int | None = setting(
         None,
         "Maximum sequence length; null: data.max_prompt_length + data.max_response_length.",
         unit="tokens",
         ge=2,
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     enforce_eager: bool | None = setting(
-        None, "Disable CUDA graphs: faster startup, slower generation; null: only on CPU.", only_if=_IS_VLLM
+        None, "Disable CUDA graphs: faster startup, slower generation; null: only on CPU.", only_if=_HAS_SUPPORT
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16", "fp8"] = setting(
         "auto", "Type of the computation; auto: same as the actor; fp8: bfloat16 with quantization=fp8."
@@ -199,7 +209,7 @@ class RolloutConfig(Section):
     load_format: Literal["dummy", "auto", "safetensors"] = setting(
         "dummy",
         "What an engine loads at startup; dummy: nothing, if the first weight sync brings all weights.",
-        only_if=_IS_VLLM,
+        only_if=_HAS_SUPPORT,
     )
     weight_transport: Literal["auto", "host", "nccl", "ipc"] = setting(
         "auto", "How weights reach the engines; auto: host memory. nccl and ipc are not yet tested on GPUs."

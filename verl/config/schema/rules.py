@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from verl.config.rollout_engines import get_rollout_engine
+
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
 REF = "actor_rollout_ref.ref"
@@ -18,16 +20,32 @@ LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 @dataclass(frozen=True, slots=True)
 class OnlyIf:
-    """A setting has an effect only if `holds` is true, given the values of `keys`; else `reason` is reported."""
+    """A setting has an effect only if `holds` is true, given the values of `keys`; else `reason` is reported.
+
+    In the reason, {section} stands for the section of the setting and {value} for the value of the first key.
+    """
 
     keys: tuple[str, ...]
     holds: Callable[..., Any]
     reason: str
 
-    def resolve(self, section: str) -> OnlyIf:
-        """The same condition with absolute keys, for a setting of `section`."""
-        keys = tuple(f"{section}{key}" if key.startswith(".") else key for key in self.keys)
+    def resolve(self, key: str) -> OnlyIf:
+        """Return the same condition with absolute keys, for the setting `key`."""
+        section = key.rpartition(".")[0]
+        keys = tuple(f"{section}{other}" if other.startswith(".") else other for other in self.keys)
         return replace(self, keys=keys, reason=self.reason.replace("{section}", section))
+
+    def find_reason(self, *values: Any) -> str | None:
+        """Return why a setting has no effect, given the values of `keys`; None if it has one."""
+        return None if self.holds(*values) else self.reason.replace("{value}", str(values[0]))
+
+
+@dataclass(frozen=True, slots=True)
+class _NeedsEngine(OnlyIf):
+    def resolve(self, key: str) -> OnlyIf:
+        condition = OnlyIf.resolve(self, key)
+        setting = key.removeprefix(condition.keys[0].removesuffix("name"))
+        return replace(condition, holds=lambda name: setting in get_rollout_engine(name).capabilities.settings)
 
 
 def needs(key: str, *values: Any, reason: str = "") -> OnlyIf:
@@ -42,6 +60,11 @@ def unless(key: str, *values: Any, reason: str = "") -> OnlyIf:
     """Only if `key` has none of `values`."""
     shown = "true" if values == (True,) else " or ".join(str(value) for value in values)
     return OnlyIf((key,), lambda value: value not in values, reason or f"{_show(key)}={shown}")
+
+
+def needs_engine(key: str) -> OnlyIf:
+    """Only if the rollout engine that `key` names supports the setting."""
+    return _NeedsEngine((key,), lambda name: True, f"{_show(key)}={{value}}")
 
 
 def needs_given(key: str) -> OnlyIf:

@@ -1,0 +1,138 @@
+"""Rollout engines by name: what each of them supports, and where its code is. No engine is imported here.
+
+The engines of verl are registered below. A module of the user, named in `actor_rollout_ref.model.external_lib`,
+registers its own with `register_rollout_engine`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pkgutil import resolve_name
+from typing import Any
+
+PLANNED_ENGINES = ("sglang",)
+"""Names that are answered as not supported yet."""
+
+DEFAULT_ENGINE, IN_PROCESS_ENGINE, DEFAULT_REWARD_ENGINE = "vllm", "hf", "hf"
+"""The engines of a run, of a run in a single process, and of reward models, unless others are chosen."""
+
+PARALLEL_SIZES = (
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size"),
+    *("data_parallel_size", "expert_parallel_size"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCapabilities:
+    """What a rollout engine supports. Settings that need more are refused before a run starts.
+
+    Attributes:
+        settings: Settings of `actor_rollout_ref.rollout`, and of a reward model's `rollout`, that have an effect.
+            Settings of every engine are not listed.
+        accelerator_settings: Those of `settings` that are not supported on the CPU.
+        deterministic_devices: Device types on which `generate_all` and reward models repeat their results to the bit.
+        device_transports: Values of `weight_transport` besides host memory, for which the engine has a weight sender.
+        max_lora_rank: The largest adapter that can be loaded without its base model; 0: only full models are loaded.
+        returns_routed_experts: Responses of an MoE come with the experts of every token.
+        has_truncated_logprobs: With `top_p` or `top_k`, log-probs are those of the truncated distribution, which the
+            token was drawn from; else those of the full distribution at the same temperature.
+        continues_requests: Requests that run during a weight update go on with the new weights; else the update waits.
+        selects_device: The engine can use an accelerator other than the first visible one.
+    """
+
+    settings: frozenset[str] = frozenset()
+    accelerator_settings: frozenset[str] = frozenset()
+    deterministic_devices: tuple[str, ...] = ()
+    device_transports: tuple[str, ...] = ()
+    max_lora_rank: int = 0
+    returns_routed_experts: bool = False
+    has_truncated_logprobs: bool = True
+    continues_requests: bool = False
+    selects_device: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutEngineSpec:
+    """A rollout engine. Its code is named as `package.module:name` and imported when it is used.
+
+    Attributes:
+        name: The value of `actor_rollout_ref.rollout.name`.
+        title: The name in messages.
+        capabilities: What the engine supports.
+        reward_model: The class of a `RewardModel`; None: the engine cannot run reward models.
+        find_problem: A function without arguments that returns why the installed packages do not suffice, or "".
+        find_conflicts: A function of the settings that yields conflicts only this engine has.
+    """
+
+    name: str
+    title: str
+    capabilities: RolloutCapabilities = field(default_factory=RolloutCapabilities)
+    reward_model: str | None = None
+    find_problem: str | None = None
+    find_conflicts: str | None = None
+
+    def load(self, path: str) -> Any:
+        """Return what `path`, one of the attributes, names."""
+        return resolve_name(path)
+
+
+_ENGINES: dict[str, RolloutEngineSpec] = {}
+
+
+def register_rollout_engine(spec: RolloutEngineSpec) -> None:
+    """Make an engine available under its name.
+
+    Raises:
+        ValueError: Another engine has that name.
+    """
+    if _ENGINES.setdefault(spec.name, spec) != spec:
+        raise ValueError(f"a rollout engine {spec.name!r} is registered already, by {_ENGINES[spec.name]}")
+
+
+def get_rollout_engine(name: str) -> RolloutEngineSpec:
+    """Return a registered engine; for a planned one the default, so that other settings can still be checked."""
+    return _ENGINES[DEFAULT_ENGINE if name in PLANNED_ENGINES else name]
+
+
+def list_rollout_engines(*, supporting: str | None = None, is_reward_model: bool = False) -> list[str]:
+    """Return the names of the registered engines, or of those that support a setting or run reward models."""
+    return [
+        spec.name
+        for spec in _ENGINES.values()
+        if (supporting is None or supporting in spec.capabilities.settings)
+        and (not is_reward_model or spec.reward_model is not None)
+    ]
+
+
+register_rollout_engine(
+    RolloutEngineSpec(
+        name="vllm",
+        title="vLLM",
+        capabilities=RolloutCapabilities(
+            settings=frozenset(
+                (
+                    *PARALLEL_SIZES,
+                    *("gpu_memory_utilization", "cpu_cache_gib", "max_num_seqs", "max_num_batched_tokens"),
+                    *("max_model_len", "enforce_eager", "quantization", "load_format", "engine_kwargs.vllm"),
+                )
+            ),
+            accelerator_settings=frozenset((*PARALLEL_SIZES[1:], "quantization")),
+            deterministic_devices=("cpu", "cuda"),
+            device_transports=("nccl", "ipc"),
+            max_lora_rank=512,  # the last of `LORA_RANKS`
+            returns_routed_experts=True,
+            continues_requests=True,
+        ),
+        reward_model="verl.rollout.vllm.reward_model:VllmRewardModel",
+        find_problem="verl.rollout.vllm.checks:find_problem",
+        find_conflicts="verl.rollout.vllm.checks:find_conflicts",
+    )
+)
+register_rollout_engine(
+    RolloutEngineSpec(
+        name="hf",
+        title="transformers",
+        capabilities=RolloutCapabilities(deterministic_devices=("cpu",), selects_device=True),
+        reward_model="verl.rewards.models.hf:HfRewardModel",
+    )
+)

