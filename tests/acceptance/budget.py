@@ -1,4 +1,4 @@
-"""Check the memory budget of large models: closed form against fake tensors, and fake tensors against real ones.
+"""Check the memory plan of large models: closed form against fake tensors, and fake tensors against real ones.
 
 python tests/acceptance/budget.py [--short]
 
@@ -19,19 +19,22 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from _common import ROOT, finish  # noqa: F401 - finds what tests share
+from memory_measure import make_batch, measure, measure_phases
+from memory_tracker import MemoryTracker
 from public_models import MODELS
 from ranks import free_port, run_ranks
 from tiny import tiny_qwen2
 from transformers import Qwen2ForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from verl.budget.ledger import Ledger
-from verl.budget.measure import make_batch, measure, measure_phases
-from verl.budget.memory import ModelMemory, PassSize
-from verl.budget.model_shape import ModelShape
-from verl.budget.run import USABLE
 from verl.config.load import load
-from verl.trainer.run_budget import change_settings, format_changes, run_memory, suggest_settings
+from verl.config.paths import change_settings
+from verl.memory_plan.device_memory import USABLE
+from verl.memory_plan.model_memory import ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape
+from verl.memory_plan.run_plan import plan_memory
+from verl.memory_plan.suggestions import format_changes, suggest_settings
+from verl.trainer.worker_settings import train_settings
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
@@ -134,10 +137,10 @@ def rank_main(rank, port, folder, names):
     init_process_group(rank, 2, "127.0.0.1", port)
     results = {}
     for name in names:
-        ledger = Ledger()
+        tracker = MemoryTracker()
         engine = FsdpEngine(FsdpSettings(str(folder / "model"), **SMALL[name]))
-        with ledger.counting():
-            results[name] = measure_phases(engine, ledger, make_batch(**small_batch()))
+        with tracker.counting():
+            results[name] = measure_phases(engine, tracker, make_batch(**small_batch()))
         del engine
     if rank == 0:
         (folder / "peaks.json").write_text(json.dumps(results))
@@ -198,9 +201,9 @@ def make_plans():
     with tempfile.TemporaryDirectory() as name:
         for model, ranks in PLANS.items():
             config = load_config(Path(name), model, ranks)
-            changes = suggest_settings(config, MEMORY)
+            changes = suggest_settings(config, MEMORY, train_settings)
             changed = change_settings(config, {key: value for each in changes for key, value in each.values.items()})
-            run = run_memory(changed)
+            run = plan_memory(changed, train_settings)
             plans[model] = format_changes(changes), not run.problems(MEMORY), run
             print(f"plan of {model} on {ranks}: fits {plans[model][1]} {' '.join(plans[model][0])}", flush=True)
     return plans

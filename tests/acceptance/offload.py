@@ -54,7 +54,7 @@ SIZES = {
 TOKENS = {False: (4, 128), True: (4, 64)}  # sequences, tokens of each
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Bytes of live tensors: on the device now, at the peak, and in host memory."""
 
     def __init__(self):
@@ -113,22 +113,22 @@ def batch_of(rank, sequences, length, vocabulary):
 
 def measure(name, model, short, updates):
     """Return bytes between steps, at the peak of a forward pass and of an update, in host memory; and the results."""
-    ledger = Ledger()
+    tracker = MemoryTracker()
     engine = FsdpEngine(FsdpSettings(str(model), schedule=Schedule(1e-3), **SETTINGS[name]))
     vocabulary = engine.model.hf.config.vocab_size
     batches = batch_of(engine.rank, *TOKENS[short], vocabulary).split([[0, 1], [2, 3]])
     for tensor in [*engine.model.parameters(), *engine.model.buffers(), *engine._weights._host.values()]:
-        ledger.see(tensor)
-    ledger.engine = engine
+        tracker.see(tensor)
+    tracker.engine = engine
     seen = {}
-    with ledger:
+    with tracker:
         losses = [
             engine.update(batches, PolicyObjective(AlgorithmSettings(entropy_coeff=0.01))) for _ in range(updates)
         ]
-        seen["update"], ledger.peak = ledger.peak, 0
+        seen["update"], tracker.peak = tracker.peak, 0
         engine.forward(batches)
-        seen["forward"] = ledger.peak
-    seen["idle"], seen["host"] = ledger.count()
+        seen["forward"] = tracker.peak
+    seen["idle"], seen["host"] = tracker.count()
     weights = [tensor.double().sum() for _, tensor in engine.weights()]
     return {"bytes": seen, "losses": losses, "weights": torch.stack(weights), "notes": engine.notes}
 

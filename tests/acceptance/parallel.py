@@ -33,14 +33,14 @@ from gradient import (
     random_mini_batch,
     save_models,
 )
+from memory_measure import measure
 from public_models import MODELS
 from ranks import free_port, run_ranks
 from transformers.utils.logging import disable_progress_bar
 
-from verl.budget.measure import measure
-from verl.budget.memory import ModelMemory, PassSize
-from verl.budget.model_shape import ModelShape
 from verl.data.packing import balance, chunk
+from verl.memory_plan.model_memory import ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
 

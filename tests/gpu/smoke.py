@@ -28,11 +28,11 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for what tests share
-from verl.budget.devices import DEVICES, GIB
 from verl.commands import plan
 from verl.config.load import load
 from verl.demo.assets import make_assets, make_tokenizer
 from verl.demo.folder import Assets
+from verl.memory_plan.accelerators import DEVICES, GIB
 
 TRANSPORTS = ("host", "ipc", "nccl")
 SAVED, LAST = 2, 3  # the step of the checkpoint, and the last one, after the resume

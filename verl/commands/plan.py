@@ -7,15 +7,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from verl.budget.advice import Change
-from verl.budget.devices import DEVICES, GIB, Device
-from verl.budget.memory import Usage
-from verl.budget.run import USABLE, RunMemory
-from verl.budget.timing import Cluster, Workload, estimate_seconds, suggest_split
 from verl.commands.arguments import SETTINGS_HELP, ArgumentParser
 from verl.config.load import load
+from verl.config.paths import change_settings
 from verl.config.schema import Config
 from verl.errors import VerlError
+from verl.memory_plan.accelerators import DEVICES, GIB, Device
+from verl.memory_plan.device_memory import USABLE, MemoryPlan
+from verl.memory_plan.model_memory import Usage
+from verl.memory_plan.run_plan import get_workload, plan_memory
+from verl.memory_plan.step_time import Cluster, Workload, estimate_seconds, suggest_split
+from verl.memory_plan.suggestions import SettingsChange, describe_current, format_changes, suggest_settings
 
 HELP = f"""\
 usage: verl plan [--nodes N] [--gpus N] [--device NAME] [--memory GIB] [--json] [settings]
@@ -62,12 +64,12 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
 
 
 def _plan(config: Config, device: Device, *, as_json: bool) -> int:
-    from verl.trainer.run_budget import run_memory, run_workload, suggest_settings  # imports Ray, after the settings
+    from verl.trainer.worker_settings import train_settings  # imports Ray, after the settings
 
-    run, load = run_memory(config), run_workload(config)
+    run, load = plan_memory(config, train_settings), get_workload(config)
     cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)
     problems = run.problems(device.memory)
-    changes = suggest_settings(config, device.memory) if problems else []
+    changes = suggest_settings(config, device.memory, train_settings) if problems else []
     if as_json:
         report = {
             "parameters": run.models["actor"].shape.parameters,
@@ -80,23 +82,16 @@ def _plan(config: Config, device: Device, *, as_json: bool) -> int:
     else:
         lines = [*_describe(run, cluster), "", *_memory_table(run, device), "", *_verdict(config, problems, changes)]
         if changes:
-            run = run_memory(_changed(config, changes))
+            values = {key: value for change in changes for key, value in change.values.items()}
+            run = plan_memory(change_settings(config, values), train_settings)
             lines += ["", *_memory_table(run, device)]
         lines += ["", *_time_table(run, cluster, load)]
         sys.stdout.write("\n".join(lines) + "\n")
     return int(bool(problems) and not changes)
 
 
-def _changed(config: Config, changes: Sequence[Change]) -> Config:
-    from verl.trainer.run_budget import change_settings
-
-    return change_settings(config, {key: value for change in changes for key, value in change.values.items()})
-
-
-def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[Change]) -> list[str]:
+def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[SettingsChange]) -> list[str]:
     """Return what fits, and which settings to change."""
-    from verl.trainer.run_budget import describe_current, format_changes
-
     if not problems:
         return ["Every phase fits."]
     lines = ["It does not fit:", *(f"  {phase}: {problem}" for phase, problem in problems.items()), ""]
@@ -113,7 +108,7 @@ def _verdict(config: Config, problems: Mapping[str, str], changes: Sequence[Chan
     return [*lines, "It fits with:", *rows]
 
 
-def _describe(run: RunMemory, cluster: Cluster) -> list[str]:
+def _describe(run: MemoryPlan, cluster: Cluster) -> list[str]:
     actor, engine = run.models["actor"], run.engine
     size = actor.update or actor.forward
     lines = [
@@ -145,7 +140,7 @@ _COLUMNS = {
 }
 
 
-def _memory_table(run: RunMemory, device: Device) -> list[str]:
+def _memory_table(run: MemoryPlan, device: Device) -> list[str]:
     header = f"{'GiB per rank':<14}" + "".join(f"{title:>10}" for title in _COLUMNS.values()) + f"{'total':>10}  fits"
     return [header, *(_row(phase, usage, device) for phase, usage in run.phases(device.memory).items())]
 
@@ -157,7 +152,7 @@ def _row(phase: str, usage: Usage, device: Device) -> str:
     return f"{phase:<14}{cells}{usage.total / GIB:>10.1f}  {fits}"
 
 
-def _time_table(run: RunMemory, cluster: Cluster, load: Workload) -> list[str]:
+def _time_table(run: MemoryPlan, cluster: Cluster, load: Workload) -> list[str]:
     seconds = estimate_seconds(run, cluster, load)
     lines = [
         f"Time of a step of {load.sequences:,} sequences at their maximum length, estimated from operations and bytes:",

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher, get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from verl.config.schema import Config, Section, Setting, collect_settings
 
 Path = tuple[str, ...]
 Tree = dict[str, Any]
+S = TypeVar("S", bound=Section)
 
 _SECURITY = {"trust_remote_code", "require"}
 
@@ -78,6 +79,23 @@ def find_setting(path: Path, root: type[Section] = Config) -> Setting | None:
 def get_value(config: Section, key: str) -> object:
     """Return the value of a setting by its dotted key."""
     return get_path(config, tuple(key.split(".")))
+
+
+def with_changes(section: S, changes: Mapping[str, Any]) -> S:
+    """Return a copy of frozen settings with some replaced, section by section."""
+    update = {
+        name: with_changes(getattr(section, name), value) if isinstance(value, Mapping) else value
+        for name, value in changes.items()
+    }
+    return section.model_copy(update=update)
+
+
+def change_settings(section: S, values: Mapping[str, Any]) -> S:
+    """Return a copy of frozen settings with some values replaced, by their dotted keys."""
+    tree: Tree = {}
+    for key, value in values.items():
+        set_path(tree, tuple(key.split(".")), value)
+    return with_changes(section, tree)
 
 
 def is_overridden(config: Section, key: str) -> bool:

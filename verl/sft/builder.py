@@ -14,12 +14,12 @@ from verl.config.schema import SftConfig
 from verl.config.validation import find_sft_hints
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import PromptStream
+from verl.memory_plan.out_of_memory import format_memory_advice, list_offload_settings
 from verl.sft.data import SFTData, check_sft_files, read_sft_data
 from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
-from verl.trainer.memory_advice import format_memory_advice, list_offload_settings
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop

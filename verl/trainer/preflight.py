@@ -16,12 +16,13 @@ from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
+from verl.memory_plan.suggestions import memory_note
 from verl.model_safety import model_problems
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.adapter_checks import find_adapter_problems
 from verl.trainer.reward_settings import reward_pool_settings
-from verl.trainer.run_budget import memory_note
 from verl.trainer.run_data import data_splits, load_sampler
+from verl.trainer.worker_settings import train_settings
 from verl.training.families import family_problems, heads_problem, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
@@ -74,7 +75,7 @@ def memory_notes(config: Config, device: str) -> list[str]:
     It does not stop the run, because it is an estimate. Nothing is known on a machine without accelerators.
     """
     memory = None if device == "cpu" else read_device_memory()
-    note = None if memory is None else memory_note(config, memory)
+    note = None if memory is None else memory_note(config, memory, train_settings)
     return [] if note is None else [note]
 
 

@@ -19,7 +19,7 @@ from verl.cluster.session import detect_device, disconnect, reconnect, write_tim
 from verl.config.accelerator_validation import find_accelerator_conflicts
 from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_train_ranks
 from verl.config.parallelism import count_rank_multiple
-from verl.config.paths import set_path
+from verl.config.paths import change_settings, with_changes
 from verl.config.profile_validation import find_profile_conflicts
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
@@ -78,21 +78,11 @@ def resolve_path(path: str) -> str:
 
 def with_absolute_paths(config: C, keys: Iterable[str]) -> C:
     """Return the settings with local paths in full: workers may have another working directory."""
-    changes: dict[str, Any] = {"trainer": {"default_local_dir": str(config.trainer.checkpoint_dir.absolute())}}
+    changes: dict[str, Any] = {"trainer.default_local_dir": str(config.trainer.checkpoint_dir.absolute())}
     for key in keys:
         value: Any = attrgetter(key)(config)
-        absolute = [*map(resolve_path, value)] if isinstance(value, list) else value and resolve_path(value)
-        set_path(changes, tuple(key.split(".")), absolute)
-    return with_changes(config, changes)
-
-
-def with_changes(section: S, changes: Mapping[str, Any]) -> S:
-    """Return a copy of frozen settings with some replaced, section by section."""
-    update = {
-        name: with_changes(getattr(section, name), value) if isinstance(value, Mapping) else value
-        for name, value in changes.items()
-    }
-    return section.model_copy(update=update)
+        changes[key] = [*map(resolve_path, value)] if isinstance(value, list) else value and resolve_path(value)
+    return change_settings(config, changes)
 
 
 def device_hints(config: C, device: str, hints: Callable[[C], Iterable[str]]) -> list[str]:

@@ -38,10 +38,10 @@ from verl.config.schema.sft import SftConfig
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.plan import Planner, UpdateSizes
 from verl.errors import ConfigError
+from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.rewards.settings import OverlongPenalty
 from verl.rollout.vllm.checks import LORA_RANKS
 from verl.trainer.algorithm_settings import algorithm_settings
-from verl.trainer.memory_advice import rl_memory_advice
 from verl.trainer.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES

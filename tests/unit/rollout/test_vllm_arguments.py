@@ -13,12 +13,12 @@ from vllm.engine import arg_utils
 from vllm.usage.usage_lib import UsageContext
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from verl.budget.devices import DEVICES
 from verl.config.load import load_dict
+from verl.config.paths import with_changes
 from verl.config.schema import Config, collect_settings
+from verl.memory_plan.accelerators import DEVICES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, environment
-from verl.trainer.setup import with_changes
 from verl.trainer.worker_settings import engine_settings
 
 pytestmark = pytest.mark.unit

@@ -10,9 +10,9 @@ import torch
 from verl.cluster.local import LocalPool
 from verl.config.load import load_dict
 from verl.errors import EngineError, ProcessLostError
+from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.sft.builder import rank_settings as sft_settings
 from verl.sft.worker import SFTWorker
-from verl.trainer.memory_advice import rl_memory_advice
 from verl.trainer.worker_settings import train_settings
 from verl.workers.train import PolicyGroup, TrainWorker
 

@@ -49,7 +49,7 @@ class FsdpEngine:
     """A `TrainEngine` on the default process group, one rank per process; see `verl.training.process_group`.
 
     Depending on `settings.head` it is a `TrainEngine[ModelOutput]` or a `TrainEngine[ValueOutput]`. `load` builds the
-    model; `verl.budget` replaces it where there are no weights.
+    model; tests that measure memory replace it, because they have no weights.
     """
 
     def __init__(

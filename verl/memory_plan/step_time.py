@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl.budget.devices import Device
-from verl.budget.memory import ModelMemory
-from verl.budget.run import ENGINE_BYTES, EngineMemory, RunMemory
+from verl.memory_plan.accelerators import Device
+from verl.memory_plan.device_memory import ENGINE_BYTES, EngineMemory, MemoryPlan
+from verl.memory_plan.model_memory import ModelMemory
 
 COMPUTE_EFFICIENCY = 0.4  # of the operations of a device, in training and prefill
 MEMORY_EFFICIENCY = 0.6  # of its bandwidth, in decoding
@@ -49,7 +49,7 @@ class Workload:
         return self.sequences * (self.prompt + self.response)
 
 
-def estimate_seconds(run: RunMemory, cluster: Cluster, load: Workload) -> dict[str, float]:
+def estimate_seconds(run: MemoryPlan, cluster: Cluster, load: Workload) -> dict[str, float]:
     """Return the seconds of each phase of a step. Saving is the copy to host memory, which the run waits for."""
     actor = run.models["actor"]
     seconds = {}

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 _READ_NUMBER = torch.ops.aten._local_scalar_dense.default
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """The bytes of live tensors: `live` now, and `peak` since it was last reset.
 
     A storage is counted once, with its current size: FSDP empties and refills storages instead of freeing them. Memory
@@ -99,8 +99,8 @@ class Ledger(TorchDispatchMode):
             torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
 
 
-class FakeLedger(Ledger):
-    """A ledger under which floating-point tensors are fake: they have a size and no memory.
+class FakeMemoryTracker(MemoryTracker):
+    """A tracker under which floating-point tensors are fake: they have a size and no memory.
 
     Tokens, masks and offsets are small and stay real, so that shapes that depend on them are known. A number that is
     read from a fake tensor is 1.

@@ -1,4 +1,4 @@
-"""Which settings reduce the memory use of train workers, for the message of an out-of-memory error."""
+"""The settings that reduce the memory of train workers, for the message of an out-of-memory error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measuring with fake tensors: the ledger, and a tiny model as one rank of many."""
+"""Measuring with fake tensors: the tracker, and a tiny model as one rank of many."""
 
 from __future__ import annotations
 
@@ -8,51 +8,51 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from memory_measure import measure
+from memory_tracker import FakeMemoryTracker, MemoryTracker
 from public_models import MODELS
 from tiny import tiny_qwen2
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from verl.budget.ledger import FakeLedger, Ledger
-from verl.budget.measure import measure
-from verl.budget.memory import PHASES, ModelMemory, PassSize
-from verl.budget.model_shape import ModelShape
 from verl.errors import EngineError
+from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape
 from verl.training.settings import FsdpSettings, LoraSettings
 
 pytestmark = pytest.mark.unit
 
 
-def test_a_ledger_counts_live_storages_and_their_peak() -> None:
-    ledger, old = Ledger(), torch.zeros(100)
-    ledger.add([old, old.view(10, 10)])
-    assert ledger.live == 400
-    with ledger.counting():
+def test_a_memory_tracker_counts_live_storages_and_their_peak() -> None:
+    tracker, old = MemoryTracker(), torch.zeros(100)
+    tracker.add([old, old.view(10, 10)])
+    assert tracker.live == 400
+    with tracker.counting():
         new = torch.zeros(1000)
         view = new[:10]
-        assert ledger.live == 4400
+        assert tracker.live == 4400
         del new, view
         gc.collect()
-        assert (ledger.live, ledger.reset_peak(), ledger.peak) == (400, 4400, 400)
+        assert (tracker.live, tracker.reset_peak(), tracker.peak) == (400, 4400, 400)
 
 
-def test_a_ledger_sees_storages_that_are_emptied_and_refilled() -> None:
-    ledger = Ledger()
-    with ledger.counting():
+def test_a_memory_tracker_sees_storages_that_are_emptied_and_refilled() -> None:
+    tracker = MemoryTracker()
+    with tracker.counting():
         tensor = torch.zeros(1000)
         tensor.untyped_storage().resize_(0)
-        assert (ledger.live, ledger.peak) == (0, 4000)
+        assert (tracker.live, tracker.peak) == (0, 4000)
         tensor.untyped_storage().resize_(8000)
-        assert (ledger.live, ledger.peak) == (8000, 8000)
+        assert (tracker.live, tracker.peak) == (8000, 8000)
 
 
 def test_under_a_fake_ledger_floats_have_no_memory_and_integers_are_real() -> None:
-    ledger = FakeLedger(FakeTensorMode(allow_non_fake_inputs=True))
-    with ledger.counting():
+    tracker = FakeMemoryTracker(FakeTensorMode(allow_non_fake_inputs=True))
+    with tracker.counting():
         huge, mask = torch.empty(1 << 40), torch.arange(5) > 2
         assert isinstance(huge, FakeTensor)
         assert huge[mask.nonzero().squeeze(-1)].shape == (2,)
         assert float(huge.sum()) == 1.0
-        assert ledger.live >= 4 << 40
+        assert tracker.live >= 4 << 40
 
 
 TINY = tiny_qwen2(hidden_size=128, vocab_size=512, num_hidden_layers=1, tie_word_embeddings=True).to_dict()

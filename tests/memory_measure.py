@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from memory_tracker import FakeMemoryTracker, MemoryTracker
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,7 +23,6 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from verl.algorithms.objective import PolicyObjective
-from verl.budget.ledger import FakeLedger, Ledger
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
 from verl.model_safety import MODEL_ATTENTION
@@ -55,34 +55,36 @@ def measure(
             "fake tensors cannot measure offload_policy, an adapter or expert parallelism; use the estimate"
         )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    ledger = FakeLedger(mode)
-    with _one_of(ranks), _attention_of(settings.device), ledger.counting():
+    tracker = FakeMemoryTracker(mode)
+    with _one_of(ranks), _attention_of(settings.device), tracker.counting():
         resident = replace(settings, device="cpu", compile=False, param_offload=False, optimizer_offload=False)
         engine = FsdpEngine(resident, load=_Loader(config, mode, settings.device))
         engine._weights = _FakeOffloader(engine._weights._tensors, active=settings.param_offload)
         engine._moments = _FakeOffloader(engine._moments._tensors, active=settings.optimizer_offload)
-        return measure_phases(engine, ledger, make_batch(lengths, prompt), accumulates=accumulates)
+        return measure_phases(engine, tracker, make_batch(lengths, prompt), accumulates=accumulates)
 
 
-def measure_phases(engine: FsdpEngine, ledger: Ledger, batch: FlatBatch, *, accumulates: bool = True) -> dict[str, int]:
-    """Return the peak of `ledger`, which is counting, in the phases of a training step with the optimizer's state."""
-    ledger.add([*engine.model.parameters(), *engine.model.buffers()])
+def measure_phases(
+    engine: FsdpEngine, tracker: MemoryTracker, batch: FlatBatch, *, accumulates: bool = True
+) -> dict[str, int]:
+    """Return the peak of `tracker`, which is counting, in the phases of a training step with the optimizer's state."""
+    tracker.add([*engine.model.parameters(), *engine.model.buffers()])
     with engine._weights.on_device():
-        _end_phase(ledger)
-        peaks = {"load": ledger.live}
+        _end_phase(tracker)
+        peaks = {"load": tracker.live}
     engine.state()  # creates the moments
-    _end_phase(ledger)
+    _end_phase(tracker)
     engine.forward([batch])
-    peaks["log-probs"] = _end_phase(ledger)
+    peaks["log-probs"] = _end_phase(tracker)
     first = [make_batch([2], 1)] if accumulates else []  # it leaves gradients
     engine.update([*first, batch], PolicyObjective())
-    peaks["update"] = _end_phase(ledger)
+    peaks["update"] = _end_phase(tracker)
     deque(engine.weights(torch.bfloat16), maxlen=0)
-    peaks["weight sync"] = _end_phase(ledger)
+    peaks["weight sync"] = _end_phase(tracker)
     for offloader in (engine._weights, engine._moments):
         offloader.active = False  # else `state` makes copies in host memory, which would be counted too
     engine.state()
-    peaks["save"] = _end_phase(ledger)
+    peaks["save"] = _end_phase(tracker)
     return peaks
 
 
@@ -94,9 +96,9 @@ def make_batch(lengths: Sequence[int], prompt: int) -> FlatBatch:
     return batch.with_(mask=batch.positions >= prompt, old_logprobs=zeros, advantages=zeros)
 
 
-def _end_phase(ledger: Ledger) -> int:
+def _end_phase(tracker: MemoryTracker) -> int:
     gc.collect()
-    return ledger.reset_peak()
+    return tracker.reset_peak()
 
 
 class _Loader:
@@ -171,7 +173,7 @@ def _one_of(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def _attention_of(device: str) -> Iterator[None]:
-    """Use the attention kernel of a device for fake tensors on the CPU; without its driver they can be on no other."""
+    """Use the attention kernel of a device for fake tensors, which are on the CPU: other devices need a driver."""
     kernels = dict(attention._KERNELS)
     if (kernel := kernels.get(torch.device(device).type)) is not None:
         attention._KERNELS["cpu"] = kernel

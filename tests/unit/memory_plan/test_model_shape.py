@@ -12,8 +12,8 @@ from public_models import MODELS
 from tiny import FAMILIES, tiny_family
 from transformers import AutoModelForCausalLM
 
-from verl.budget.model_shape import ModelShape, read_config
 from verl.errors import ConfigError
+from verl.memory_plan.model_shape import ModelShape, read_config
 
 pytestmark = pytest.mark.unit
 

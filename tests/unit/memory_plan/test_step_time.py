@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from public_models import MODELS
 
-from verl.budget.devices import DEVICES
-from verl.budget.memory import ModelMemory, PassSize
-from verl.budget.model_shape import ModelShape
-from verl.budget.run import EngineMemory, RunMemory
-from verl.budget.timing import Cluster, Workload, estimate_seconds, suggest_split
+from verl.memory_plan.accelerators import DEVICES
+from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
+from verl.memory_plan.model_memory import ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape
+from verl.memory_plan.step_time import Cluster, Workload, estimate_seconds, suggest_split
 from verl.training.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit
@@ -19,11 +19,11 @@ pytestmark = pytest.mark.unit
 SHAPE = ModelShape.from_config(MODELS["Qwen2.5-7B"])
 SIZE = PassSize(16384, 8192)
 SETTINGS = FsdpSettings("m", compute_dtype="bfloat16", gradient_checkpointing=True)
-RUN = RunMemory({"actor": ModelMemory(SHAPE, SETTINGS, 8, SIZE, SIZE)}, EngineMemory(SHAPE, 0.5))
+RUN = MemoryPlan({"actor": ModelMemory(SHAPE, SETTINGS, 8, SIZE, SIZE)}, EngineMemory(SHAPE, 0.5))
 LOAD = Workload(1024, 512, 512)
 
 
-def seconds(gpus: int = 8, load: Workload = LOAD, run: RunMemory = RUN) -> dict[str, float]:
+def seconds(gpus: int = 8, load: Workload = LOAD, run: MemoryPlan = RUN) -> dict[str, float]:
     return estimate_seconds(run, Cluster(DEVICES["H100"], 1, gpus), load)
 
 

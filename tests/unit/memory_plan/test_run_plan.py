@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 from public_models import MODELS
 
-from verl.budget.devices import GIB
 from verl.cli import main
 from verl.config.load import load
+from verl.config.paths import change_settings
 from verl.config.schema import Config
 from verl.errors import ConfigError
+from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.run_plan import plan_memory
+from verl.memory_plan.suggestions import memory_note, suggest_settings
 from verl.trainer import preflight
-from verl.trainer.run_budget import change_settings, memory_note, run_memory, suggest_settings
+from verl.trainer.worker_settings import train_settings
 
 pytestmark = pytest.mark.unit
 Load = Callable[..., Config]
@@ -38,7 +41,9 @@ def config(arguments: Callable[..., list[str]]) -> Load:
 
 
 def test_models_and_sizes_follow_from_the_settings(config: Load) -> None:
-    run = run_memory(config("Qwen2.5-7B", "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True"))
+    run = plan_memory(
+        config("Qwen2.5-7B", "algorithm.adv_estimator=gae", "actor_rollout_ref.actor.use_kl_loss=True"), train_settings
+    )
     assert list(run.models) == ["actor", "critic", "reference"]
     actor = run.models["actor"]
     assert actor.update is not None
@@ -49,25 +54,25 @@ def test_models_and_sizes_follow_from_the_settings(config: Load) -> None:
 
 def test_a_limit_of_tokens_is_at_least_a_sequence(config: Load) -> None:
     dynamic = ("actor_rollout_ref.actor.use_dynamic_bsz=True", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=256")
-    update = run_memory(config("Qwen2.5-7B", *dynamic)).models["actor"].update
+    update = plan_memory(config("Qwen2.5-7B", *dynamic), train_settings).models["actor"].update
     assert update is not None
     assert update.tokens == 1024
 
 
 def test_7b_fits_at_the_defaults_and_larger_models_with_the_proposed_settings(config: Load) -> None:
     memory = 80 * GIB
-    assert run_memory(config("Qwen2.5-7B")).problems(memory) == {}
+    assert plan_memory(config("Qwen2.5-7B"), train_settings).problems(memory) == {}
     for model, nodes in (("Qwen2.5-14B", 1), ("Qwen2.5-32B", 4), ("Qwen2.5-72B", 8)):
         settings = config(model, f"trainer.nnodes={nodes}")
-        changes = suggest_settings(settings, memory)
+        changes = suggest_settings(settings, memory, train_settings)
         values = {key: value for change in changes for key, value in change.values.items()}
-        assert run_memory(change_settings(settings, values)).problems(memory) == {}
+        assert plan_memory(change_settings(settings, values), train_settings).problems(memory) == {}
 
 
 def test_a_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = config("Qwen2.5-14B", _TOO_SMALL)
-    assert memory_note(config("Qwen2.5-7B"), 80 * GIB) is None
-    note = memory_note(settings, 80 * GIB)
+    assert memory_note(config("Qwen2.5-7B"), 80 * GIB, train_settings) is None
+    note = memory_note(settings, 80 * GIB, train_settings)
     assert note is not None
     assert "by estimate, this run does not fit into the 80 GiB of a device: " in note
     assert "generation: the engine has no memory left for its cache after 27.5 GiB of weights" in note
@@ -81,9 +86,9 @@ def test_a_note_names_the_phase_and_the_fix(config: Load, monkeypatch: pytest.Mo
 
 def test_a_model_that_is_not_here_gives_no_note_but_an_error_of_the_command(config: Load) -> None:
     settings = load(["actor_rollout_ref.model.path=org/model"], complete=False)[0].config
-    assert memory_note(settings, 80 * GIB) is None
+    assert memory_note(settings, 80 * GIB, train_settings) is None
     with pytest.raises(ConfigError, match=r"org/model: its config.json is not on this machine; download it"):
-        run_memory(settings)
+        plan_memory(settings, train_settings)
 
 
 def test_the_plan_is_printed(arguments: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]) -> None:

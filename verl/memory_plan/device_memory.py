@@ -6,9 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import reduce
 
-from verl.budget.devices import GIB
-from verl.budget.memory import ModelMemory, Usage
-from verl.budget.model_shape import ModelShape
+from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.model_memory import ModelMemory, Usage
+from verl.memory_plan.model_shape import ModelShape
 
 RESERVED = 2 * GIB  # driver and communication library of a train worker
 ASLEEP = 1 * GIB  # driver and graphs of a sleeping engine
@@ -52,7 +52,7 @@ class EngineMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class RunMemory:
+class MemoryPlan:
     """The models on every rank, by name, of which "actor" is the policy, and the engine on the same device, if any.
 
     `reserved_share` is the fraction of the device that another process uses, such as a reward model.

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from public_models import MODELS
 
-from verl.budget.memory import PHASES, ModelMemory, PassSize, Usage
-from verl.budget.model_shape import ModelShape
+from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize, Usage
+from verl.memory_plan.model_shape import ModelShape
 from verl.training.settings import FsdpSettings, LoraSettings
 
 pytestmark = pytest.mark.unit

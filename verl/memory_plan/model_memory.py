@@ -1,6 +1,6 @@
 """A closed-form estimate of the memory that a rank needs to train a model, by phase and content. Imports no torch.
 
-Its terms are the tensors that are alive at the peaks of `FsdpEngine`, found by `verl.budget.measure`, against which
+Its terms are the tensors that are alive at the peaks of `FsdpEngine`, found by `tests/memory_measure.py`, against which
 `make show-budget` checks it. Where a phase has several peaks, the estimate is the highest.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from verl.budget.model_shape import ModelShape
+from verl.memory_plan.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")

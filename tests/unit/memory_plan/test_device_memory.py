@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from public_models import MODELS
 
-from verl.budget.advice import Change, Changes, find_changes
-from verl.budget.devices import GIB
-from verl.budget.memory import ModelMemory, PassSize
-from verl.budget.model_shape import ModelShape
-from verl.budget.run import EngineMemory, RunMemory
+from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
+from verl.memory_plan.model_memory import ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape
+from verl.memory_plan.suggestions import Changes, SettingsChange, find_changes
 from verl.training.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit
@@ -22,11 +22,11 @@ SIZE = PassSize(8192, 4096)
 DEVICE = 80 * GIB
 
 
-def make_run(engine: dict[str, Any] | None = None, **settings: Any) -> RunMemory:
+def make_run(engine: dict[str, Any] | None = None, **settings: Any) -> MemoryPlan:
     fsdp = replace(FsdpSettings("m", compute_dtype="bfloat16", gradient_checkpointing=True), **settings)
     reference = ModelMemory(SHAPE, FsdpSettings("m", trainable=False, compute_dtype="bfloat16"), 8, SIZE)
     models = {"actor": ModelMemory(SHAPE, fsdp, 8, SIZE, SIZE), "reference": reference}
-    return RunMemory(models, EngineMemory(SHAPE, **{"share": 0.5} | (engine or {})))
+    return MemoryPlan(models, EngineMemory(SHAPE, **{"share": 0.5} | (engine or {})))
 
 
 def test_models_at_rest_and_the_engine_add_up_in_generation() -> None:
@@ -56,14 +56,14 @@ def test_a_cache_is_divided_by_devices_down_to_one_head() -> None:
 
 
 OPTIONS = [
-    Change({"param": True}, "useless here"),
-    Change({"optimizer": True}, "copies"),
-    Change({"share": 0.45}, "less cache"),
-    Change({"share": 0.4}, "less cache"),
+    SettingsChange({"param": True}, "useless here"),
+    SettingsChange({"optimizer": True}, "copies"),
+    SettingsChange({"share": 0.45}, "less cache"),
+    SettingsChange({"share": 0.4}, "less cache"),
 ]
 
 
-def evaluate(values: Changes) -> RunMemory:
+def evaluate(values: Changes) -> MemoryPlan:
     return make_run({"share": values.get("share", 0.5)}, optimizer_offload=values.get("optimizer", False))
 
 
@@ -80,8 +80,8 @@ def test_nothing_is_proposed_if_it_fits_or_cannot_fit() -> None:
 
 
 def test_a_value_that_is_changed_again_is_proposed_once() -> None:
-    def shrinking(values: Changes) -> RunMemory:
+    def shrinking(values: Changes) -> MemoryPlan:
         return make_run({"share": values.get("share", 0.9), "sleeps": False}, optimizer_offload=True)
 
-    changes = find_changes(shrinking, [Change({"share": 0.7}, ""), Change({"share": 0.45}, "")], DEVICE)
+    changes = find_changes(shrinking, [SettingsChange({"share": 0.7}, ""), SettingsChange({"share": 0.45}, "")], DEVICE)
     assert [dict(change.values) for change in changes] == [{"share": 0.45}]

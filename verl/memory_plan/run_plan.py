@@ -1,0 +1,134 @@
+"""Builds the memory plan of a run from its settings, for `verl plan` and for the check before a run starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from verl.config.batch_sizes import (
+    BatchSizes,
+    count_data_ranks,
+    count_engine_devices,
+    count_train_ranks,
+    get_actor_batch_sizes,
+    get_critic_batch_sizes,
+    get_max_sequence_tokens,
+    get_ulysses_size,
+)
+from verl.config.features import frees_engine_memory
+from verl.config.schema.actor import RefConfig
+from verl.config.schema.rollout import RolloutConfig
+from verl.config.schema.root import Config
+from verl.errors import ConfigError
+from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
+from verl.memory_plan.model_memory import ModelMemory, PassSize
+from verl.memory_plan.model_shape import ModelShape, read_config
+from verl.memory_plan.step_time import Workload
+from verl.training.settings import FsdpSettings
+
+if TYPE_CHECKING:
+    from verl.workers.train import TrainSettings
+
+BuildSettings = Callable[[Config, int, str], "TrainSettings"]
+"""Returns the models of a train worker from settings, number of steps and device: the trainer's `train_settings`."""
+
+DEVICE = "cuda"
+_MANY_STEPS = 1_000_000  # the number of steps does not matter here
+
+
+def plan_memory(config: Config, build: BuildSettings) -> MemoryPlan:
+    """Return the memory of a run on accelerators, whatever trainer.device says."""
+    settings = build(config, config.trainer.total_training_steps or _MANY_STEPS, DEVICE)
+    update, micro_batches = _update_size(config, get_actor_batch_sizes(config))
+    models = {"actor": _model(config, settings.actor, update, micro_batches)}
+    if settings.critic is not None:
+        models["critic"] = _model(config, settings.critic, *_update_size(config, get_critic_batch_sizes(config)))
+    if settings.prime is not None:
+        models["prime"] = _model(config, settings.prime, update, micro_batches)
+    frozen = {"reference": settings.reference, "prime reference": settings.prime_reference, "teacher": settings.teacher}
+    models |= {name: _model(config, each, update, None) for name, each in frozen.items() if each is not None}
+    return MemoryPlan(models, _engine(config), _reward_share(config))
+
+
+def get_workload(config: Config) -> Workload:
+    """Return the sequences of a step, at their maximum length."""
+    data, rollout = config.data, config.actor_rollout_ref.rollout
+    epochs = get_actor_batch_sizes(config).epochs
+    return Workload(data.train_batch_size * rollout.n, data.max_prompt_length, data.max_response_length, epochs)
+
+
+def _model(config: Config, settings: FsdpSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
+    content = read_config(settings.model_path)
+    if content is None:
+        raise ConfigError(
+            [
+                f"{settings.model_path}: its config.json is not on this machine; download it (hf download "
+                f"{settings.model_path} config.json) and set the path of the folder or of the file"
+            ]
+        )
+    shape = ModelShape.from_config(content, settings.model_path, has_value_head=settings.head == "value")
+    ranks = count_train_ranks(config) if settings.fsdp_size < 1 else settings.fsdp_size
+    section: RolloutConfig | RefConfig = config.actor_rollout_ref.rollout
+    if micro_batches is None:
+        section = config.actor_rollout_ref.ref
+    forward = _forward_size(config, section, update)
+    if micro_batches is None:
+        return ModelMemory(shape, settings, ranks, forward)
+    return ModelMemory(shape, settings, ranks, forward, update, micro_batches)
+
+
+def _update_size(config: Config, sizes: BatchSizes) -> tuple[PassSize, int]:
+    """Return the largest micro-batch of an update, and how many of them it has."""
+    rollout, ranks = config.actor_rollout_ref.rollout, count_data_ranks(config)
+    samples = -(-min(sizes.mini_batch, config.data.train_batch_size) * rollout.n // ranks)
+    if sizes.micro_batch_samples is None:
+        assert sizes.micro_batch_tokens is not None
+        longest = get_max_sequence_tokens(config)
+        return _by_tokens(config, sizes.micro_batch_tokens), -(-samples * longest // sizes.micro_batch_tokens)
+    micro = min(sizes.micro_batch_samples, samples)
+    return _by_samples(config, micro), -(-samples // micro)
+
+
+def _forward_size(config: Config, section: RolloutConfig | RefConfig, update: PassSize) -> PassSize:
+    """Return the largest micro-batch of a log-prob pass; as large as that of an update if the settings are null."""
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        tokens = section.log_prob_max_token_len_per_gpu
+        return update if tokens is None else _by_tokens(config, tokens * get_ulysses_size(config))
+    samples = section.log_prob_micro_batch_size_per_gpu
+    return update if samples is None else _by_samples(config, samples)
+
+
+def _by_samples(config: Config, samples: int) -> PassSize:
+    return _on_rank(config, samples * get_max_sequence_tokens(config))
+
+
+def _by_tokens(config: Config, tokens: int) -> PassSize:
+    return _on_rank(config, max(tokens, get_max_sequence_tokens(config)))
+
+
+def _on_rank(config: Config, tokens: int) -> PassSize:
+    """Return the part of a micro-batch that one rank computes; several may share its tokens."""
+    tokens = -(-tokens // get_ulysses_size(config))
+    longest = get_max_sequence_tokens(config)
+    return PassSize(tokens, tokens * min(config.data.max_response_length, longest) // longest)
+
+
+def _engine(config: Config) -> EngineMemory | None:
+    if not config.actor_rollout_ref.hybrid_engine:
+        return None  # it has devices of its own
+    rollout = config.actor_rollout_ref.rollout
+    content = read_config(config.actor_rollout_ref.model.path)
+    assert content is not None
+    return EngineMemory(
+        ModelShape.from_config(content),
+        share=rollout.gpu_memory_utilization,
+        width=count_engine_devices(config),
+        sleeps=frees_engine_memory(config, DEVICE),
+        sequences=rollout.max_num_seqs,
+        tokens=get_max_sequence_tokens(config),
+    )
+
+
+def _reward_share(config: Config) -> float:
+    model = config.reward.reward_model
+    return model.rollout.gpu_memory_utilization if model.enable else 0.0

@@ -1,0 +1,138 @@
+"""Suggests settings with which a run fits into memory: the cheapest changes first, and no more than are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl.config.batch_sizes import get_max_sequence_tokens
+from verl.config.paths import change_settings, format_value, get_value
+from verl.config.schema.root import Config
+from verl.config.schema.rules import ACTOR, ROLLOUT
+from verl.errors import ConfigError
+from verl.memory_plan.accelerators import GIB
+from verl.memory_plan.device_memory import MemoryPlan
+from verl.memory_plan.run_plan import BuildSettings, plan_memory
+from verl.training.families import heads_problem
+
+_MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
+
+Changes = Mapping[str, Any]
+"""Key of a setting -> value."""
+
+
+@dataclass(frozen=True, slots=True)
+class SettingsChange:
+    """New values of settings that belong together, and what they cost."""
+
+    values: Changes
+    cost: str
+
+
+def find_changes(
+    evaluate: Callable[[Changes], MemoryPlan], options: Sequence[SettingsChange], memory: int
+) -> list[SettingsChange]:
+    """Return the changes with which a run fits on devices with `memory` bytes; empty if none of them suffice.
+
+    `evaluate` returns the memory of the run with changed settings. `options` are tried in order; an option that does
+    not help is dropped.
+    """
+    chosen: list[SettingsChange] = []
+    missing = evaluate({}).shortfall(memory)
+    for option in options:
+        if not missing:
+            break
+        left = evaluate(_merge([*chosen, option])).shortfall(memory)
+        if left < missing:
+            chosen, missing = [*chosen, option], left
+    if missing:
+        return []
+    for option in list(chosen):  # drop what a later change made superfluous
+        others = [each for each in chosen if each is not option]
+        if not evaluate(_merge(others)).shortfall(memory):
+            chosen = others
+    return _drop_replaced(chosen)
+
+
+def _merge(changes: Sequence[SettingsChange]) -> dict[str, Any]:
+    return {key: value for change in changes for key, value in change.values.items()}
+
+
+def _drop_replaced(changes: Sequence[SettingsChange]) -> list[SettingsChange]:
+    """Drop a change whose settings a later change sets again."""
+    return [
+        change
+        for index, change in enumerate(changes)
+        if not any(change.values.keys() <= later.values.keys() for later in changes[index + 1 :])
+    ]
+
+
+def suggest_settings(config: Config, memory: int, build: BuildSettings) -> list[SettingsChange]:
+    """Return the changes with which a run fits on devices with `memory` bytes; empty if none is found."""
+
+    def evaluate(values: Changes) -> MemoryPlan:
+        return plan_memory(change_settings(config, values), build)
+
+    return find_changes(evaluate, list(_options(config)), memory)
+
+
+def memory_note(config: Config, memory: int, build: BuildSettings) -> str | None:
+    """Return what does not fit on devices with `memory` bytes and what to set; None if all fits or nothing is known."""
+    try:
+        problems = plan_memory(config, build).problems(memory)
+    except ConfigError:  # config.json is not on this machine; loading the model reports what is wrong
+        return None
+    if not problems:
+        return None
+    phases = "; ".join(f"{phase}: {problem}" for phase, problem in problems.items())
+    changes = suggest_settings(config, memory, build)
+    fix = "; it fits with " + " ".join(format_changes(changes)) if changes else "; `verl plan` says more"
+    return f"by estimate, this run does not fit into the {memory / GIB:.0f} GiB of a device: {phases}{fix}"
+
+
+def format_changes(changes: Sequence[SettingsChange]) -> list[str]:
+    """Return the changes as they are written on the command line."""
+    return [f"{key}={format_value(value)}" for change in changes for key, value in change.values.items()]
+
+
+def describe_current(config: Config, change: SettingsChange) -> str:
+    """Return the current values of the settings of a change."""
+    return ", ".join(format_value(get_value(config, key)) for key in change.values)
+
+
+def _options(config: Config) -> Iterator[SettingsChange]:
+    """Yield changes that reduce memory, in the order of docs/out_of_memory.md: each costs more than those before."""
+    model, actor, rollout = (
+        config.actor_rollout_ref.model,
+        config.actor_rollout_ref.actor,
+        config.actor_rollout_ref.rollout,
+    )
+    fsdp = f"{ACTOR}.fsdp_config"
+    if not model.enable_gradient_checkpointing:
+        yield SettingsChange({f"{_MODEL}.enable_gradient_checkpointing": True}, "about a third more time per update")
+    if not actor.fsdp_config.reshard_after_forward:
+        yield SettingsChange({f"{fsdp}.reshard_after_forward": True}, "layers are gathered twice")
+    if rollout.free_cache_engine is False:
+        yield SettingsChange({f"{ROLLOUT}.free_cache_engine": True}, "the engine wakes up once per step")
+    yield SettingsChange({f"{_REF}.fsdp_config.param_offload": True}, "a copy of the reference each way per step")
+    yield SettingsChange({f"{fsdp}.optimizer_offload": True}, "a copy of the moments each way per update")
+    yield SettingsChange({f"{fsdp}.param_offload": True}, "a copy of the weights each way, a few times per step")
+    width = rollout.tensor_model_parallel_size
+    for size in (2, 4, 8):
+        if size > width and config.trainer.n_gpus_per_node % size == 0:
+            yield SettingsChange({f"{ROLLOUT}.tensor_model_parallel_size": size}, f"one engine per {size} devices")
+    limit = "ppo_max_token_len_per_gpu" if actor.use_dynamic_bsz else "ppo_micro_batch_size_per_gpu"
+    least = get_max_sequence_tokens(config) if actor.use_dynamic_bsz else 1
+    value = getattr(actor, limit) // 2
+    while value >= least:
+        yield SettingsChange({f"{ACTOR}.{limit}": value}, "smaller passes, a little slower")
+        value //= 2
+    for size in (2, 4, 8):
+        fits = config.trainer.n_gpus_per_node % size == 0 and not heads_problem(model.path, size)
+        if size > actor.ulysses_sequence_parallel_size and fits:
+            cost = f"{size} ranks share each sequence, and exchange it twice per layer"
+            yield SettingsChange({f"{ACTOR}.ulysses_sequence_parallel_size": size}, cost)
+    for share in (0.6, 0.7, 0.8, 0.4, 0.3, 0.2):
+        yield SettingsChange({f"{ROLLOUT}.gpu_memory_utilization": share}, "share of a device for the engine")
+    yield SettingsChange({f"{fsdp}.offload_policy": True}, "AdamW runs on the CPU, and every pass copies all weights")
