@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.device_memory import MemoryPlan
 from verl.memory_plan.run_plan import BuildSettings, plan_memory
-from verl.training.families import heads_problem
+from verl.models.model_support import heads_problem
 
 _MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 
