@@ -28,7 +28,8 @@ from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.algorithm_settings import algorithm_settings
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.placement import place_engines, place_reward_models
 from verl.trainer.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
@@ -195,8 +196,7 @@ class RLBuilder(RunBuilder[Config]):
             stream,
             self.config.data.train_batch_size,
             max_staleness=self.config.trainer.max_staleness,
-            has_signal=differs(dynamic.metric) if dynamic.enable else None,
-            max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
+            signal=SignalFilter(dynamic.metric, dynamic.max_num_gen_batches) if dynamic.enable else None,
             warn=self.console.advice,
         )
         self._closing.push_async_callback(buffer.close)
