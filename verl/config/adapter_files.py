@@ -11,7 +11,7 @@ from typing import Any
 from verl.config.paths import Path, Tree, format_value, get_path, join_path, set_path
 from verl.config.schema import Config, Section, SftConfig
 from verl.config.schema.actor import ModelConfig, PeftConfig
-from verl.config.schema.rules import ACTOR
+from verl.config.schema.conditions import ACTOR
 from verl.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config, read_json, read_shapes
 
 _PREFIX = "base_model.model."

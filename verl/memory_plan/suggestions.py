@@ -8,8 +8,8 @@ from typing import Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.paths import change_settings, format_value, get_value
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
-from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.errors import ConfigError
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.device_memory import MemoryPlan

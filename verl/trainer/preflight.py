@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.accelerator_validation import check_capability, find_layout_problems
+from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.actor import FsdpConfig
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
-from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
@@ -99,7 +99,7 @@ def check_determinism(config: Config, device: str) -> None:
 
 def check_engine_layout(config: Config, device: str) -> None:
     """Raise if engines of the wanted sizes need accelerators, and this machine has none (trainer.device=auto)."""
-    if device == "cpu" and (problems := list(find_layout_problems(config))):
+    if device == "cpu" and (problems := list(find_cpu_conflicts(config))):
         raise ConfigError(problems)
 
 

@@ -19,9 +19,9 @@ from verl.config.batch_sizes import (
     count_train_ranks,
     get_max_sequence_tokens,
 )
+from verl.config.checks import TRAIN_HINTS
 from verl.config.features import frees_engine_memory
 from verl.config.schema.root import Config
-from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
 from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
@@ -163,7 +163,7 @@ class RLBuilder(RunBuilder[Config]):
         steps = count_total_steps(self.config, data.order.length)
         epochs = steps * batch / data.order.length
         self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
-        self.note(device_hints(self.config, self.device, find_hints))
+        self.note(device_hints(self.config, self.device, TRAIN_HINTS))
         return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def spawn_episode_workers(
