@@ -1,20 +1,17 @@
-"""The poisons of `poison.py`: each patches one part of a run in this process, and runs the command.
-
-python tests/acceptance/_poison.py CASE FOLDER train|sft [settings]
-"""
+"""The poisons of `poison.py`: each patches one part of a run in this process, which then runs the command."""
 
 from __future__ import annotations
 
-import builtins
 import errno
 import math
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+from unittest.mock import patch
 
 import torch
 from ray.exceptions import OutOfDiskError
@@ -24,13 +21,19 @@ from verl.cli import main
 from verl.cluster import actors, object_store
 from verl.rollout.hf import HfEngine
 from verl.tracking.sinks import JsonlSink
-from verl.trainer import rl_builder
+from verl.trainer import placement
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.workers import episodes
 from verl.workers.rollout import RolloutActor
 
 FROM = 3  # the first step that is poisoned
+BATCH, RESPONSES = 4, 2
+
+
+def replace(owner: Any, name: str, value: Any) -> None:
+    """Replace an attribute for the rest of this process; AttributeError if there is nothing to replace."""
+    patch.object(owner, name, value).start()
 
 
 def nan_gradients(folder: Path) -> None:
@@ -44,7 +47,7 @@ def nan_gradients(folder: Path) -> None:
 
         return backward(self, batch, broken, *rest)
 
-    FsdpEngine._backward = poisoned  # type: ignore[method-assign]
+    replace(FsdpEngine, "_backward", poisoned)
 
 
 def nan_weights(folder: Path) -> None:
@@ -60,7 +63,7 @@ def nan_weights(folder: Path) -> None:
                 getattr(parameter, "_local_tensor", parameter).view(-1)[::7] = math.nan
         return metrics
 
-    PolicyTrainer.update = poisoned  # type: ignore[method-assign]
+    replace(PolicyTrainer, "update", poisoned)
 
 
 def wrong_engines(folder: Path) -> None:
@@ -84,9 +87,9 @@ def wrong_engine(folder: Path) -> None:
         else:
             kill(actor, restarts=restarts)
 
-    HfEngine.start = record  # type: ignore[method-assign]
-    actors.kill_actor = replace_process
-    rl_builder.count_engines = lambda config: 2  # type: ignore[attr-defined]
+    replace(HfEngine, "start", record)
+    replace(actors, "kill_actor", replace_process)
+    replace(placement, "count_engines", lambda config: 2)
     _shift_logprobs(lambda engine: engine is made[1])
 
 
@@ -97,7 +100,7 @@ def _shift_logprobs(is_wrong: Callable[[HfEngine], bool]) -> None:
         shift = 1.0 if self._version >= FROM and is_wrong(self) else 0.0
         return [value + shift for value in await compute(self, token_ids)]
 
-    HfEngine.compute_logprobs = poisoned  # type: ignore[method-assign]
+    replace(HfEngine, "compute_logprobs", poisoned)
 
 
 def failing_tracker(folder: Path) -> None:
@@ -128,7 +131,7 @@ def full_metrics_disk(folder: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         log(self, metrics, step)
 
-    JsonlSink.log = poisoned  # type: ignore[method-assign]
+    replace(JsonlSink, "log", poisoned)
 
 
 def full_checkpoint_disk(folder: Path) -> None:
@@ -140,13 +143,13 @@ def full_checkpoint_disk(folder: Path) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
         write(self, data)
 
-    ChecksummedFile.write = poisoned  # type: ignore[method-assign]
+    replace(ChecksummedFile, "write", poisoned)
 
 
 def full_object_store(folder: Path) -> None:
     """The object store and its disk are full when the samples of step `FROM` are stored."""
     put, count = episodes.put, iter(range(10**6))
-    limit = int(os.environ["VERL_POISON_SAMPLES"]) * (FROM - 1)
+    limit = BATCH * RESPONSES * (FROM - 1)
 
     def poisoned(value: Any) -> Any:
         if next(count) < limit:
@@ -154,14 +157,17 @@ def full_object_store(folder: Path) -> None:
         with object_store.map_full_errors():
             raise OutOfDiskError("disk is full")
 
-    episodes.put = poisoned
+    replace(episodes, "put", poisoned)
 
 
 def none(folder: Path) -> None:
     """No poison: resuming, infinite rewards and learning rates come from the settings."""
 
 
-if __name__ == "__main__":
-    case, directory, *arguments = sys.argv[1:]
-    builtins.getattr(sys.modules[__name__], case)(Path(directory))
-    sys.exit(main(arguments))
+def run(poison: str, folder: Path, arguments: Sequence[str], output: Path) -> NoReturn:
+    """Run a command with a poison in this process, which writes all its output to a file and exits."""
+    with output.open("wb") as file:
+        for descriptor in (1, 2):
+            os.dup2(file.fileno(), descriptor)
+    globals()[poison](folder)
+    sys.exit(main(list(arguments)))

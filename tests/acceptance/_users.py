@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -16,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from _common import ROOT
+from _common import ROOT, finish
 
 from verl.rewards.sandbox.isolation import KINDS
 
@@ -35,7 +36,10 @@ exec "$@"
 
 
 def scenarios() -> list[tuple[str, str]]:
-    """(user, kind): every kind as root, where this is root, and as an ordinary user."""
+    """Return (user, kind): every kind as root, where this is root, and as an ordinary user."""
+    if shutil.which("bwrap") is None:
+        error = "bubblewrap is missing, and its isolation cannot be tested: run `apt-get install bubblewrap`"
+        finish(Path(sys.argv[0]).stem, False, error=error)
     users = ("root", "ordinary") if os.geteuid() == 0 else ("ordinary",)
     return [(user, kind) for user in users for kind in KINDS]
 
