@@ -2,7 +2,8 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+import re
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from verl.rollout.hf import HfEngine
 from verl.rollout.vllm.engine import AdapterSettings, VllmEngine, VllmSettings
 from verl.types import SamplingParams
 from verl.weights.bucket import pack
+from verl.weights.sync import HostTransport
+from verl.workers.weight_packer import WeightPacker
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
@@ -147,6 +150,40 @@ async def test_log_probs_are_the_models_own_also_after_new_weights(
         answer = await engine.generate(PROMPT, SamplingParams(max_tokens=8))
         own = expected(model, PROMPT + answer.token_ids)[len(PROMPT) - 1 :]
         assert (torch.tensor(answer.logprobs) - own).abs().max() < 1e-4
+
+
+class PackedModel:
+    """The source of a weight sync, packed as by a train worker: a bucket while the engine loads the one before it."""
+
+    def __init__(self, model: PreTrainedModel, max_bytes: int) -> None:
+        self._packer = WeightPacker(model.named_parameters, max_bytes=max_bytes, is_one_machine=True)
+        self.buckets: list[str] = []  # the names of the weights in each
+
+    async def pack_weights(self) -> AsyncGenerator[Any, None]:
+        self._packer.start()
+        bucket: Any = self._packer.pack_next()
+        while bucket is not None:
+            following = self._packer.pack_next()  # before the engine has loaded this one
+            self.buckets.append(" ".join(slot.name for slot in bucket.slots))
+            yield bucket
+            bucket = following
+        self._packer.finish()
+
+
+async def test_a_layer_that_is_split_over_buckets_is_loaded_whole(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    """vLLM reads the buckets of a layer when the last of them has arrived: none may have been written to again."""
+    if isinstance(engine, FakeRolloutEngine):
+        pytest.skip("the fake has no model")
+    for version in range(2):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.02 * torch.randn_like(parameter))
+        source: Any = PackedModel(model, max_bytes=8_192)
+        assert await HostTransport().send(source, [engine], version) == [None]
+        assert sum(bool(re.search(r"layers\.0\.self_attn\.[qkv]_proj", names)) for names in source.buckets) > 2
+        assert (torch.tensor(await engine.compute_logprobs(PROMPT)) - expected(model, PROMPT)).abs().max() < 1e-4
 
 
 async def test_new_weights_wake_an_engine_that_sleeps(engine: RolloutEngine, model: PreTrainedModel) -> None:
