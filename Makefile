@@ -3,6 +3,7 @@ VENV ?= .venv
 PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo python)
 PYTEST = $(PYTHON) -m pytest -q
 BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one starts, others work
+ROTATION ?= due # what CI runs at this commit (tests/rotation.py); all: every test
 SHOWS = $(basename $(notdir $(wildcard tests/acceptance/[a-z]*.py)))
 
 .PHONY: help setup pins fmt check unit test e2e bench docs site show-short gpu-smoke
@@ -33,11 +34,11 @@ check: ## style, types, layers, unit tests: two minutes
 unit: ## unit tests: no processes
 	$(PYTEST) -n auto tests/unit
 
-test: ## contract and distributed tests
-	$(PYTEST) $(BY_FILE) -m "contract or distributed"
+test: ## contract and distributed tests that CI runs at this commit (ROTATION=all for every one)
+	$(PYTEST) $(BY_FILE) -m "contract or distributed" --rotation $(ROTATION)
 
-e2e: ## real Ray, FSDP2 and vLLM with a tiny model
-	$(PYTEST) $(BY_FILE) -m e2e
+e2e: ## real Ray, FSDP2 and vLLM with a tiny model, as CI at this commit (ROTATION=all for every test)
+	$(PYTEST) $(BY_FILE) -m e2e --rotation $(ROTATION)
 
 bench: ## print figures, assert nothing
 	$(PYTEST) -m bench
@@ -56,5 +57,5 @@ site: ## build the documentation site into site/
 show-%:
 	$(PYTHON) tests/acceptance/$(subst -,_,$*).py $(ARGS)
 
-show-short: ## the short forms that CI runs at this commit (ARGS=--all for every one)
-	$(PYTHON) tests/acceptance/_short.py $(ARGS)
+show-short: ## the short forms that CI runs at this commit (ROTATION=all for every one)
+	$(PYTHON) tests/acceptance/_short.py --rotation $(ROTATION) $(ARGS)

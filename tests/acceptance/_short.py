@@ -1,9 +1,9 @@
 """Run the short form of the acceptance scripts, two at a time, and print the seconds that each took.
 
-python tests/acceptance/_short.py [--all] [NAME ...]
+python tests/acceptance/_short.py [--rotation all] [NAME ...]
 
-Most scripts run at every commit. Those in `ROTATION` start engines several times and take minutes: one group of them
-runs, chosen by the number of commits. `--all` runs all.
+Most scripts run at every commit. Those in `ROTATION` take minutes, because they start engines several times, measure
+speed, or repeat many cases: one group of them runs, chosen by the number of commits. `--rotation all` runs all.
 """
 
 from __future__ import annotations
@@ -18,15 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
+sys.path.insert(0, str(FOLDER.parent))
+
+from rotation import current_group, record_left  # noqa: E402
+
 ROTATION = (
-    ("kills", "families", "sleep", "step", "trl"),
-    ("lora", "api", "save_cost", "offload", "placement", "gateway"),
-    ("optimizers", "algorithms", "routing", "budget", "drift"),
-    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools"),
-    ("trust", "stall", "real_model", "tp", "sync"),
-    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game"),
+    ("kills", "families", "sleep", "step", "trl", "vocabulary", "unearned"),
+    ("lora", "api", "save_cost", "offload", "placement", "gateway", "grading"),
+    ("optimizers", "algorithms", "routing", "budget", "drift", "data", "merge"),
+    ("distillation", "reward_overlap", "poison", "reshard", "load", "tools", "sandbox"),
+    ("trust", "stall", "real_model", "tp", "sync", "bandits", "episodes"),
+    ("dapo", "start", "dataplane", "hostile_rewards", "prefix", "parallel", "game", "scale"),
 )
-LONG = ("learning", "parity", "resume")  # of those that always run; started first, with those of the rotation
+LONG = ("learning", "parity", "resume")  # run at every commit, and start first, as do those of the rotation
 AT_ONCE = 2  # while one waits for its engines to start, the other works
 
 
@@ -46,10 +50,10 @@ class Result:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--all", action="store_true", help="every script, whatever the rotation says")
+    parser.add_argument("--rotation", choices=["due", "all"], default="due", help="all: every script")
     parser.add_argument("names", nargs="*", help="these alone")
     options = parser.parse_args()
-    names = options.names or choose(scripts(), len(ROTATION) if options.all else commit_count())
+    names = options.names or choose(scripts(), None if options.rotation == "all" else current_group())
     start = time.monotonic()
     with ThreadPoolExecutor(AT_ONCE) as workers:
         results = []
@@ -59,8 +63,7 @@ def main() -> None:
     print(f"\n{'script':<18}{'seconds':>8}")
     for result in sorted(results, key=lambda result: -result.seconds):
         print(f"{result.name:<18}{result.seconds:>8.0f}{'' if result.passed else '  FAILED'}")
-    if rested := sorted(set(scripts()) - set(names)):
-        print(f"not in this rotation: {', '.join(rested)}")
+    record_left(f"show-{name.replace('_', '-')}" for name in set(scripts()) - set(names))
     failed = [result for result in results if not result.passed]
     print(f"{len(results) - len(failed)} passed, {len(failed)} failed, {time.monotonic() - start:.0f} s in all")
     for result in failed:  # again at the end: logs of CI are often cut
@@ -72,19 +75,14 @@ def scripts() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
 
 
-def choose(names: list[str], commits: int) -> list[str]:
-    """Those that run at this commit, the long ones first; all of them for `commits == len(ROTATION)`."""
-    rotating = {name for group in ROTATION for name in group}
+def choose(names: list[str], group: int | None) -> list[str]:
+    """Return those that run with a group of the rotation, or with all groups (None); long ones first."""
+    rotating = {name for members in ROTATION for name in members}
     if unknown := (rotating | set(LONG)) - set(names):
         raise SystemExit(f"no such acceptance script: {', '.join(sorted(unknown))}")
-    chosen = rotating if commits == len(ROTATION) else set(ROTATION[commits % len(ROTATION)])
+    chosen = rotating if group is None else set(ROTATION[group])
     first = [name for name in names if name in chosen or name in LONG]
     return first + [name for name in names if name not in rotating and name not in LONG]
-
-
-def commit_count() -> int:
-    done = subprocess.run(["git", "rev-list", "--count", "HEAD"], cwd=FOLDER, stdout=subprocess.PIPE, text=True)
-    return int(done.stdout) % len(ROTATION) if done.returncode == 0 else 0
 
 
 def run(name: str) -> Result:

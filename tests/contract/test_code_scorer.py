@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rotation import rotate_rest
 
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardPool
@@ -169,7 +170,8 @@ def test_a_check_function_is_given_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
-    "raised", ["StopIteration", "AssertionError", "SystemExit", "KeyboardInterrupt", "GeneratorExit"]
+    "raised",
+    rotate_rest(3, ["StopIteration", "AssertionError", "SystemExit", "KeyboardInterrupt", "GeneratorExit"]),
 )
 def test_an_exception_of_the_answer_passes_no_test(raised: str) -> None:
     assert passed(f"def f(n): raise {raised}", ["assert all(map(f, [1, 2]))"]) == 0.0

@@ -18,6 +18,7 @@ from typing import Any
 import psutil
 import pytest
 from processes import children
+from rotation import rotate_rest
 
 from verl.errors import RewardError
 from verl.rewards.pool.pool import RewardPool
@@ -107,21 +108,25 @@ async def test_an_exception_has_the_users_frames_and_the_worker_lives_on(pool: P
 
 @pytest.mark.parametrize(
     ("body", "kind", "part"),
-    [
-        ("sys.exit(3)", "error", "SystemExit: 3"),
-        ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
-        ("input()", "error", "EOFError"),
-        ("return None", "invalid", "returned None as the score"),
-        ("return float('nan')", "invalid", "returned nan as the score"),
-        ("os._exit(3)", "died", "exit code 3"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", "died", "SIGKILL"),
-        ("os.kill(os.getpid(), 40)", "died", "died of signal 40"),  # a real-time signal without a name
-        ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "supervises it"),
-        ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
-        ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),
-        ("import ctypes\nctypes.string_at(0)", "died", "line 5 in compute_score"),
-        (WRITE_EVERYWHERE, "died", "not its own"),
-    ],
+    rotate_rest(
+        2,
+        [
+            ("os.kill(os.getpid(), signal.SIGKILL)", "died", "SIGKILL"),
+            ("sys.exit(3)", "error", "SystemExit: 3"),
+            ("raise KeyboardInterrupt", "error", "KeyboardInterrupt"),
+            ("input()", "error", "EOFError"),
+            ("return None", "invalid", "returned None as the score"),
+            ("return float('nan')", "invalid", "returned nan as the score"),
+            ("os._exit(3)", "died", "exit code 3"),
+            ("os.kill(os.getpid(), 40)", "died", "died of signal 40"),  # a real-time signal without a name
+            ("os.kill(os.getppid(), signal.SIGKILL)\ntime.sleep(60)", "died", "supervises it"),
+            ("os.closerange(3, 100)\nreturn 1.0", "died", "file descriptors"),
+            ("print('I was here', flush=True)\nos.abort()", "died", "I was here"),
+            ("import ctypes\nctypes.string_at(0)", "died", "line 5 in compute_score"),
+            (WRITE_EVERYWHERE, "died", "not its own"),
+        ],
+        keep=3,
+    ),
 )
 async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body: str, kind: str, part: str) -> None:
     ready = await started(pool("if solution_str != 'bad': return 1.0\n" + textwrap.dedent(body)))
@@ -135,12 +140,15 @@ async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body:
 
 @pytest.mark.parametrize(
     "hang",
-    [
-        "while True: pass",
-        "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(3600)",
-        "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
-        "while True: print('flood' * 1000)",
-    ],
+    rotate_rest(
+        4,
+        [
+            "while True: pass",
+            "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())\ntime.sleep(3600)",
+            "import re\nre.match('(a+)+$', 'a' * 60 + 'b')",
+            "while True: print('flood' * 1000)",
+        ],
+    ),
 )
 async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, hang: str) -> None:
     ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", deadline_s=3.0))
@@ -153,7 +161,7 @@ async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, ha
     assert others == [Scored(1.0)] * 20
 
 
-@pytest.mark.parametrize("end", ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"])
+@pytest.mark.parametrize("end", rotate_rest(0, ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"]))
 async def test_of_many_short_calls_only_those_that_ended_their_worker_fail(pool: Pool, end: str) -> None:
     ready = await started(pool(f"if solution_str.startswith('bad'): {end}\nreturn 1.0", workers=2))
     responses = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
@@ -171,6 +179,7 @@ async def test_waiting_for_a_worker_is_not_counted_as_being_late(pool: Pool) -> 
     assert await asyncio.gather(*(one(ready) for _ in range(24))) == [Scored(1.0)] * 24
 
 
+@pytest.mark.rotating(0)
 async def test_several_workers_run_concurrently(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "here").mkdir()
     body = """
@@ -185,6 +194,7 @@ async def test_several_workers_run_concurrently(pool: Pool, tmp_path: Path) -> N
     assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) == 4
 
 
+@pytest.mark.rotating(1)
 async def test_memory_is_limited_and_a_leak_is_replaced_between_calls(pool: Pool) -> None:
     body = "if solution_str == 'bad': bytearray(1 << 31)\nkept = globals().setdefault('kept', [])\n"
     body += "kept.append(b'x' * (1 << 23))\ntime.sleep(0.05 if len(kept) < 45 else 1)\nreturn os.getpid()"
@@ -198,6 +208,7 @@ async def test_memory_is_limited_and_a_leak_is_replaced_between_calls(pool: Pool
     assert len({outcome.score for outcome in found if isinstance(outcome, Scored)}) > 1
 
 
+@pytest.mark.rotating(3)
 async def test_files_read_through_mappings_are_not_counted_as_memory(pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "large").write_bytes(bytes(300 << 20))
     body = f"""
@@ -218,6 +229,7 @@ async def test_files_read_through_mappings_are_not_counted_as_memory(pool: Pool,
     assert "MemoryError" in failed.message
 
 
+@pytest.mark.rotating(2)
 async def test_memory_that_the_kernel_does_not_count_is_watched(pool: Pool) -> None:
     body = "import mmap\nshared = mmap.mmap(-1, 1 << 29)\nfor at in range(0, 1 << 29, 4096): shared[at] = 1\n"
     body += "time.sleep(60)"
@@ -228,6 +240,7 @@ async def test_memory_that_the_kernel_does_not_count_is_watched(pool: Pool) -> N
     assert "its limit is 200 MB" in failed.message
 
 
+@pytest.mark.rotating(5)
 async def test_daemons_end_with_their_worker(pool: Pool) -> None:
     body = """
         if os.fork() == 0:
@@ -247,6 +260,7 @@ async def test_daemons_end_with_their_worker(pool: Pool) -> None:
     assert len(children()) <= 2
 
 
+@pytest.mark.rotating(4)
 async def test_children_that_pile_up_are_cleared_away(pool: Pool) -> None:
     ready = await started(pool("if os.fork() == 0:\n    time.sleep(600)\ntime.sleep(0.02)\nreturn 1.0"))
     most = 0

@@ -90,6 +90,7 @@ def test_a_daemon_that_holds_the_pipes_does_not_hold_the_grader() -> None:
     assert (outcome.status, outcome.stdout) == ("ok", "gone\n")
 
 
+@pytest.mark.rotating(0)
 @pytest.mark.parametrize("seconds", [3.0, 30.0])
 def test_without_namespaces_daemons_are_ended_too(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     user = isolation.choose_user()
@@ -123,6 +124,7 @@ print(made)
     assert 1 <= int(run(source, limits=Limits(processes=6)).stdout) <= 6
 
 
+@pytest.mark.rotating(5)
 def test_memory_is_limited_for_one_process_and_for_all() -> None:
     limits = Limits(memory_bytes=100 << 20, seconds=20)
     assert "MemoryError" in run("x = bytearray(200 << 20)", limits=limits).stderr
@@ -194,6 +196,7 @@ def test_no_object_of_the_kernel_is_left_behind(kind: str) -> None:
     assert run(source, kind=kind).stdout == "-1 -1 -1\n"
 
 
+@pytest.mark.rotating(1)
 def test_memory_in_sockets_counts(kind: str) -> None:
     source = """
 import os, socket, time
@@ -214,6 +217,7 @@ while True:
     assert run(source, limits=limits, kind=kind).status == ("timeout" if is_refused else "memory")
 
 
+@pytest.mark.rotating(3)
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a volume")
 def test_volumes_below_a_visible_folder_are_read_only(kind: str) -> None:
     script = """
@@ -249,6 +253,7 @@ print(open("mine").read())
     assert run(source, kind="limits").stdout == "works\n"
 
 
+@pytest.mark.rotating(2)
 def test_folders_without_end_are_removed() -> None:
     if not works("limits"):
         pytest.skip("limits do not work on this machine")
@@ -282,6 +287,7 @@ def test_two_programs_can_be_joined_by_descriptors() -> None:
     assert first.result().stdout == ""
 
 
+@pytest.mark.rotating(4)
 def test_threads_run_programs_at_once_and_leave_no_descriptor() -> None:
     run("pass")
     before = len(os.listdir("/proc/self/fd"))

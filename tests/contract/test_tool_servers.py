@@ -340,6 +340,7 @@ def list_connections() -> set[Any]:
     return {each for each in psutil.Process().net_connections("tcp") if each.status == "ESTABLISHED"}
 
 
+@pytest.mark.rotating(1)
 @pytest.mark.parametrize("kind", ["http", "http-json", "json"])
 async def test_fifty_episodes_at_once(start: Callable[[str], Server], kind: str) -> None:
     server = start(kind)
@@ -369,6 +370,7 @@ def test_a_server_that_does_not_run_is_refused_at_once() -> None:
     assert time.monotonic() - before < 10
 
 
+@pytest.mark.rotating(2)
 def test_a_server_that_never_replies_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("verl.agents.tool_servers.START_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:

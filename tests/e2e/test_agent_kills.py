@@ -12,7 +12,7 @@ from chat_bpe import bpe_tokenizer
 
 from verl.demo.assets import make_model
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.rotating(0)]
 
 AGENT = '''
 import asyncio, os, signal

@@ -50,6 +50,7 @@ def steps_of(done: subprocess.CompletedProcess[str], folder: Path) -> list[dict[
     return steps
 
 
+@pytest.mark.rotating(5)
 def test_remax_with_rollout_correction(assets: Assets, tmp_path: Path) -> None:
     done = train(
         assets,
@@ -70,6 +71,7 @@ def test_remax_with_rollout_correction(assets: Assets, tmp_path: Path) -> None:
         assert line["actor/grad_norm"] > 0
 
 
+@pytest.mark.rotating(4)
 def test_an_estimator_that_cannot_be_imported_ends_the_run_with_a_fix(assets: Assets, tmp_path: Path) -> None:
     done = train(
         assets,

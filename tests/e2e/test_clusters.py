@@ -18,7 +18,7 @@ import pytest
 from verl.cluster.actors import free_port
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.rotating(1)]
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ import pytest
 
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.rotating(2)]
 
 
 def verl(*arguments: object) -> str:

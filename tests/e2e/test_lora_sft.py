@@ -15,7 +15,7 @@ from verl.checkpoint.shards import read_index
 from verl.demo.assets import read_problems
 from verl.demo.folder import Assets
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(1800), pytest.mark.rotating(0)]
 
 
 def verl(*arguments: object) -> subprocess.CompletedProcess[str]:

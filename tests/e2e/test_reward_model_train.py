@@ -77,6 +77,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if "reward/mean" in line]
 
 
+@pytest.mark.rotating(4)
 def test_a_model_alone_scores_what_it_reads_in_its_own_template(
     assets: Assets, reward_model: Path, tmp_path: Path
 ) -> None:
@@ -98,6 +99,7 @@ def test_a_model_alone_scores_what_it_reads_in_its_own_template(
     assert all(step["reward/std"] > 0 for step in steps), "responses get different scores"
 
 
+@pytest.mark.rotating(5)
 def test_a_model_beside_a_function_reads_the_policys_own_tokens(
     assets: Assets, reward_model: Path, tmp_path: Path
 ) -> None:
@@ -121,6 +123,7 @@ def test_a_model_beside_a_function_reads_the_policys_own_tokens(
         assert step["reward/mean"] == pytest.approx(10 + 0.5 * step["reward/extra/model_score"], abs=1e-4)
 
 
+@pytest.mark.rotating(1)
 async def test_what_a_process_that_dies_or_freezes_had_is_scored_again_and_it_comes_back() -> None:
     connect({"num_cpus": 1})
     try:
@@ -158,6 +161,7 @@ async def is_ready(model: RemoteRewardModel) -> bool:
         return False
 
 
+@pytest.mark.rotating(2)
 def test_what_cannot_be_a_reward_model_here_ends_the_start_with_a_fix(
     assets: Assets, reward_model: Path, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from verl.cluster.hangs.pending_calls import CallTarget, Deadline
 from verl.cluster.hangs.registry import locate_processes, register_actor, watch_for_hangs
 from verl.errors import ProcessLostError
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.rotating(5)]
 
 BRIEF = Deadline(3.0, "trainer.deadlines.train")
 FAIR = Deadline(8.0, "trainer.deadlines.train")

@@ -1,28 +1,95 @@
-"""Every acceptance script has a short form, and CI runs each at least once in three commits."""
+"""Which tests CI runs at a commit: rotating ones at one commit in six, all others at every commit."""
 
 from __future__ import annotations
 
 import runpy
 from pathlib import Path
 
+import pytest
+import rotation
+from rotation import GROUPS, describe, record_left, rotate_rest
+
+pytestmark = pytest.mark.unit
+
 FOLDER = Path(__file__).parents[1] / "acceptance"
 RUNNER = runpy.run_path(str(FOLDER / "_short.py"))
 
 
-def test_every_script_runs_within_three_commits() -> None:
+def test_every_short_form_runs_at_one_of_six_commits_or_at_all() -> None:
     names = RUNNER["scripts"]()
-    runs = [RUNNER["choose"](names, commits) for commits in range(len(RUNNER["ROTATION"]))]
+    assert len(RUNNER["ROTATION"]) == GROUPS
+    runs = [RUNNER["choose"](names, group) for group in range(GROUPS)]
     assert set().union(*runs) == set(names)
-    assert all(len(run) == len(set(run)) for run in runs)
+    for name in names:
+        assert sum(run.count(name) for run in runs) in (1, GROUPS), name
 
 
 def test_all_means_every_script() -> None:
     names = RUNNER["scripts"]()
-    assert sorted(RUNNER["choose"](names, len(RUNNER["ROTATION"]))) == names
+    assert sorted(RUNNER["choose"](names, None)) == names
 
 
 def test_every_script_has_a_short_form() -> None:
     assert [name for name in RUNNER["scripts"]() if '"--short"' not in (FOLDER / f"{name}.py").read_text()] == []
+
+
+def test_the_group_is_the_number_of_commits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        rotation.subprocess, "run", lambda *_, **__: type("Done", (), {"returncode": 0, "stdout": "20"})
+    )
+    assert rotation.current_group() == 2
+
+
+class Item:
+    """A collected test, with the group of its mark."""
+
+    def __init__(self, name: str, group: int | None) -> None:
+        self.nodeid, self._group = f"tests/{name}", group
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return None if self._group is None else pytest.Mark(name, (self._group,), {}, _ispytest=True)
+
+
+class Config:
+    def __init__(self, selection: str) -> None:
+        self._selection, self.deselected, self.hook = selection, [], self
+
+    def getoption(self, name: str) -> str:
+        return self._selection
+
+    def pytest_deselected(self, items: list[Item]) -> None:
+        self.deselected += items
+
+
+def select(monkeypatch: pytest.MonkeyPatch, groups: dict[str, int | None], selection: str = "due") -> list[str]:
+    conftest = runpy.run_path(str(FOLDER.parent / "conftest.py"))
+    monkeypatch.setitem(conftest["pytest_collection_modifyitems"].__globals__, "current_group", lambda: 2)
+    items = [Item(name, group) for name, group in groups.items()]
+    conftest["pytest_collection_modifyitems"](Config(selection), items)
+    return [item.nodeid.removeprefix("tests/") for item in items]
+
+
+def test_tests_of_other_groups_are_deselected_and_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("VERL_ROTATED_FILE", str(tmp_path / "left.txt"))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    groups = {"always": None, "due": 2, "first": 0, "second[1]": 3, "second[2]": 3}
+    assert select(monkeypatch, groups, "all") == list(groups)
+    assert select(monkeypatch, groups) == ["always", "due"]
+    record_left(["show-torn"])
+    line = describe((tmp_path / "left.txt").read_text().splitlines())
+    assert line.endswith("ran): first, second (2 cases), show-torn")
+
+
+def test_a_group_that_never_comes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(pytest.UsageError, match=r"groups of the rotation are 0 to 5: tests/never \(6\)"):
+        select(monkeypatch, {"never": GROUPS}, "all")
+
+
+def test_the_first_cases_of_a_test_run_at_every_commit() -> None:
+    first, second, third = rotate_rest(4, ["a", "b", ("c", 1)], keep=1)
+    assert first == "a"
+    assert (second.values, third.values) == (("b",), ("c", 1))
+    assert [mark.args for mark in (*second.marks, *third.marks)] == [(4,), (4,)]
 
 
 def test_a_script_that_ends_well_without_its_verdict_has_failed() -> None:
