@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Any
 
 import verl
-from verl.agents.agents import Step
+from verl.agents.builtin_agents import Step
 
 LONG_S = 3600.0
 arrivals: Counter[str] = Counter()

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from verl.agents.agents import Step
+from verl.agents.builtin_agents import Step
 
 NUMBERS, GUESSES = 16, 5
 FASTER = 0.1  # what each guess less is worth

@@ -14,8 +14,8 @@ from chat_shapes import ChatShape
 from transformers import PreTrainedTokenizerBase
 
 from verl.agents.chat_model import ChatModel, Reply
+from verl.agents.formats.tool_calls import ParsedReply, ToolCall
 from verl.agents.rendering import ChatRenderer
-from verl.agents.tool_calls import ParsedReply, ToolCall
 from verl.errors import DataError
 from verl.types import Completion, SamplingParams
 

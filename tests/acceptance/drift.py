@@ -39,8 +39,8 @@ from tiny import tiny_qwen2
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen2ForCausalLM
 
 from verl.agents.chat_model import ChatModel
+from verl.agents.formats.tool_calls import ParsedReply
 from verl.agents.rendering import ChatRenderer, check_template
-from verl.agents.tool_calls import ParsedReply
 from verl.algorithms.settings import AlgorithmSettings
 from verl.errors import ConfigError
 from verl.rollout.engine import load_weights

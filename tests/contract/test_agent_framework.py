@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scripted_model import ScriptedModel, call_lookup, list_samples, play_episode
 
-from verl.agents.agents import Task
+from verl.agents.builtin_agents import Task
 from verl.types import Prompt, SamplingParams
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(600)]

@@ -9,7 +9,7 @@ import sample_tools
 import verl
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.python_tool import python
-from verl.agents.tools import ToolResult, call_tools
+from verl.agents.tools.function_tools import ToolResult, call_tools
 from verl.agents.user_code import close_processes
 
 pytestmark = pytest.mark.contract

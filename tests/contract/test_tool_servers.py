@@ -21,10 +21,10 @@ from tiny import chat_tokenizer
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.mcp_servers import McpSession, StdioServer
 from verl.agents.settings import AgentSettings
-from verl.agents.tool_sources import ToolSource, load_sources
-from verl.agents.tools import Tool, call_tools
+from verl.agents.tools.function_tools import Tool, call_tools
+from verl.agents.tools.mcp_servers import McpSession, StdioServer
+from verl.agents.tools.sources import ToolSource, load_sources
 from verl.errors import ConfigError
 from verl.types import Completion, Prompt, SamplingParams
 
@@ -372,7 +372,7 @@ def test_a_server_that_does_not_run_is_refused_at_once() -> None:
 
 @pytest.mark.rotating(2)
 def test_a_server_that_never_replies_is_refused_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("verl.agents.tool_servers.START_S", 1.0)
+    monkeypatch.setattr("verl.agents.tools.servers.START_S", 1.0)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"the tool server {url} did not list its tools within 1 s; start"):

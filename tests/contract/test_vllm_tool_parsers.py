@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from verl.agents.tool_calls import ToolCall
-from verl.agents.tool_formats import FORMATS
+from verl.agents.formats import FORMATS
+from verl.agents.formats.tool_calls import ToolCall
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
 

@@ -8,18 +8,18 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.agents import Agent, EnvironmentAgent, Task, ToolAgent
+from verl.agents.adapters.blocking_agent import adapt_loop
+from verl.agents.builtin_agents import Agent, EnvironmentAgent, Task, ToolAgent
 from verl.agents.chat_model import ChatModel, Parse
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
-from verl.agents.gateway_agent import GatewayAgents
-from verl.agents.loops import adapt_loop
+from verl.agents.formats import FORMATS, detect_format
+from verl.agents.formats.tool_calls import ParsedReply
+from verl.agents.gateway.agents import GatewayAgents
 from verl.agents.rendering import ChatRenderer
 from verl.agents.settings import AgentSettings
-from verl.agents.tool_calls import ParsedReply
-from verl.agents.tool_formats import FORMATS, detect_format
-from verl.agents.tool_sources import ToolSource, load_sources
+from verl.agents.tools.sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
 from verl.agents.user_code import survive_exit
 from verl.custom_functions import load_function

@@ -10,10 +10,10 @@ from typing import Any
 
 from verl.agents.deterministic_batcher import Generate
 from verl.agents.errors import EpisodeLimitError
+from verl.agents.formats.tool_calls import InvalidCall, ParsedReply, ToolCall
 from verl.agents.messages import Message, join_text, prepare_messages, read_json
 from verl.agents.rendering import ChatRenderer
-from verl.agents.tool_calls import InvalidCall, ParsedReply, ToolCall
-from verl.agents.tools import Tool
+from verl.agents.tools.function_tools import Tool
 from verl.agents.transcript import Transcript, Turn
 from verl.types import Completion, SamplingParams
 

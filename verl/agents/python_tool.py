@@ -6,7 +6,7 @@ Import it in the file of `multi_turn.function_tool_path`, next to your own tools
 from __future__ import annotations
 
 from verl.agents.errors import ToolError
-from verl.agents.tools import tool
+from verl.agents.tools.function_tools import tool
 from verl.agents.user_code import run_in_thread
 from verl.rewards.sandbox import sandbox
 

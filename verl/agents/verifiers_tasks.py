@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.agents.agents import Task
+from verl.agents.builtin_agents import Task
 from verl.errors import ConfigError
 
 _SETTING = "actor_rollout_ref.rollout.agent.default_agent_loop"

@@ -9,9 +9,9 @@ from listed_replies import ListedReplies
 
 from verl.agents.chat_model import ChatModel
 from verl.agents.errors import EpisodeLimitError
+from verl.agents.formats import FORMATS
+from verl.agents.formats.tool_calls import InvalidCall, ToolCall
 from verl.agents.rendering import ChatRenderer
-from verl.agents.tool_calls import InvalidCall, ToolCall
-from verl.agents.tool_formats import FORMATS
 from verl.types import SamplingParams
 
 pytestmark = pytest.mark.unit

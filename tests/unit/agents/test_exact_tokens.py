@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.chat_shapes import SHAPES, TOOL, make_tokenizer
 from verl.agents.chat_model import ChatModel
+from verl.agents.formats import FORMATS
+from verl.agents.formats.tool_calls import ParsedReply, ToolCall
 from verl.agents.rendering import ChatRenderer
-from verl.agents.tool_calls import ParsedReply, ToolCall
-from verl.agents.tool_formats import FORMATS
 from verl.types import Completion, SamplingParams
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]

@@ -16,9 +16,9 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from scripted_model import LOOKUP_CALL, ScriptedModel, call_lookup, list_samples, play_episode
 
-import verl.agents.gateway
+import verl.agents.gateway.server
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.agents import Task
+from verl.agents.builtin_agents import Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
@@ -360,7 +360,7 @@ async def test_a_retry_after_a_timeout_gets_the_reply_of_the_first_request() -> 
 
 
 async def test_a_retry_after_a_lost_response_gets_the_recorded_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    class FailsOnce(verl.agents.gateway.JSONResponse):
+    class FailsOnce(verl.agents.gateway.server.JSONResponse):
         count = 0
 
         def render(self, content: Any) -> bytes:
@@ -374,7 +374,7 @@ async def test_a_retry_after_a_lost_response_gets_the_recorded_one(monkeypatch: 
             await client.chat.completions.create(model="any", messages=task.messages)
         return 1.0
 
-    monkeypatch.setattr(verl.agents.gateway, "JSONResponse", FailsOnce)
+    monkeypatch.setattr(verl.agents.gateway.server, "JSONResponse", FailsOnce)
     model = ScriptedModel(count_turns)
     transcript = await play(agent, model)
     assert FailsOnce.count == 2
@@ -705,9 +705,9 @@ def test_a_gateway_that_is_disabled_refuses_its_agents_at_the_start() -> None:
 
 
 async def test_workers_of_one_machine_take_different_ports() -> None:
-    first = verl.agents.gateway.bind_socket("127.0.0.1", 0)
+    first = verl.agents.gateway.server.bind_socket("127.0.0.1", 0)
     port = first.getsockname()[1]
-    second = verl.agents.gateway.bind_socket("127.0.0.1", port)
+    second = verl.agents.gateway.server.bind_socket("127.0.0.1", port)
     assert second.getsockname()[1] > port
     first.close()
     second.close()

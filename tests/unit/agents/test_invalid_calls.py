@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl.agents.tool_calls import InvalidCall, ToolCall
-from verl.agents.tool_formats import FORMATS, format_call
+from verl.agents.formats import FORMATS, format_call
+from verl.agents.formats.tool_calls import InvalidCall, ToolCall
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 

@@ -7,7 +7,7 @@ import pytest
 
 import verl
 from verl import GRPOTrainer
-from verl.agents.tool_sources import load_functions
+from verl.agents.tools.sources import load_functions
 from verl.custom_functions import load_function
 from verl.errors import ConfigError
 

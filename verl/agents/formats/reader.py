@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.tool_calls import InvalidCall
+from verl.agents.formats.tool_calls import InvalidCall
 
 TOOL_NAME = re.compile(r"[\w.:/-]+")
 

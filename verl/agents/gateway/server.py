@@ -22,9 +22,9 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from verl.agents.chat_completions import MODEL, RequestError, read_request, write_events
 from verl.agents.chat_model import ChatModel
-from verl.agents.gateway_session import Session, make_ended_error
+from verl.agents.gateway.chat_completions import MODEL, RequestError, read_request, write_events
+from verl.agents.gateway.session import Session, make_ended_error
 from verl.cluster.actors import get_node_address
 from verl.errors import ConfigError
 

@@ -4,13 +4,13 @@ A call that is cut off or malformed is an `InvalidCall`, where vLLM's parsers re
 
 from __future__ import annotations
 
-from verl.agents.tool_calls import ToolCall, ToolFormat
-from verl.agents.tool_formats.call_sections import DEEPSEEK, KIMI
-from verl.agents.tool_formats.detection import detect_format
-from verl.agents.tool_formats.harmony import GPT_OSS
-from verl.agents.tool_formats.json_objects import HERMES, LLAMA3_JSON
-from verl.agents.tool_formats.reader import TOOL_NAME
-from verl.agents.tool_formats.tagged_arguments import GLM, QWEN3_CODER
+from verl.agents.formats.call_sections import DEEPSEEK, KIMI
+from verl.agents.formats.detection import detect_format
+from verl.agents.formats.harmony import GPT_OSS
+from verl.agents.formats.json_objects import HERMES, LLAMA3_JSON
+from verl.agents.formats.reader import TOOL_NAME
+from verl.agents.formats.tagged_arguments import GLM, QWEN3_CODER
+from verl.agents.formats.tool_calls import ToolCall, ToolFormat
 
 __all__ = ["FORMATS", "detect_format", "format_call"]
 

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from verl.agents.agents import Agent, Task
+from verl.agents.builtin_agents import Agent, Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
 from verl.agents.user_code import run_in_thread, survive_exit
@@ -16,7 +16,7 @@ from verl.errors import ConfigError
 from verl.installation import format_install_hint
 
 if TYPE_CHECKING:
-    from verl.agents.gateway import Gateway
+    from verl.agents.gateway.server import Gateway
 
 _SETTING = "actor_rollout_ref.rollout"
 
@@ -72,7 +72,7 @@ class GatewayAgents:
 
     async def _start(self) -> Gateway:
         try:
-            from verl.agents.gateway import Gateway
+            from verl.agents.gateway.server import Gateway
         except ImportError as error:
             raise ConfigError(
                 [f"{_SETTING}.gateway.enable: {error.name} is not installed: {format_install_hint('agents')}"]

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.agents.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
-from verl.agents.tool_formats.reader import Reader, UnreadableCallError, reject
+from verl.agents.formats.reader import Reader, UnreadableCallError, reject
+from verl.agents.formats.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
 
 MAX_INVALID_CALLS = 16
 """Invalid calls after which the rest of a turn is reported as one.

@@ -10,7 +10,7 @@ from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.agents import Step, Task
+from verl.agents.builtin_agents import Step, Task
 from verl.agents.chat_model import ChatModel
 from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript

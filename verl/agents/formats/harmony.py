@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
-from verl.agents.tool_formats.call_format import MAX_INVALID_CALLS, reject_rest
-from verl.agents.tool_formats.reader import Reader, UnreadableCallError, dump_json, reject
+from verl.agents.formats.call_format import MAX_INVALID_CALLS, reject_rest
+from verl.agents.formats.reader import Reader, UnreadableCallError, dump_json, reject
+from verl.agents.formats.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
 
 _CHANNEL, _MESSAGE, _CALL = "<|channel|>", "<|message|>", "<|call|>"
 _BOUNDARY = re.compile(r"<\|start\|>(?:assistant)?|<\|(?:end|call|return)\|>|\Z")

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from verl.agents.agents import Step
+from verl.agents.builtin_agents import Step
 from verl.agents.user_code import call_method
 
 

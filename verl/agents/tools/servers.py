@@ -20,9 +20,9 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.json_servers import JsonServer
-from verl.agents.mcp_servers import HttpServer, McpServer, McpSession, StdioServer
-from verl.agents.tools import Tool, ToolResult
+from verl.agents.tools.function_tools import Tool, ToolResult
+from verl.agents.tools.json_servers import JsonServer
+from verl.agents.tools.mcp_servers import HttpServer, McpServer, McpSession, StdioServer
 from verl.agents.user_code import with_deadline
 from verl.errors import ConfigError
 from verl.installation import format_install_hint

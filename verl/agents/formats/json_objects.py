@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.agents.tool_calls import ToolCall
-from verl.agents.tool_formats.call_format import CallFormat
-from verl.agents.tool_formats.reader import Reader, UnreadableCallError, dump_json, to_arguments
-from verl.agents.tool_formats.schemas import get_tool_names
+from verl.agents.formats.call_format import CallFormat
+from verl.agents.formats.reader import Reader, UnreadableCallError, dump_json, to_arguments
+from verl.agents.formats.schemas import get_tool_names
+from verl.agents.formats.tool_calls import ToolCall
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _PYTHON_TAG = "<|python_tag|>"

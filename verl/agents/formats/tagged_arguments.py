@@ -7,10 +7,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from verl.agents.tool_calls import ToolCall
-from verl.agents.tool_formats.call_format import CallFormat
-from verl.agents.tool_formats.reader import TOOL_NAME, Reader, dump_json
-from verl.agents.tool_formats.schemas import ArgumentTypes
+from verl.agents.formats.call_format import CallFormat
+from verl.agents.formats.reader import TOOL_NAME, Reader, dump_json
+from verl.agents.formats.schemas import ArgumentTypes
+from verl.agents.formats.tool_calls import ToolCall
 
 _BEGIN, _END = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

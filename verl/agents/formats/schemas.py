@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from verl.agents.tool_formats.reader import UnreadableCallError, load_json
+from verl.agents.formats.reader import UnreadableCallError, load_json
 
 _TYPE_NAMES = {
     type(None): "null",

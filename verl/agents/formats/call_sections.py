@@ -6,9 +6,9 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl.agents.tool_calls import ToolCall
-from verl.agents.tool_formats.call_format import CallFormat
-from verl.agents.tool_formats.reader import TOOL_NAME, Reader, UnreadableCallError, dump_json
+from verl.agents.formats.call_format import CallFormat
+from verl.agents.formats.reader import TOOL_NAME, Reader, UnreadableCallError, dump_json
+from verl.agents.formats.tool_calls import ToolCall
 
 
 @dataclass(frozen=True, slots=True)

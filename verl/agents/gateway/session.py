@@ -14,10 +14,10 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from verl.agents.chat_completions import ChatRequest, RequestError, read_request, write_completion
 from verl.agents.chat_model import ChatModel, Draft, InvalidRequestError
 from verl.agents.errors import EpisodeLimitError
-from verl.agents.tool_calls import InvalidCall
+from verl.agents.formats.tool_calls import InvalidCall
+from verl.agents.gateway.chat_completions import ChatRequest, RequestError, read_request, write_completion
 from verl.errors import DataError
 
 

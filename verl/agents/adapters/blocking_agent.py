@@ -1,0 +1,81 @@
+"""Episodes written as a plain loop, without `async`: `loop(model, tokenizer, initial_prompt, max_turns)`.
+
+    from verl.agents.loops import format_conversation, generate_response
+
+    def rollout_episode(model, tokenizer, initial_prompt, max_turns=10):
+        conversation, rewards = [{"role": "user", "content": initial_prompt}], []
+        for _ in range(max_turns):
+            response = generate_response(model, tokenizer, format_conversation(conversation))
+            ...
+        return conversation, rewards
+
+It returns the conversation and one reward for each reply of the model. It runs in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from verl.agents.builtin_agents import Agent, Task
+from verl.agents.chat_model import ChatModel, Reply
+from verl.agents.user_code import run_in_thread
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class BlockingModel:
+    """The model of an episode for code that is not a coroutine."""
+
+    def __init__(self, model: ChatModel, loop: asyncio.AbstractEventLoop) -> None:
+        self._model, self._loop = model, loop
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, max_tokens: int | None = None) -> Reply:
+        """Return the model's reply to a conversation."""
+        request = self._model.chat(messages, max_tokens=max_tokens)
+        return asyncio.run_coroutine_threadsafe(request, self._loop).result()
+
+
+def format_conversation(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return what to ask the model: the messages themselves, so that it continues the tokens it has generated."""
+    return list(conversation)
+
+
+def generate_response(
+    model: BlockingModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Mapping[str, Any]]
+) -> str:
+    """Return what the model replies."""
+    return model.chat(prompt).content
+
+
+def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, max_turns: int | None) -> Agent | None:
+    """Return a loop as an agent; None if the function is none."""
+    names = list(inspect.signature(agent).parameters)
+    if names[:2] != ["model", "tokenizer"]:
+        return None
+    limits = {"max_turns": max_turns} if max_turns is not None and "max_turns" in names else {}
+
+    async def play(task: Task, model: ChatModel) -> float:
+        blocking = BlockingModel(model, asyncio.get_running_loop())
+        prompt = read_question(task)
+        conversation, rewards = await run_in_thread(lambda: agent(blocking, tokenizer, prompt, **limits))
+        turns = model.transcript.turns
+        if len(rewards) != len(turns):
+            raise ValueError(f"it returned {len(rewards)} rewards for {len(turns)} replies of the model")
+        for turn, reward in zip(turns, rewards, strict=True):
+            turn.reward += float(reward)
+        model.transcript.messages = [dict(message) for message in conversation]
+        return 0.0
+
+    play.__name__ = getattr(agent, "__name__", "loop")
+    return play
+
+
+def read_question(task: Task) -> str:
+    """Return the prompt of a row, which has to be one message: the loop makes a conversation of it."""
+    if len(task.messages) != 1:
+        raise ValueError(f"the prompt has {len(task.messages)} messages; a loop takes one, as `initial_prompt`")
+    return str(task.messages[0]["content"])
