@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
+from tool_call_texts import WRITERS
 from transformers import PreTrainedTokenizerFast
 
 from verl.agents.formats import FORMATS
@@ -41,14 +42,14 @@ def write_deepseek_v3(call: ToolCall) -> str:
 
 # vLLM's name of a parser -> verl's name of the format, and how it writes a call.
 PARSERS: dict[str, tuple[str, Callable[[ToolCall], str]]] = {
-    "hermes": ("hermes", FORMATS["hermes"].write),
-    "qwen3_coder": ("qwen3_coder", FORMATS["qwen3_coder"].write),
-    "llama3_json": ("llama3_json", FORMATS["llama3_json"].write),
-    "glm45": ("glm", FORMATS["glm"].write),
-    "deepseek_v31": ("deepseek", FORMATS["deepseek"].write),
+    "hermes": ("hermes", WRITERS["hermes"]),
+    "qwen3_coder": ("qwen3_coder", WRITERS["qwen3_coder"]),
+    "llama3_json": ("llama3_json", WRITERS["llama3_json"]),
+    "glm45": ("glm", WRITERS["glm"]),
+    "deepseek_v31": ("deepseek", WRITERS["deepseek"]),
     "deepseek_v3": ("deepseek", write_deepseek_v3),
-    "kimi_k2": ("kimi", FORMATS["kimi"].write),
-    "openai": ("gpt-oss", FORMATS["gpt-oss"].write),
+    "kimi_k2": ("kimi", WRITERS["kimi"]),
+    "openai": ("gpt-oss", WRITERS["gpt-oss"]),
 }
 
 

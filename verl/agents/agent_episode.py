@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl.agents.adapters.blocking_agent import adapt_loop
@@ -15,7 +15,6 @@ from verl.agents.deterministic_batcher import Generate
 from verl.agents.episode import single_turn
 from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.formats import FORMATS, detect_format
-from verl.agents.formats.tool_calls import ParsedReply
 from verl.agents.gateway.agents import GatewayAgents
 from verl.agents.rendering import ChatRenderer
 from verl.agents.settings import AgentSettings
@@ -184,9 +183,4 @@ def choose_parser(
         raise ConfigError(
             [f"{key}: the chat template shows no known format of tool calls; set it to one of {', '.join(FORMATS)}"]
         )
-    parser = FORMATS[name]
-
-    def parse(text: str, schemas: Sequence[Mapping[str, Any]]) -> ParsedReply:
-        return parser(text, schemas)
-
-    return parse
+    return FORMATS[name]

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_call_texts import format_call
 
-from verl.agents.formats import FORMATS, format_call
+from verl.agents.formats import FORMATS
 from verl.agents.formats.tool_calls import InvalidCall, ToolCall
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]

@@ -8,8 +8,9 @@ import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tool_call_texts import format_call
 
-from verl.agents.formats import FORMATS, detect_format, format_call
+from verl.agents.formats import FORMATS, detect_format
 from verl.agents.formats.tool_calls import ParsedReply, ToolCall
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
@@ -108,21 +109,6 @@ def test_calls_are_read_as_they_were_written(name: str, data: st.DataObject) -> 
 @given(text=prose)
 def test_text_without_calls_is_content_as_it_is(name: str, text: str) -> None:
     assert FORMATS[name](text) == ParsedReply(text if name != "gpt-oss" or text.strip() else "", ())
-
-
-@every_format
-def test_a_name_that_is_not_one_cannot_be_written(name: str) -> None:
-    with pytest.raises(ValueError, match="is not a name of a tool"):
-        format_call(name, ToolCall("get weather", {}))
-
-
-@pytest.mark.parametrize("name", TAGGED)
-@pytest.mark.parametrize(
-    "arguments", [{"a": "</parameter></arg_value>"}, {"a": "<parameter=<arg_key>"}, {"<": "b"}, {"": "b"}]
-)
-def test_an_argument_that_the_format_cannot_express_cannot_be_written(name: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="argument"):
-        format_call(name, ToolCall("f", arguments))
 
 
 ARGUMENTS = '{"city": "Oslo", "days": "3"}'

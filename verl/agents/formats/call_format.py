@@ -28,7 +28,6 @@ class CallFormat:
     opening: re.Pattern[str]  # how a call begins
     closing: str | None  # how a call ends; None if only its JSON tells, so that nothing after a broken one is readable
     read_call: Callable[[Reader], ToolCall | None]  # starts at an opening; returns None if it is content after all
-    write: Callable[[ToolCall], str]
     trailer: str = ""  # may follow the closing of a call, and means nothing
 
     def __call__(self, text: str, tools: Tools = ()) -> ParsedReply:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from verl.agents.formats.call_format import CallFormat
-from verl.agents.formats.reader import TOOL_NAME, Reader, UnreadableCallError, dump_json
+from verl.agents.formats.reader import TOOL_NAME, Reader, UnreadableCallError
 from verl.agents.formats.tool_calls import ToolCall
 
 
@@ -28,14 +28,10 @@ class _Tokens:
             raise UnreadableCallError(f"The call is not in a section that begins with {self.section_begin}.")
         reader.expect(self.call_begin)
 
-    def write(self, header: str, body: str) -> str:
-        call = f"{self.call_begin}{header}{self.separator}{body}{self.call_end}"
-        return f"{self.section_begin}{call}{self.section_end}"
-
-    def make_format(self, read_call: Callable[[Reader], ToolCall], write_call: Callable[[ToolCall], str]) -> CallFormat:
+    def make_format(self, read_call: Callable[[Reader], ToolCall]) -> CallFormat:
         section, begin, end = map(re.escape, (self.section_begin, self.call_begin, self.call_end))
         opening = re.compile(rf"(?:{section}|(?<={end}))\s*{begin}|{section}|{begin}")
-        return CallFormat(opening, self.call_end, read_call, write_call, trailer=self.section_end)
+        return CallFormat(opening, self.call_end, read_call, trailer=self.section_end)
 
 
 _DEEPSEEK = _Tokens(
@@ -71,11 +67,6 @@ def _read_deepseek(reader: Reader) -> ToolCall:
     return ToolCall(reader.name, arguments)
 
 
-def _write_deepseek(call: ToolCall) -> str:
-    """Return a call as V3.1 writes it."""
-    return _DEEPSEEK.write(call.name, dump_json(call.arguments))
-
-
 def _read_kimi(reader: Reader) -> ToolCall:
     """Read a call with the header `functions.NAME:INDEX`. No arguments at all are an empty object."""
     _KIMI.read_call_begin(reader)
@@ -88,9 +79,5 @@ def _read_kimi(reader: Reader) -> ToolCall:
     return ToolCall(reader.name, arguments)
 
 
-def _write_kimi(call: ToolCall) -> str:
-    return _KIMI.write(f"functions.{call.name}:0", dump_json(call.arguments))
-
-
-DEEPSEEK = _DEEPSEEK.make_format(_read_deepseek, _write_deepseek)
-KIMI = _KIMI.make_format(_read_kimi, _write_kimi)
+DEEPSEEK = _DEEPSEEK.make_format(_read_deepseek)
+KIMI = _KIMI.make_format(_read_kimi)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from verl.agents.formats.call_format import MAX_INVALID_CALLS, reject_rest
-from verl.agents.formats.reader import Reader, UnreadableCallError, dump_json, reject
+from verl.agents.formats.reader import Reader, UnreadableCallError, reject
 from verl.agents.formats.tool_calls import Call, InvalidCall, ParsedReply, ToolCall
 
 _CHANNEL, _MESSAGE, _CALL = "<|channel|>", "<|message|>", "<|call|>"
@@ -17,32 +17,25 @@ _REASONING = re.compile(rf"{re.escape(_CHANNEL)}\s*analysis\b")
 _RECIPIENT = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<]+)")
 
 
-class Harmony:
-    """The format of gpt-oss.
+def read_harmony(text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
+    """Split a turn of gpt-oss into content and calls.
 
     The content is the text of messages without a recipient, except for the channel `analysis`, which is reasoning.
     """
-
-    def __call__(self, text: str, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedReply:
-        reader, invalid_count = Reader(text), 0
-        content: list[str] = []
-        calls: list[Call] = []
-        while reader.position < len(text):
-            if invalid_count == MAX_INVALID_CALLS:
-                calls.append(reject_rest(text[reader.position :]))
-                break
-            message = _read_message(reader)
-            if isinstance(message, str):
-                content.append(message)
-            else:
-                calls.append(message)
-                invalid_count += isinstance(message, InvalidCall)
-        return ParsedReply("\n".join(filter(None, content)), tuple(calls))
-
-    def write(self, call: ToolCall) -> str:
-        """Return a call as the model continues `<|start|>assistant`."""
-        header = f"{_CHANNEL}commentary to=functions.{call.name} <|constrain|>json"
-        return f"{header}{_MESSAGE}{dump_json(call.arguments)}{_CALL}"
+    reader, invalid_count = Reader(text), 0
+    content: list[str] = []
+    calls: list[Call] = []
+    while reader.position < len(text):
+        if invalid_count == MAX_INVALID_CALLS:
+            calls.append(reject_rest(text[reader.position :]))
+            break
+        message = _read_message(reader)
+        if isinstance(message, str):
+            content.append(message)
+        else:
+            calls.append(message)
+            invalid_count += isinstance(message, InvalidCall)
+    return ParsedReply("\n".join(filter(None, content)), tuple(calls))
 
 
 def _read_message(reader: Reader) -> Call | str:
@@ -81,6 +74,3 @@ def _read_to(reader: Reader, pattern: re.Pattern[str]) -> tuple[str, str]:
     assert match is not None
     reader.position = match.end()
     return reader.text[start : match.start()], match[0]
-
-
-GPT_OSS = Harmony()

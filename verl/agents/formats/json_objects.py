@@ -6,7 +6,7 @@ import re
 from typing import Any
 
 from verl.agents.formats.call_format import CallFormat
-from verl.agents.formats.reader import Reader, UnreadableCallError, dump_json, to_arguments
+from verl.agents.formats.reader import Reader, UnreadableCallError, to_arguments
 from verl.agents.formats.schemas import get_tool_names
 from verl.agents.formats.tool_calls import ToolCall
 
@@ -29,10 +29,6 @@ def _read_hermes(reader: Reader) -> ToolCall:
     return call
 
 
-def _write_hermes(call: ToolCall) -> str:
-    return f"{_BEGIN}\n{dump_json({'name': call.name, 'arguments': call.arguments})}\n{_END}"
-
-
 def _read_llama(reader: Reader) -> ToolCall | None:
     """Read `{"name": ..., "parameters": {...}}`. Other JSON is content, except after `<|python_tag|>`."""
     is_tagged = reader.skip(_PYTHON_TAG)
@@ -41,10 +37,6 @@ def _read_llama(reader: Reader) -> ToolCall | None:
     if is_tagged or ("name" in value and (key in value or value["name"] in get_tool_names(reader.tools))):
         return _to_call(reader, value, key)
     return None
-
-
-def _write_llama(call: ToolCall) -> str:
-    return dump_json({"name": call.name, "parameters": call.arguments})
 
 
 def _to_call(reader: Reader, value: Any, key: str) -> ToolCall:
@@ -59,5 +51,5 @@ def _to_call(reader: Reader, value: Any, key: str) -> ToolCall:
     return ToolCall(name, to_arguments(value[key]))
 
 
-HERMES = CallFormat(re.compile(_BEGIN), _END, _read_hermes, _write_hermes)
-LLAMA3_JSON = CallFormat(_LLAMA_OPENING, None, _read_llama, _write_llama, trailer=";")
+HERMES = CallFormat(re.compile(_BEGIN), _END, _read_hermes)
+LLAMA3_JSON = CallFormat(_LLAMA_OPENING, None, _read_llama, trailer=";")

@@ -125,10 +125,6 @@ def reject(text: str, reason: str, name: str = "") -> InvalidCall:
     return InvalidCall(text if len(text) <= 300 else f"{text[:200]} ... {text[-80:]}", reason, name)
 
 
-def dump_json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
 def _skip_space(text: str, position: int) -> int:
     match = _SPACE.match(text, position)
     assert match is not None

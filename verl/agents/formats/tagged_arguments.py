@@ -5,10 +5,9 @@ Arguments are strings unless the schema of the tool declares another type."""
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from verl.agents.formats.call_format import CallFormat
-from verl.agents.formats.reader import TOOL_NAME, Reader, dump_json
+from verl.agents.formats.reader import TOOL_NAME, Reader
 from verl.agents.formats.schemas import ArgumentTypes
 from verl.agents.formats.tool_calls import ToolCall
 
@@ -40,14 +39,6 @@ def _read_qwen(reader: Reader) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _write_qwen(call: ToolCall) -> str:
-    parameters = "".join(
-        f"{_PARAMETER}{_check_name(key)}>\n{_write_value(value, _PARAMETER, _PARAMETER_END)}\n{_PARAMETER_END}\n"
-        for key, value in call.arguments.items()
-    )
-    return f"{_BEGIN}\n{_FUNCTION}{call.name}>\n{parameters}{_FUNCTION_END}\n{_END}"
-
-
 def _read_glm(reader: Reader) -> ToolCall:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     reader.expect(_BEGIN)
@@ -62,14 +53,6 @@ def _read_glm(reader: Reader) -> ToolCall:
     return ToolCall(name, arguments)
 
 
-def _write_glm(call: ToolCall) -> str:
-    arguments = "".join(
-        f"{_KEY}{_check_name(key)}{_KEY_END}\n{_VALUE}{_write_value(value, _KEY, _VALUE_END)}{_VALUE_END}\n"
-        for key, value in call.arguments.items()
-    )
-    return f"{_BEGIN}{call.name}\n{arguments}{_END}"
-
-
 def _read_tool_name(reader: Reader) -> str:
     reader.name = reader.read_match(TOOL_NAME, "the name of a tool")[0]
     return reader.name
@@ -79,18 +62,5 @@ def _read_argument_name(reader: Reader) -> str:
     return reader.read_match(_ARGUMENT_NAME, "the name of an argument")[0]
 
 
-def _check_name(name: str) -> str:
-    if not _ARGUMENT_NAME.fullmatch(name):
-        raise ValueError(f"{name!r} is not a name of an argument; use letters, digits and '_'")
-    return name
-
-
-def _write_value(value: Any, opening: str, closing: str) -> str:
-    text = value if isinstance(value, str) else dump_json(value)
-    if opening in text or closing in text:
-        raise ValueError(f"an argument contains {opening} or {closing}, which the format cannot express")
-    return text
-
-
-QWEN3_CODER = CallFormat(_QWEN_OPENING, _FUNCTION_END, _read_qwen, _write_qwen, trailer=_END)
-GLM = CallFormat(re.compile(_BEGIN), _END, _read_glm, _write_glm)
+QWEN3_CODER = CallFormat(_QWEN_OPENING, _FUNCTION_END, _read_qwen, trailer=_END)
+GLM = CallFormat(re.compile(_BEGIN), _END, _read_glm)

@@ -51,7 +51,3 @@ class ToolFormat(Protocol):
                 convert them to the declared types.
         """
         ...
-
-    def write(self, call: ToolCall, /) -> str:
-        """Return a call as the model writes it. Raises ValueError if the format cannot express it."""
-        ...
