@@ -1,18 +1,18 @@
-"""Tasks of the real library verifiers, in an environment of its own, are played through the gateway."""
+"""The example that plays tasks of the real library verifiers, in an environment of its own, through the gateway."""
 
 import json
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import pytest
 from scripted_model import ScriptedModel, list_samples, play_episode
 from verifiers_environment import PYTHON, find_verifiers
 
-from verl.agents.verifiers_tasks import adapt_verifiers, find_process
+from verl.custom_functions import load_function, pickle_by_value
 from verl.errors import ConfigError
 from verl.types import Prompt, SamplingParams
 
@@ -51,6 +51,10 @@ for task in sums.SumTaskset(vf.TasksetConfig(id="sums")):
 """
 
 
+def make_agent(config: dict[str, Any], python: str) -> Any:
+    return load_function("examples/agents/verifiers/verifiers_agent.py:VerifiersAgent", {}, "example")(config, python)
+
+
 @pytest.fixture
 def adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
     """Return what makes agents of the tasks above with a harness of the library."""
@@ -61,10 +65,8 @@ def adapt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], An
 
     def adapt_harness(harness: str) -> Any:
         seat = {"harness": {"id": harness}, "runtime": {"type": "subprocess"}}
-        # A worker gets the agent of the Python API as a pickle.
-        return cloudpickle.loads(
-            cloudpickle.dumps(adapt_verifiers({"taskset": {"id": "sums"}, "agent": seat}, python=PYTHON))
-        )
+        agent = make_agent({"taskset": {"id": "sums"}, "agent": seat}, str(PYTHON))
+        return pickle.loads(pickle_by_value(agent, [agent]))  # as the Python API sends it to workers
 
     return adapt_harness
 
@@ -107,12 +109,12 @@ async def test_episodes_of_exported_tasks_share_a_process(adapt: Callable[[str],
         transcript = await play_episode(agent, model, SAMPLING, make_prompt(exported.stdout))
         assert "\n3 + 4?" in model.prompts[0], "the prompt of the task"
         scores.append(transcript.score)
-        processes.add(find_process(agent))
+        processes.add(agent.get_process())
     assert scores == [0.5, 0.0]
     assert len(processes) == 1
 
 
-async def test_a_failed_episode_is_no_score_and_the_next_one_is_played(adapt: Callable[[str], Any]) -> None:
+async def test_a_failed_episode_has_no_score_and_the_next_one_is_played(adapt: Callable[[str], Any]) -> None:
     agent = adapt("null")
     wrong = await play_episode(agent, ScriptedModel(lambda _: "7"), SAMPLING, make_prompt("{}"))
     assert wrong.score is None
@@ -128,6 +130,6 @@ async def test_a_failed_episode_is_no_score_and_the_next_one_is_played(adapt: Ca
 
 @pytest.mark.parametrize(("python", "reason"), [(sys.executable, "verifiers==0.4.0"), ("nowhere", "nowhere")])
 async def test_a_python_without_the_library_ends_the_run_with_a_hint(python: str, reason: str) -> None:
-    agent = adapt_verifiers({"taskset": {"id": "sums"}}, python=python)
+    agent = make_agent({"taskset": {"id": "sums"}}, python)
     with pytest.raises(ConfigError, match=reason):
         await play_episode(agent, ScriptedModel(lambda _: "7"), SAMPLING, make_prompt(json.dumps({"answer": "7"})))

@@ -1,6 +1,6 @@
 """Plays episodes of the library verifiers: a request per line of standard input, a result per line of standard output.
 
-Runs with the Python of an environment that has the library, which may have nothing of verl: it imports nothing of it.
+Runs with the Python of an environment that has the library but not verl, so this file imports nothing of verl.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import sys
 from typing import Any
 
-HINT = 'adapt_verifiers(..., python="DIR/bin/python") needs an environment with verifiers==0.4.0 and uv: docs/agents.md'
+HINT = "set PYTHON in verifiers_agent.py to the interpreter of an environment with verifiers==0.4.0 and uv"
 
 
 async def main(config: dict[str, Any], results: Any) -> None:
@@ -26,7 +26,7 @@ async def main(config: dict[str, Any], results: Any) -> None:
     async def answer(request: dict[str, Any]) -> None:
         try:
             result: dict[str, Any] = {"reward": await play(vf, environment, request)}
-        except Exception as error:  # noqa: BLE001 - of the library, or of the task
+        except Exception as error:  # noqa: BLE001 - the code of the library or of the task
             result = {"error": f"{type(error).__name__}: {error}"}
         write(results, {"id": request["id"], **result})
 
