@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import signal
 import time
 
 import verl
@@ -74,3 +75,18 @@ def divide(a: int, b: int) -> tuple[str, float]:
 async def leave() -> str:
     """Exit."""
     raise SystemExit(3)
+
+
+@verl.tool
+def kill_own_process(file: str) -> str:
+    """Have an effect, then die as from the kernel's OOM killer."""
+    with open(file, "a") as log:
+        log.write("called\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+    return ""
+
+
+@verl.tool
+def write_much(count: int) -> str:
+    """Return long text."""
+    return "é" * count

@@ -47,20 +47,20 @@ EXPECTED = {  # function -> (how a bad response ends, what the message says)
     "sleeps": ("timeout", "in sleeps"),
     "waits_for_a_lock": ("timeout", "in waits_for_a_lock"),
     "backtracks": ("timeout", "in backtracks"),
-    "ignores_signals": ("timeout", "no score within its deadline"),
-    "blocks_signals": ("timeout", "no score within its deadline"),
+    "ignores_signals": ("timeout", "did not return within"),
+    "blocks_signals": ("timeout", "did not return within"),
     "waits_for_its_child": ("timeout", "in waits_for_its_child"),
     "hangs_when_it_is_read": ("timeout", "in <lambda>"),
-    "awaits_for_ever": ("timeout", "no score within its deadline"),
+    "awaits_for_ever": ("timeout", "did not return within"),
     "blocks_the_loop": ("timeout", "in blocks_the_loop"),
-    "swallows_its_cancellation": ("timeout", "no score within its deadline"),
-    "stops_its_process": ("timeout", "no score within its deadline"),
+    "swallows_its_cancellation": ("timeout", "did not return within"),
+    "stops_its_process": ("timeout", "did not return within"),
     "exits": ("error", "SystemExit: enough"),
     "exits_at_once": ("died", "exit code 0"),
     "kills_itself": ("died", "SIGKILL"),
     "kills_its_group": ("died", "SIGKILL"),
     "kills_its_supervisor": ("died", "supervises it"),
-    "stops_its_supervisor": ("timeout", "no score within its deadline"),
+    "stops_its_supervisor": ("timeout", "did not return within"),
     "reads_address_zero": ("died", "in reads_address_zero"),
     "aborts": ("died", "SIGABRT"),
     "becomes_another_program": ("died", "exit code 7"),
@@ -210,7 +210,7 @@ async def misbehaves_always(pool: RewardPool, kind: str, where: str, part: str) 
 
 
 async def try_to_load(body: str, part: str) -> list[str]:
-    worker_handle.LOAD_DEADLINE_S = 5.0 if part.startswith("took more") else 300.0
+    worker_handle.LOAD_TIMEOUT_S = 5.0 if part.startswith("took more") else 300.0
     with tempfile.TemporaryDirectory(prefix="verl-hostile-") as folder:
         file = Path(folder) / "my_reward.py"
         file.write_text(

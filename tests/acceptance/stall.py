@@ -61,7 +61,7 @@ def main() -> None:
         "reward function",
         "reward.deadline_s",
         REWARD_S,
-        "gave no score within its deadline",
+        "did not return within",
         "in never_ends",
     )
     core = stopped("vLLM's engine process, stopped", "VLLM::EngineCore", "rollout engine 0", "generation|weights")

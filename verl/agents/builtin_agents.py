@@ -16,7 +16,8 @@ from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
 from verl.agents.formats.tool_calls import InvalidCall, ToolCall
 from verl.agents.settings import AgentSettings
-from verl.agents.tools.function_tools import Tool, ToolResult, call_tools, truncate_text
+from verl.agents.tools.function_tools import Tool, call_tools
+from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import ToolSource
 from verl.agents.user_code import call_method, close_quietly, with_deadline
 

@@ -15,7 +15,7 @@ class ToolFailureError(Exception):
     """A tool or environment could not be run, not by the model's fault: the episode is repeated, then left out."""
 
 
-def classify_error(error: Exception) -> ToolError | ToolFailureError:
+def classify_error(error: BaseException) -> ToolError | ToolFailureError:
     """Return whether an exception of a tool is a mistake of the model, which chose the arguments, or a failure."""
     if isinstance(error, (ToolError, ToolFailureError)):
         return error

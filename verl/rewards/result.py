@@ -49,8 +49,8 @@ def make_failure(kind: FailureKind, where: str, cause: str, request: RewardInput
     return Failed(kind, message)
 
 
-def format_timeout(deadline_s: float) -> str:
-    return f"gave no score within its deadline of {deadline_s:g} s"
+def format_timeout(timeout_s: float) -> str:
+    return f"did not return within {timeout_s:g} s"
 
 
 def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:

@@ -184,7 +184,7 @@ class EpisodeWorker:
         """Score a response; report a timeout at once, since other responses of the run may hang, too."""
         result = await rewards.score(*args)
         if isinstance(result, Failed) and result.kind == "timeout":
-            deadline = Deadline(rewards.deadline_s, "reward.deadline_s")
+            deadline = Deadline(rewards.timeout_s, "reward.deadline_s")
             report = partial(
                 report_failed_call, "score a response", CallTarget("reward function"), deadline, result.message
             )

@@ -9,9 +9,9 @@ import pytest
 from mcp.types import AudioContent, CallToolResult, EmbeddedResource, ResourceLink, TextContent, TextResourceContents
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import ToolResult
 from verl.agents.tools.json_servers import JsonServer, read_reply, to_schema
 from verl.agents.tools.mcp_servers import HttpServer, StdioServer, read_result
+from verl.agents.tools.results import ToolResult
 from verl.agents.tools.servers import check_arguments, load_mcp_servers, load_tool_server, read_servers_file
 from verl.errors import ConfigError
 

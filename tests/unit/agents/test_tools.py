@@ -9,7 +9,8 @@ import sample_tools
 import verl
 from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.settings import AgentSettings
-from verl.agents.tools.function_tools import FunctionTool, ToolResult, call_tools, truncate_text
+from verl.agents.tools.function_tools import FunctionTool, call_tools
+from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import load_functions, load_sources
 from verl.errors import ConfigError
 

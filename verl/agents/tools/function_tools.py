@@ -19,28 +19,19 @@ import asyncio
 import copy
 import functools
 import inspect
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from verl.agents.errors import ToolError, classify_error
-from verl.agents.user_code import call_in_process, with_deadline
+from verl.agents.tools.processes import call_in_process
+from verl.agents.tools.results import ToolResult, to_result
+from verl.agents.user_code import with_deadline
 
 HIDDEN = "row"  # the parameter that the model does not see
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
-_TRUNCATED = "...(truncated)..."
-
-
-@dataclass(frozen=True, slots=True)
-class ToolResult:
-    """The result of a tool call: text for the model, and a reward for the turn that made the call."""
-
-    text: str
-    reward: float = 0.0
 
 
 @runtime_checkable
@@ -97,36 +88,12 @@ class FunctionTool:
             values[HIDDEN] = self._row
         if inspect.iscoroutinefunction(self._function):
             return to_result(await with_deadline(self._function(**values), deadline_s, self.name))
-        return to_result(await call_in_process(self._function, values, deadline_s))
+        return await call_in_process(self._function, values, deadline_s)
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
     """Make a function a tool: its name, annotations and docstring are what the model sees of it."""
     return FunctionTool(function)
-
-
-def to_result(value: Any) -> ToolResult:
-    """Return what a tool returned: text, any JSON, or a `(text, reward)` pair."""
-    if isinstance(value, ToolResult):
-        return value
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], (int, float)):
-        return ToolResult(to_result(value[0]).text, float(value[1]))
-    return ToolResult(value if isinstance(value, str) else json.dumps(value, default=str))
-
-
-def truncate_text(text: str, limit: int, side: str) -> str:
-    """Shorten text to `limit` characters, removing them on a `side`: left, right or middle.
-
-    >>> truncate_text("0123456789" * 3, 4, "middle")
-    '01...(truncated)...89'
-    """
-    if len(text) <= limit:
-        return text
-    if side == "left":
-        return _TRUNCATED + text[len(text) - limit :]
-    if side == "right":
-        return text[:limit] + _TRUNCATED
-    return text[: limit - limit // 2] + _TRUNCATED + text[len(text) - limit // 2 :]
 
 
 def _build_arguments(function: Callable[..., Any]) -> type[BaseModel]:

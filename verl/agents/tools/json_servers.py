@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import ToolResult, to_result
+from verl.agents.tools.results import ToolResult, to_result
 from verl.redaction import redact
 
 CONNECT_S = 5.0  # other deadlines are those of the call

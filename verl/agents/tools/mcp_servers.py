@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO
 import anyio
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import ToolResult, to_result
 from verl.agents.tools.json_servers import CONNECT_S, create_ssl_context, make_schema, replace_surrogates
+from verl.agents.tools.results import ToolResult, to_result
 from verl.redaction import redact
 
 if TYPE_CHECKING:

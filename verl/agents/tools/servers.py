@@ -20,9 +20,10 @@ from typing import Any, Protocol, TypeVar
 import httpx
 
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.tools.function_tools import Tool, ToolResult
+from verl.agents.tools.function_tools import Tool
 from verl.agents.tools.json_servers import JsonServer
 from verl.agents.tools.mcp_servers import HttpServer, McpServer, McpSession, StdioServer
+from verl.agents.tools.results import ToolResult
 from verl.agents.user_code import with_deadline
 from verl.errors import ConfigError
 from verl.installation import format_install_hint

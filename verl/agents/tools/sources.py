@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from verl.agents.settings import AgentSettings
-from verl.agents.tools.function_tools import FunctionTool, Tool, ToolResult, to_result
+from verl.agents.tools.function_tools import FunctionTool, Tool
+from verl.agents.tools.results import ToolResult, to_result
 from verl.agents.tools.servers import load_mcp_servers, load_tool_server
 from verl.agents.user_code import call_method, close_quietly, with_deadline
 from verl.custom_functions import PICKLE, load_file, load_function, load_pickle

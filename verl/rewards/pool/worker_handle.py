@@ -1,6 +1,6 @@
 """One worker of the pool, as the pool's event loop sees it: a supervisor process, and its current worker process.
 
-A worker is started, loads the function, serves calls, and ends: by itself, because a call exceeded its deadline,
+A worker is started, loads the function, serves calls, and ends: by itself, because a call exceeded its timeout,
 because it is retired, or with its supervisor. Then the call that caused it fails, and the others are made again.
 """
 
@@ -18,18 +18,18 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol
 
+from verl.rewards.pool.job import Job, Q, R
 from verl.rewards.pool.supervisor import KILL, READY, START, ExitReport
 from verl.rewards.pool.worker import HEADER
 from verl.rewards.process_usage import kill_processes, list_descendants
-from verl.rewards.result import Failed, RewardInput, RewardResult, Scored, format_timeout, make_failure
-from verl.rewards.settings import RewardPoolSettings
+from verl.rewards.result import format_timeout
 
-LOAD_DEADLINE_S = 300.0
+LOAD_TIMEOUT_S = 300.0
 _MAX_CONCURRENT = 64  # calls of an async function in one process
 _ASYNC_GRACE_S = 2.0  # an async worker ends late calls itself; it is killed if it has not done so by then
-_MAX_MESSAGE_BYTES = 1 << 20
+_MAX_MESSAGE_BYTES = 16 << 20
 _CLOSE_S = 10.0
 
 _BOOT = (
@@ -41,19 +41,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
-class Call:
-    """One response to score, from submission to result."""
+class Call(Generic[Q, R]):
+    """One call of the user code, from submission to result."""
 
-    request: RewardInput
+    request: Q
     pickled: bytes
-    future: Future[RewardResult]
+    timeout_s: float
+    future: Future[R]
     submitted: float
     started: float = 0.0
     is_alone: bool = False  # it was one of several when a worker ended: the next worker gets it alone
     was_killed: bool = False  # with its worker, from outside
 
 
-class PoolCallbacks(Protocol):
+class PoolCallbacks(Protocol[Q, R]):
     """What a worker handle reports to the pool."""
 
     @property
@@ -61,16 +62,23 @@ class PoolCallbacks(Protocol):
     def on_loaded(self) -> None: ...
     def on_load_failed(self, reason: str) -> None: ...
     def warn(self, text: str) -> None: ...
-    def requeue(self, calls: Sequence[Call]) -> None: ...
+    def requeue(self, calls: Sequence[Call[Q, R]]) -> None: ...
     def dispatch(self) -> None: ...
 
 
-class WorkerHandle:
+class WorkerHandle(Generic[Q, R]):
     """A supervisor and its current worker. Used on the pool's event loop only."""
 
-    def __init__(self, settings: RewardPoolSettings, pool: PoolCallbacks, loop: asyncio.AbstractEventLoop) -> None:
-        self._settings, self._label, self._pool, self._loop = settings, settings.function.label, pool, loop
-        self.calls: dict[int, Call] = {}  # in flight, oldest first
+    def __init__(
+        self,
+        job: Job[Q, R],
+        timeout_s: float,
+        memory_mb: int | None,
+        pool: PoolCallbacks[Q, R],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self._job, self._timeout_s, self._memory_mb, self._pool, self._loop = job, timeout_s, memory_mb, pool, loop
+        self.calls: dict[int, Call[Q, R]] = {}  # in flight, oldest first
         self._call_ids = itertools.count()
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._exited: asyncio.Future[ExitReport] = loop.create_future()
@@ -104,8 +112,7 @@ class WorkerHandle:
 
     async def _start_supervisor(self) -> None:
         ours, theirs = socket.socketpair()
-        memory_mb = self._settings.memory_mb or 0
-        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(memory_mb), *sys.path]
+        command = [sys.executable, "-c", _BOOT, str(theirs.fileno()), str(self._memory_mb or 0), *sys.path]
         self._supervisor = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -126,8 +133,8 @@ class WorkerHandle:
         with theirs:
             self._channel = await self._connect(ours, self._channel_reader)
             self._send_order(START, theirs)
-        self._write((self._settings.function, self._settings.deadline_s))
-        self._set_timer(LOAD_DEADLINE_S, self._kill, f"took more than {LOAD_DEADLINE_S:g} s")
+        self._write((self._job, self._timeout_s))
+        self._set_timer(LOAD_TIMEOUT_S, self._kill, f"took more than {LOAD_TIMEOUT_S:g} s")
 
     async def _connect(self, sock: socket.socket, reader: _MessageReader) -> asyncio.Transport:
         transport, _ = await self._loop.create_connection(lambda: reader, sock=sock)
@@ -206,7 +213,7 @@ class WorkerHandle:
 
     # ---- Calls
 
-    def free_slots(self, next_call: Call) -> int:
+    def free_slots(self, next_call: Call[Q, R]) -> int:
         """Return how many more calls it can take now; below 1: none."""
         if not self._is_ready or self._is_retiring or self._is_ending:
             return 0
@@ -214,7 +221,7 @@ class WorkerHandle:
             return int(not self.calls)
         return (_MAX_CONCURRENT if self._is_concurrent else 1) - len(self.calls)
 
-    def send(self, calls: Sequence[Call]) -> None:
+    def send(self, calls: Sequence[Call[Q, R]]) -> None:
         batch = {next(self._call_ids): call for call in calls}
         for call in calls:
             call.started = self._loop.time()
@@ -223,12 +230,12 @@ class WorkerHandle:
         self._watch_oldest()
 
     def _watch_oldest(self) -> None:
-        """Set the timer to the deadline of the oldest call."""
+        """Set the timer to the timeout of the oldest call."""
         if not self.calls:
             return self._set_timer(None)
-        deadline_s = self._settings.deadline_s + (_ASYNC_GRACE_S if self._is_concurrent else 0.0)
-        started = next(iter(self.calls.values())).started
-        self._set_timer(started + deadline_s - self._loop.time(), self._on_late)
+        oldest = next(iter(self.calls.values()))
+        grace_s = _ASYNC_GRACE_S if self._is_concurrent else 0.0
+        self._set_timer(oldest.started + oldest.timeout_s + grace_s - self._loop.time(), self._on_late)
 
     def _on_late(self) -> None:
         self._is_late = not self._is_ending
@@ -258,19 +265,16 @@ class WorkerHandle:
 
     def _retire(self, reason: str) -> None:
         """Replace the worker as soon as it has no calls."""
-        _log.info("%s: its process is replaced: %s", self._label, reason)
+        _log.info("%s: its process is replaced: %s", self._job.label, reason)
         self._is_retiring = True
         if self._is_ready and not self.calls:
             self._kill()
 
     def _on_reply(self, message: dict[str, Any]) -> None:
-        call = self.calls.pop(message["call"], None)
-        if call is None:
+        if message["call"] not in self.calls:
             return
-        if "failed" in message:
-            call.future.set_result(Failed(message["failed"], message["message"]))
-        else:
-            call.future.set_result(Scored(message["score"], message["metrics"]))
+        result = self._job.decode(message)
+        self.calls.pop(message["call"]).future.set_result(result)
         if self._is_ending:
             return
         self._watch_oldest()
@@ -282,18 +286,17 @@ class WorkerHandle:
         report = replace(report, reason=report.reason or self._kill_reason)
         if not self._is_ready:
             cause = report.add_details(f"could not be loaded: {report.describe()}")
-            return self._pool.on_load_failed(self._refusal or f"{self._label}: {cause}")
+            return self._pool.on_load_failed(self._refusal or f"{self._job.label}: {cause}")
         calls, self.calls = list(self.calls.values()), {}
         guilty = calls if not self._is_concurrent or len(calls) == 1 else []
-        if report.was_killed() and not self._is_late:
+        if report.was_killed() and not self._is_late and self._job.is_repeatable:
             # Probably from outside, e.g. for lack of memory: each call is made once more, alone, before it is blamed.
             guilty = [call for call in guilty if call.was_killed]
             for call in calls:
                 call.was_killed = True
-        cause = report.add_details(format_timeout(self._settings.deadline_s) if self._is_late else report.describe())
         for call in guilty:
-            failure = make_failure("timeout" if self._is_late else "died", self._label, cause, call.request)
-            call.future.set_result(failure)
+            cause = report.add_details(format_timeout(call.timeout_s) if self._is_late else report.describe())
+            call.future.set_result(self._job.fail("timeout" if self._is_late else "died", cause, call.request))
         innocent = [call for call in calls if call not in guilty]
         for call in innocent:
             call.is_alone = True
