@@ -25,7 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from verl.algorithms.objective import PolicyObjective
 from verl.data.flat_batch import FlatBatch
 from verl.errors import EngineError
-from verl.model_safety import MODEL_ATTENTION
+from verl.models.model_support import MODEL_ATTENTION
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model import PackedCausalLM, PackedModel
 from verl.training.fsdp.offload import Offloader

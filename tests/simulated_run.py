@@ -23,7 +23,8 @@ from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DivergenceError, EngineError, ProcessLostError, StorageError, VerlError, WeightSyncError
 from verl.rollout.replica_pool import MAX_LOSSES, EnginePool, Request
 from verl.rollout.supervisor import EngineEvent, EngineState, EngineSupervisor
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter
 from verl.types import Completion, SampleHandle, SamplingParams
 from verl.weights.sync import HostTransport, Probe, WeightSync
 
@@ -392,8 +393,7 @@ class _World:
             stream,
             scenario.batch,
             max_staleness=scenario.max_staleness,
-            has_signal=differs("score") if scenario.dynamic else None,
-            max_batches=scenario.max_batches,
+            signal=SignalFilter("score", scenario.max_batches) if scenario.dynamic else None,
         )
         try:
             await self.weight_sync.sync(version)
@@ -418,7 +418,7 @@ class _World:
                     is_deserved = all(self.engines[index].was_wrong for index in self.weight_sync.outliers)
                     self.check(is_deserved, "an engine was restarted for wrong results without a reason")
                     self._may_miss |= self._begun_by_life
-                    buffer.distrust(self.weight_sync.outliers)
+                    buffer.discard_from(self.weight_sync.outliers)
                 version += 1
                 self.outcome.steps += 1
                 self.note(f"step {version} is done")

@@ -16,7 +16,7 @@ VerlError
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 
 class VerlError(Exception):
@@ -26,8 +26,8 @@ class VerlError(Exception):
 class ConfigError(VerlError):
     """Invalid settings: all problems, not only the first."""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = list(problems)
+    def __init__(self, problems: Iterable[object]) -> None:
+        self.problems = [str(problem) for problem in problems]
         count = len(self.problems)
         head = "1 setting is wrong:" if count == 1 else f"{count} settings are wrong:"
         super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))

@@ -28,7 +28,7 @@ from verl.cluster.session import connect, disconnect
 from verl.data.plan import Planner, RankPlan, UpdateSizes
 from verl.data.samplers import PromptStream, ShuffledSampler
 from verl.rollout.engine import load_weights
-from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.types import Prompt, SampleHandle, SamplingParams, Scored
 from verl.workers.episodes import put_sample
 

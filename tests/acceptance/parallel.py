@@ -40,7 +40,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.data.packing import balance, chunk
 from verl.memory_plan.model_memory import ModelMemory, PassSize
-from verl.memory_plan.model_shape import ModelShape
+from verl.models.model_shape import ModelShape
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings
 

@@ -34,7 +34,7 @@ from verl.config.schema import Config
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
 from verl.rollout.replica_pool import EnginePool
-from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.garbage_collection import rare_garbage_collection
 from verl.trainer.placement import place_engines
 from verl.trainer.restarts import RestartTracker

@@ -41,7 +41,7 @@ def main() -> None:
         seconds_to_first_optimizer_step=round(first_step_s * (1 - stolen), 1),
         allowed=ALLOWED_S,
         stolen_by_the_host=round(stolen, 3),
-        first_step={name: round(first[f"timing_s/{name}"], 1) for name in ("gen", "prep", "update")},
+        first_step={name: round(first[f"timing_s/{name}"], 1) for name in ("gen", "prepare", "update")},
         side_by_side={name: round(seconds, 1) for name, seconds in parts.items()},
     )
 

@@ -1,11 +1,15 @@
 """What stays out of a process: torch out of the controller until it reads data, everything heavy out of settings."""
 
+import pkgutil
 import subprocess
 import sys
 
 import pytest
 
+import verl.models
+
 pytestmark = pytest.mark.contract
+MODELS = [module.name for module in pkgutil.iter_modules(verl.models.__path__, "verl.models.")]
 
 
 @pytest.mark.parametrize(
@@ -15,6 +19,7 @@ pytestmark = pytest.mark.contract
         ("verl.commands.train", ("torch", "transformers", "vllm", "ray")),
         ("verl.config.load", ("torch", "transformers", "vllm", "ray")),
         ("verl.commands.demo", ("torch", "transformers", "vllm", "ray")),
+        *((module, ("torch", "transformers", "safetensors", "ray")) for module in MODELS),
     ],
 )
 def test_an_import_brings_nothing_that_it_should_not(module: str, absent: tuple[str, ...]) -> None:

@@ -169,9 +169,9 @@ def test_streamed_files_with_weights_train_full_batches_and_resume(assets: Asset
         json.loads((tmp_path / "run" / f"global_step_{step}" / "trainer.json").read_text())["data"]["position"]
         for step in (1, 2, 3)
     ]
-    left_out = [line.get("data/left_out", 0) for line in steps]
-    assert sum(left_out) > 0
-    assert [place - 8 * (step + 1) for step, place in enumerate(places)] == [sum(left_out[: n + 1]) for n in range(3)]
+    dropped = [line.get("data/prompts_dropped", 0) for line in steps]
+    assert sum(dropped) > 0
+    assert [place - 8 * (step + 1) for step, place in enumerate(places)] == [sum(dropped[: n + 1]) for n in range(3)]
 
 
 @pytest.mark.rotating(0)

@@ -11,9 +11,9 @@ import pytest
 from verl.cli import main
 from verl.commands.arguments import COMMANDS
 from verl.commands.completion import complete
-from verl.config.completion import complete_setting
 from verl.config.load import SFT, TRAIN
 from verl.config.schema import collect_settings
+from verl.config.shell_completion import complete_setting
 
 pytestmark = pytest.mark.unit
 

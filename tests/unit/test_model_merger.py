@@ -19,6 +19,7 @@ from verl.checkpoint.manifest import CheckpointDir
 from verl.checkpoint.save import save
 from verl.checkpoint.shards import read_values
 from verl.cli import main
+from verl.models.model_folder import WEIGHTS_INDEX
 from verl.training.fsdp.lora import fingerprint
 
 pytestmark = pytest.mark.unit
@@ -66,7 +67,7 @@ def test_a_large_model_is_several_files_with_an_index(tmp_path: Path, monkeypatc
     source, _ = checkpoint(tmp_path / "run")
     monkeypatch.setattr(export.export_weights, "__kwdefaults__", {"file_bytes": 50_000})
     assert merge(source, tmp_path / "merged") == 0
-    index = json.loads((tmp_path / "merged" / export.INDEX).read_text())
+    index = json.loads((tmp_path / "merged" / WEIGHTS_INDEX).read_text())
     shards = sorted(path.name for path in (tmp_path / "merged").glob("*.safetensors"))
     assert sorted(set(index["weight_map"].values())) == shards
     assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from verl.checkpoint.shards import read_values
 from verl.errors import CheckpointError
+from verl.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 NAME = "default"  # PEFT's name of a model's only adapter; not part of the names in files
 BASE = ".base_layer."
 PREFIX = "base_model.model."
@@ -105,5 +105,7 @@ def adapter_config(*, base: str, rank: int, alpha: int, targets: str | Iterable[
 
 def write_adapter(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write an adapter for `PeftModel.from_pretrained`; tensors by their names in PEFT's files."""
-    (folder / CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2), encoding="utf-8")
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()}, folder / ADAPTER_WEIGHTS, {"format": "pt"}
+    )

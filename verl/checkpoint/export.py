@@ -20,9 +20,8 @@ from verl.checkpoint.adapter import SavedAdapter, is_adapter, merge_adapter, rea
 from verl.checkpoint.files import FileChecksum, sync_directory, write
 from verl.checkpoint.shards import read_index, read_tensors, write_shard
 from verl.errors import CheckpointError
+from verl.models.model_folder import WEIGHTS, WEIGHTS_INDEX
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 FILE_BYTES = 4 * 1024**3
 MODEL = "model."
 HEAD, EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -93,13 +92,13 @@ def export_weights(
     written: dict[str, FileChecksum] = {}
     weight_map: dict[str, str] = {}
     for index, (stored, checksum) in enumerate(drafts):
-        file = SINGLE if len(drafts) == 1 else f"model-{index + 1:05d}-of-{len(drafts):05d}.safetensors"
+        file = WEIGHTS if len(drafts) == 1 else f"model-{index + 1:05d}-of-{len(drafts):05d}.safetensors"
         os.replace(_draft(folder, index), folder / file)
         written[file] = checksum
         weight_map |= dict.fromkeys(stored, file)
     if len(drafts) > 1:
         content = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        written[INDEX] = write(folder / INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
+        written[WEIGHTS_INDEX] = write(folder / WEIGHTS_INDEX, json.dumps(content, indent=2, sort_keys=True).encode())
     sync_directory(folder)
     return written
 

@@ -17,7 +17,7 @@ from verl.checkpoint.export import compare_weights, export_weights, iter_checkpo
 from verl.checkpoint.files import write
 from verl.checkpoint.shards import read_tensors
 from verl.errors import CheckpointError
-from verl.model_safety import model_problems
+from verl.models.model_safety import model_problems
 from verl.training.model_files import (
     base_weights_reader,
     check_fingerprint,

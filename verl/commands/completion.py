@@ -8,8 +8,8 @@ import sys
 from collections.abc import Sequence
 
 from verl.commands.arguments import COMMANDS, MODULES, ArgumentParser
-from verl.config.completion import complete_setting
 from verl.config.load import SFT, TRAIN
+from verl.config.shell_completion import complete_setting
 from verl.errors import VerlError
 
 HELP = """\

@@ -211,7 +211,8 @@ def _load_prompts(config: Config) -> _Prompts:
     from verl.agents.agent_episode import AgentEpisode
     from verl.data.chat import chat_template_hint
     from verl.data.dataset import PromptDataset
-    from verl.trainer.run_data import add_tools, check_agents, find_stop_tokens, open_tokenizer, prompt_options
+    from verl.models.stop_tokens import find_stop_tokens
+    from verl.trainer.run_data import add_tools, check_agents, open_tokenizer, prompt_options
     from verl.trainer.worker_settings import agent_settings
     from verl.types import SamplingParams
 
@@ -220,7 +221,7 @@ def _load_prompts(config: Config) -> _Prompts:
     has_agent = rollout.multi_turn.enable
     options = add_tools(prompt_options(data), check_agents(config, tokenizer) if has_agent else [])
     dataset = PromptDataset(data.train_files, tokenizer, options, num_workers=data.num_workers)
-    stop_ids = find_stop_tokens(model.path, tokenizer)
+    stop_ids = find_stop_tokens(model.path, tokenizer.eos_token_id)
     sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
     agent = AgentEpisode(agent_settings(config), tokenizer) if has_agent else None

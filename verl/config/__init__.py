@@ -1,8 +1,8 @@
 """Every setting of verl, declared once: type, default, unit, one line of documentation and constraints.
 
 `schema` declares the settings, `load` turns a command line, a YAML file or a dict into a frozen `Config`, `legacy` maps
-alternative names and answers keys of other launch scripts, `validation` checks settings against
-each other, `ignored` reports settings that have no effect, `features` derives which models a run needs, `batch_sizes`
-derives the sizes of a step, `reference` renders the pages of settings. Any package may import this one; it imports
-neither torch nor ray, so `verl config` is fast.
+alternative names and answers keys of other launch scripts, `checks` compares settings with each other, `features`
+derives which models a run needs, `batch_sizes` derives the sizes of a step, `rollout_engines` lists what each engine
+supports, `reference` renders the pages of settings. Any package may import this one; it imports neither torch nor ray,
+so `verl config` is fast.
 """

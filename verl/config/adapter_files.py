@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,11 +11,10 @@ from typing import Any
 from verl.config.paths import Path, Tree, format_value, get_path, join_path, set_path
 from verl.config.schema import Config, Section, SftConfig
 from verl.config.schema.actor import ModelConfig, PeftConfig
-from verl.config.schema.rules import ACTOR
+from verl.config.schema.conditions import ACTOR
+from verl.models.model_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_config, read_json, read_shapes
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-_MAX_HEADER = 100 << 20
 _SETTINGS = {"lora_rank": "rank", "lora_alpha": "alpha", "target_modules": "targets"}
 """Setting of an adapter -> attribute of `AdapterFiles`."""
 
@@ -96,40 +94,25 @@ def read_adapter(folder: Folder, model_path: str | None = None) -> AdapterFiles:
     `model_path` is the model that it is for.
     """
     try:
-        config = json.loads((folder / CONFIG).read_bytes())
+        config = read_json(folder / ADAPTER_CONFIG)
     except OSError:
-        raise ValueError(f"has no {CONFIG}, so it is not a PEFT adapter") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{CONFIG} is not valid JSON ({error})") from error
+        raise ValueError(f"has no {ADAPTER_CONFIG}, so it is not a PEFT adapter") from None
+    except ValueError as error:
+        raise ValueError(f"{ADAPTER_CONFIG} is not valid JSON ({error})") from error
     if not isinstance(config, dict):
-        raise ValueError(f"{CONFIG} is not a dictionary")
-    if not (folder / WEIGHTS).is_file():
+        raise ValueError(f"{ADAPTER_CONFIG} is not a dictionary")
+    if not (folder / ADAPTER_WEIGHTS).is_file():
         others = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
-        raise ValueError(f"has no {WEIGHTS} (it contains {others}); save it again with safe_serialization=True")
-    shapes = read_shapes(folder / WEIGHTS)
+        raise ValueError(f"has no {ADAPTER_WEIGHTS} (it contains {others}); save it again with safe_serialization=True")
+    shapes = read_shapes(folder / ADAPTER_WEIGHTS)
     shapes = {name.removeprefix(_PREFIX): shape for name, shape in shapes.items()}
     return AdapterFiles(config, shapes, None if model_path is None else _count_layers(model_path))
 
 
 def _count_layers(model_path: str) -> int | None:
-    """Return the number of layers of the model in a folder; None if it is not one."""
-    try:
-        layers = json.loads((Folder(model_path).expanduser() / "config.json").read_bytes())["num_hidden_layers"]
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return None
+    """Return the number of layers of the model in a folder; None if unknown."""
+    layers = read_config(model_path).get("num_hidden_layers")
     return layers if isinstance(layers, int) else None
-
-
-def read_shapes(path: Folder) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in a safetensors file, from its header; a `ValueError` if it has none."""
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if size <= _MAX_HEADER else None
-        assert isinstance(header, dict)
-        return {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, RecursionError, AssertionError, KeyError, TypeError) as error:
-        raise ValueError(f"{path.name} is not a complete safetensors file") from error
 
 
 def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict[str, str]:
@@ -154,7 +137,7 @@ def fill_from_adapter(root: type[Section], tree: Tree, hints: list[str]) -> dict
         is_valid = isinstance(value, list) or (isinstance(value, int) and value > 0)
         if is_valid and get_path(tree, (*section, name)) is None:
             set_path(tree, (*section, name), value)
-            origins[join_path((*section, name))] = f"{CONFIG} of the adapter"
+            origins[join_path((*section, name))] = f"{ADAPTER_CONFIG} of the adapter"
     base = adapter.config.get("base_model_name_or_path")
     if base and used and Folder(str(base)).name != Folder(str(used)).name:
         hints.append(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from verl.config.features import uses_critic
+from verl.config.features import list_optimizers, uses_critic
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import ActorConfig
 from verl.config.schema.critic import CriticConfig
@@ -91,6 +92,13 @@ def count_group_devices(config: Config | SftConfig) -> int:
     if config.reward.reward_model.enable:
         widths.append(config.reward.reward_model.rollout.tensor_model_parallel_size)
     return max(widths)
+
+
+def count_rank_multiple(config: Config | SftConfig) -> int:
+    """Return the number of which the count of train ranks must be a multiple."""
+    sharding = [fsdp for _, _, _, fsdp in list_optimizers(config)]
+    sizes = [max(1, fsdp.fsdp_size) for fsdp in sharding] + [fsdp.expert_parallel_size for fsdp in sharding]
+    return math.lcm(count_group_devices(config), get_ulysses_size(config), *sizes)
 
 
 def count_engines(config: Config) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from verl.config.rollout_engines import get_rollout_engine
 from verl.config.schema import Config, SftConfig
 from verl.config.schema.actor import CheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
+from verl.config.schema.reward import RewardRolloutConfig
+from verl.config.schema.rollout import RolloutConfig
 
 
 def uses_reward_function(config: Config) -> bool:
@@ -68,6 +70,15 @@ def list_optimizers(config: Config | SftConfig) -> list[tuple[str, OptimConfig, 
     if uses_critic(config):
         models.append(("critic.optim", critic.optim, "critic.fsdp_config", critic.fsdp_config))
     return models
+
+
+def list_engines(config: Config | SftConfig) -> list[tuple[str, RolloutConfig | RewardRolloutConfig]]:
+    """Return the settings of the engines of the policy and of the reward model, each with its key."""
+    if isinstance(config, SftConfig):
+        return []
+    model = config.reward.reward_model
+    reward_engines = [("reward.reward_model.rollout", model.rollout)] if model.enable else []
+    return [("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout), *reward_engines]
 
 
 def frees_engine_memory(config: Config, device: str) -> bool:

@@ -1,7 +1,7 @@
 """Load settings from a command line, a YAML file or a dict into a validated, frozen `Config` or `SftConfig`.
 
 The stages: Hydra's grammar and defaults lists -> canonical keys (`aliases`) -> interpolations -> known keys and types
-(`schema`) -> settings against each other (`validation`), all for one `RunType`. Problems of all stages are collected
+(`schema`) -> settings against each other (`checks`), all for one `RunType`. Problems of all stages are collected
 and raised as one error.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from pathlib import Path as File
@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import ValidationError
 
-from verl.config import validation
+from verl.config import checks
 from verl.config.adapter_files import fill_from_adapter
+from verl.config.checks.requirements import find_missing
 from verl.config.command_line import (
     SweepPoint,
     compose_yaml,
@@ -52,7 +53,6 @@ from verl.config.paths import (
     set_path,
     suggest_key,
 )
-from verl.config.requirements import find_missing, find_unsupported
 from verl.config.schema import CUSTOM_FUNCTION, MISSING, Config, Section, Setting, SftConfig, collect_settings
 from verl.custom_functions import import_external
 from verl.errors import ConfigError
@@ -72,19 +72,19 @@ class RunType(Generic[C]):
     root: type[C]
     aliases: Aliases
     rules: Rules
-    find_conflicts: Callable[[C], Iterator[str]]
-    find_hints: Callable[[C], Iterator[str]]
+    conflicts: tuple[checks.Check, ...]
+    hints: tuple[checks.Check, ...]
 
 
-TRAIN = RunType("train", Config, TRAIN_ALIASES, TRAIN_RULES, validation.find_conflicts, validation.find_hints)
-SFT = RunType("sft", SftConfig, SFT_ALIASES, SFT_RULES, validation.find_sft_conflicts, validation.find_sft_hints)
+TRAIN = RunType("train", Config, TRAIN_ALIASES, TRAIN_RULES, checks.TRAIN_CONFLICTS, checks.TRAIN_HINTS)
+SFT = RunType("sft", SftConfig, SFT_ALIASES, SFT_RULES, checks.SFT_CONFLICTS, checks.SFT_HINTS)
 GENERATE = RunType(
     "generate",
     Config,
     TRAIN_ALIASES,
     TRAIN_RULES,
-    validation.find_generation_conflicts,
-    validation.find_generation_hints,
+    checks.GENERATION_CONFLICTS,
+    checks.GENERATION_HINTS,
 )
 """Commands that generate and score responses with the training settings; only the settings they use are checked."""
 AnyRunType = RunType[Config] | RunType[SftConfig]
@@ -168,12 +168,10 @@ def _build(
     origins |= fill_from_adapter(run_type.root, known, hints)
     problems += _import_external(run_type, known)
     config, invalid = _validate(run_type, known, problems)
-    conflicts = [*find_unsupported(config), *run_type.find_conflicts(config)]
-    if complete:
-        conflicts = [*find_missing(config), *conflicts]
+    conflicts = checks.run_checks([find_missing, *run_type.conflicts] if complete else run_type.conflicts, config)
     # an invalid value was replaced by its default, so a conflict that names its key may not exist
     problems += [conflict for conflict in conflicts if not any(_names(conflict, key) for key in invalid)]
-    hints += run_type.find_hints(config)
+    hints += checks.run_checks(run_type.hints, config)
     return LoadedConfig(config, tuple(dict.fromkeys(hints)), point.sweep, origins)
 
 

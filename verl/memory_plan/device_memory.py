@@ -8,7 +8,7 @@ from functools import reduce
 
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.model_memory import ModelMemory, Usage
-from verl.memory_plan.model_shape import ModelShape
+from verl.models.model_shape import ModelShape
 
 RESERVED = 2 * GIB  # driver and communication library of a train worker
 ASLEEP = 1 * GIB  # driver and graphs of a sleeping engine

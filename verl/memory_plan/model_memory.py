@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
-from verl.memory_plan.model_shape import ModelShape
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")
@@ -277,8 +277,8 @@ class ModelMemory:
     def _forward_token_bytes(self) -> int:
         """Bytes per token in the middle of a layer without gradients: in its MLP."""
         b, shape = self._compute, self.shape
-        mixture = 2 * b * shape.width * self._rows if shape.experts else 0
-        return b * (3 * shape.mlp * self._rows + 4 * shape.width) + mixture
+        routed = 2 * b * shape.width * self._rows if shape.experts else 0
+        return b * (3 * shape.mlp * self._rows + 4 * shape.width) + routed
 
     @property
     def _saved_token_bytes(self) -> int:

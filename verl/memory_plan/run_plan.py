@@ -19,11 +19,11 @@ from verl.config.features import frees_engine_memory
 from verl.config.schema.actor import RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
-from verl.errors import ConfigError
 from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
-from verl.memory_plan.model_shape import ModelShape, read_config
 from verl.memory_plan.step_time import Workload
+from verl.models.model_folder import require_config
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 if TYPE_CHECKING:
@@ -58,14 +58,7 @@ def get_workload(config: Config) -> Workload:
 
 
 def _model(config: Config, settings: FsdpSettings, update: PassSize, micro_batches: int | None) -> ModelMemory:
-    content = read_config(settings.model_path)
-    if content is None:
-        raise ConfigError(
-            [
-                f"{settings.model_path}: its config.json is not on this machine; download it (hf download "
-                f"{settings.model_path} config.json) and set the path of the folder or of the file"
-            ]
-        )
+    content = require_config(settings.model_path)
     shape = ModelShape.from_config(content, settings.model_path, has_value_head=settings.head == "value")
     ranks = count_train_ranks(config) if settings.fsdp_size < 1 else settings.fsdp_size
     section: RolloutConfig | RefConfig = config.actor_rollout_ref.rollout
@@ -117,10 +110,8 @@ def _engine(config: Config) -> EngineMemory | None:
     if not config.actor_rollout_ref.hybrid_engine:
         return None  # it has devices of its own
     rollout = config.actor_rollout_ref.rollout
-    content = read_config(config.actor_rollout_ref.model.path)
-    assert content is not None
     return EngineMemory(
-        ModelShape.from_config(content),
+        ModelShape.from_config(require_config(config.actor_rollout_ref.model.path)),
         share=rollout.gpu_memory_utilization,
         width=count_engine_devices(config),
         sleeps=frees_engine_memory(config, DEVICE),

@@ -8,13 +8,13 @@ from typing import Any
 
 from verl.config.batch_sizes import get_max_sequence_tokens
 from verl.config.paths import change_settings, format_value, get_value
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
-from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.errors import ConfigError
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.device_memory import MemoryPlan
 from verl.memory_plan.run_plan import BuildSettings, plan_memory
-from verl.training.families import heads_problem
+from verl.models.model_support import heads_problem
 
 _MODEL, _REF = "actor_rollout_ref.model", "actor_rollout_ref.ref"
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import WeightSyncError
-from verl.model_safety import attention_for
+from verl.models.model_support import attention_for
 from verl.types import Completion, SamplingParams
 from verl.weights.bucket import SharedBucket, WeightBucket, load_hf, to_hf, unpack
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from functools import partial
 
 from verl.config.batch_sizes import count_data_ranks, count_total_steps, get_ulysses_size
+from verl.config.checks import SFT_HINTS
 from verl.config.features import saves_hf
 from verl.config.schema import SftConfig
-from verl.config.validation import find_sft_hints
 from verl.data.micro_batches import MicroBatchLimit
 from verl.data.samplers import PromptStream
 from verl.memory_plan.out_of_memory import format_memory_advice, list_offload_settings
@@ -48,7 +48,7 @@ class SFTBuilder(RunBuilder[SftConfig]):
         with timer(self.times, "start_data"):
             data = await asyncio.to_thread(read_sft_data, self.config)
         schedule = build_schedule(self.config, data)
-        self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, find_sft_hints)])
+        self.note([*data.notes, _describe(schedule, data), *device_hints(self.config, self.device, SFT_HINTS)])
         with timer(self.times, "start_train_workers"):
             self.note(await model.start(rank_settings(self.config, schedule.total_steps, self.device)))
         stream = PromptStream(data.order)

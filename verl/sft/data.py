@@ -17,10 +17,11 @@ from verl.data.lengths import TokenCounter, measure_lengths
 from verl.data.samplers import Sampler, SequentialSampler, ShuffledSampler
 from verl.data.validate import describe_missing_column, find_data_warnings, find_file_problems
 from verl.errors import ConfigError, DataError, VerlError
+from verl.models.stop_tokens import find_stop_tokens
 from verl.sft.examples import Example, ExampleReader, find_missing_header
 from verl.trainer.adapter_checks import find_adapter_problems
 from verl.trainer.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
-from verl.trainer.run_data import check_model, data_splits, find_stop_tokens, length_cache_dir, open_tokenizer
+from verl.trainer.run_data import check_model, data_splits, length_cache_dir, open_tokenizer
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 
@@ -155,7 +156,7 @@ def read_sft_data(config: SftConfig) -> SFTData:
     tokenizer = open_tokenizer(config.model, "model")
     reader = ExampleReader(
         tokenizer,
-        find_stop_tokens(config.model.path, tokenizer),
+        find_stop_tokens(config.model.path, tokenizer.eos_token_id),
         data.prompt_key,
         data.response_key,
         data.messages_key,

@@ -149,5 +149,5 @@ class SFTTrainer:
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.loader.state(version)}
 
-    def holds(self, version: int) -> bool:
+    def has_weights(self, version: int) -> bool:
         return False  # a step is little more than its update

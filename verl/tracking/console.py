@@ -52,7 +52,7 @@ _LEARNING = (
 )
 _TIMES = (
     _Column("gen", ("timing_s/gen",), ".1f", 4, 11, "cyan", "s"),
-    _Column("prep", ("timing_s/prep",), ".1f", 4, 13, "cyan", "s"),
+    _Column("prep", ("timing_s/prepare",), ".1f", 4, 13, "cyan", "s"),
     _Column("update", ("timing_s/update",), ".1f", 4, 12, "cyan", "s"),
     _Column("sync", ("timing_s/sync",), ".1f", 4, 13, "cyan", "s"),
     _Column("=", ("timing_s/step",), ".1f", 5, 2, unit="s"),

@@ -12,7 +12,7 @@ actor/ppo_kl                          KL divergence from the policy before the u
 actor/entropy, /pg_clipfrac, /grad_norm, /skipped_steps
 train/loss, /lr, /grad_norm, /skipped_steps   supervised fine-tuning; val/loss: its validation
 training/rollout_probs_diff_mean      |trainer's - engine's probability| of the sampled tokens
-timing_s/gen, /prep, /update, /sync, /step
+timing_s/gen, /prepare, /update, /sync, /step
 perf/throughput                       tokens per second over the whole step
 perf/controller_rss_gib               resident memory of the controller; perf/train_worker_rss_gib of a train rank
 perf/max_memory_allocated_gib         peak of a train rank's device memory in a step, on accelerators

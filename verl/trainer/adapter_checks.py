@@ -7,18 +7,17 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 from verl.config.adapter_files import (
-    WEIGHTS,
     AdapterFiles,
     AdapterSource,
     find_adapter_source,
     find_differences,
     read_adapter,
-    read_shapes,
 )
 from verl.config.paths import format_value
 from verl.config.schema import Config, SftConfig
 from verl.data.files import suggest_path
-from verl.training.families import is_dense_and_verified
+from verl.models.model_folder import ADAPTER_WEIGHTS, read_shapes
+from verl.models.model_support import is_dense_and_verified
 
 _PLAIN_START = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of `init_lora_weights` that leave the base weights as they are."""
@@ -99,8 +98,8 @@ def _find_shape_problems(
             foreign.append(name)
     if wrong or not adapter.modules:
         yield (
-            f"{source.key}: the tensors in {Path(source.path) / WEIGHTS} are not those of a LoRA adapter of rank "
-            f"{adapter.rank} ({_shorten(wrong) or 'there are none'}); save the adapter again"
+            f"{source.key}: the tensors in {Path(source.path) / ADAPTER_WEIGHTS} are not those of a LoRA adapter of "
+            f"rank {adapter.rank} ({_shorten(wrong) or 'there are none'}); save the adapter again"
         )
     if foreign:
         yield (

@@ -11,8 +11,8 @@ from verl.algorithms.settings import (
     LossOptions,
 )
 from verl.config.features import uses_critic, uses_preferences, uses_task_rewards
+from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.root import Config
-from verl.config.schema.rules import is_custom_function
 from verl.trainer.reward_settings import reward_components
 
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl.config.accelerator_validation import check_capability, find_layout_problems
+from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.actor import FsdpConfig
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.config.schema.root import Config
-from verl.config.schema.rules import ACTOR, ROLLOUT
 from verl.data.files import suggest_path
 from verl.data.validate import find_file_problems
 from verl.errors import ConfigError, DataError, RewardError, VerlError
 from verl.memory_plan.suggestions import memory_note
-from verl.model_safety import model_problems
+from verl.models.model_safety import model_problems
+from verl.models.model_support import expert_problem, family_problems, heads_problem
 from verl.rewards.pool.pool import open_rewards
 from verl.trainer.adapter_checks import find_adapter_problems
 from verl.trainer.reward_settings import reward_pool_settings
 from verl.trainer.run_data import data_splits, load_sampler
 from verl.trainer.worker_settings import train_settings
-from verl.training.families import family_problems, heads_problem, mixture_problem
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 
@@ -99,7 +99,7 @@ def check_determinism(config: Config, device: str) -> None:
 
 def check_engine_layout(config: Config, device: str) -> None:
     """Raise if engines of the wanted sizes need accelerators, and this machine has none (trainer.device=auto)."""
-    if device == "cpu" and (problems := list(find_layout_problems(config))):
+    if device == "cpu" and (problems := list(find_cpu_conflicts(config))):
         raise ConfigError(problems)
 
 
@@ -143,13 +143,13 @@ def _find_model_problems(config: Config) -> Iterator[str]:
         ("router_aux_loss_coef", trained.router_aux_loss_coef, 0),
     ]
     for name, value, default in routing:
-        if value != default and (problem := mixture_problem(actor.path)):
+        if value != default and (problem := expert_problem(actor.path)):
             yield f"{ACTOR}.{name}: {value} has no routers to work on: {problem}; set {ACTOR}.{name}={default}"
     rollout = config.actor_rollout_ref.rollout
     for name in ("data_parallel_size", "expert_parallel_size"):
         key, size = f"{ROLLOUT}.{name}", getattr(rollout, name)
-        if size > 1 and (problem := mixture_problem(actor.path, size if name == "expert_parallel_size" else 1)):
-            yield f"{key}: {size} is for mixtures of experts: {problem}; set {key}=1"
+        if size > 1 and (problem := expert_problem(actor.path, size if name == "expert_parallel_size" else 1)):
+            yield f"{key}: {size} is for MoE models: {problem}; set {key}=1"
     yield from find_expert_problems(f"{ACTOR}.fsdp_config", trained.fsdp_config, actor.path)
     if uses_critic(config):
         critic = config.critic
@@ -160,7 +160,7 @@ def _find_model_problems(config: Config) -> Iterator[str]:
 def find_expert_problems(section: str, fsdp: FsdpConfig, path: str) -> Iterator[str]:
     """Yield why the experts of a model cannot be distributed."""
     key, size = f"{section}.expert_parallel_size", fsdp.expert_parallel_size
-    if size > 1 and (problem := mixture_problem(path, size)):
+    if size > 1 and (problem := expert_problem(path, size)):
         yield f"{key}: {size} is not possible with this model: {problem}; set {key}=1"
 
 

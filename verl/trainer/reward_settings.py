@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from verl.config.features import uses_reward_function, uses_task_rewards
+from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.root import Config
-from verl.config.schema.rules import is_custom_function
 from verl.rewards.compose import get_label
 from verl.rewards.reward_function import pack_function
 from verl.rewards.sandbox.sandbox import Limits

@@ -19,16 +19,17 @@ from verl.config.batch_sizes import (
     count_train_ranks,
     get_max_sequence_tokens,
 )
+from verl.config.checks import TRAIN_HINTS
 from verl.config.features import frees_engine_memory
 from verl.config.schema.root import Config
-from verl.config.validation import find_hints
 from verl.data.samplers import PromptStream
 from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
 from verl.trainer.algorithm_settings import algorithm_settings
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.placement import place_engines, place_reward_models
 from verl.trainer.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
@@ -162,7 +163,7 @@ class RLBuilder(RunBuilder[Config]):
         steps = count_total_steps(self.config, data.order.length)
         epochs = steps * batch / data.order.length
         self.note([f"{steps:,} steps of {batch:,} prompts: {epochs:.3g} epochs"])
-        self.note(device_hints(self.config, self.device, find_hints))
+        self.note(device_hints(self.config, self.device, TRAIN_HINTS))
         return LoopSchedule(batch, steps, trainer.save_freq, trainer.test_freq, trainer.val_before_train)
 
     def spawn_episode_workers(
@@ -195,8 +196,7 @@ class RLBuilder(RunBuilder[Config]):
             stream,
             self.config.data.train_batch_size,
             max_staleness=self.config.trainer.max_staleness,
-            has_signal=differs(dynamic.metric) if dynamic.enable else None,
-            max_batches=dynamic.max_num_gen_batches if dynamic.enable else 0,
+            signal=SignalFilter(dynamic.metric, dynamic.max_num_gen_batches) if dynamic.enable else None,
             warn=self.console.advice,
         )
         self._closing.push_async_callback(buffer.close)

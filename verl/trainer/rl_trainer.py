@@ -9,7 +9,7 @@ from verl.data.plan import Planner
 from verl.tracking.console import Console
 from verl.tracking.diagnosis import Diagnosis, is_uniform
 from verl.tracking.metrics import Metrics, resident_gib, timer
-from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.evaluator import Evaluator
 from verl.trainer.train_loop import Validation
 from verl.weights.sync import WeightSync
@@ -48,7 +48,7 @@ class RLTrainer:
                 self._advise(plan.warnings)
             with timer(times, "sleep"):
                 await self.weights.free_devices()  # engines sleep, where they share devices with the trainer
-            with timer(times, "prep"):
+            with timer(times, "prepare"):
                 stats = await self.policy.prepare(plan)  # old/ref log-probs, advantages: they stay on the workers
             with timer(times, "update"):
                 async with self.weights.updating():  # no engine rejoins while the weights change
@@ -56,7 +56,7 @@ class RLTrainer:
                     update = await self.policy.update()
                     self._weights_version = version + 1
             sync = await self.weights.sync(version + 1)  # every engine moves to the new version, and proves it
-            self.buffer.distrust(self.weights.outliers)
+            self.buffer.discard_from(self.weights.outliers)
         whole = {
             "data/position": self.buffer.position,
             "training/staleness": version - min(sample.version for sample in samples),
@@ -83,7 +83,7 @@ class RLTrainer:
     def state(self, version: int) -> dict[str, Any]:
         return {"data": self.buffer.state()}
 
-    def holds(self, version: int) -> bool:
+    def has_weights(self, version: int) -> bool:
         return self._weights_version == version
 
     def _advise(self, lines: Iterable[str]) -> None:

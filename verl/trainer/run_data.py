@@ -33,10 +33,11 @@ from verl.data.samplers import (
 from verl.data.validate import find_data_warnings
 from verl.data.vocabulary import describe_vocabulary_gap
 from verl.errors import ConfigError, DataError, RewardError
+from verl.models.model_support import family_note, packing_length_problem
+from verl.models.stop_tokens import find_stop_tokens
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer, resolve_scorer
 from verl.rewards.scorers import code
 from verl.trainer.worker_settings import agent_settings
-from verl.training.families import family_note, packing_length_problem
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def read_data(config: Config) -> RunData:
     longest = get_max_sequence_tokens(config)
     loaded, notes = check_model(model, longest, "data.max_prompt_length + data.max_response_length")
     reports += [*notes, *teacher_notes]
-    stops = find_stop_tokens(model.path, tokenizer)
+    stops = find_stop_tokens(model.path, tokenizer.eos_token_id)
     return RunData(datasets, order, val_sources, reports, stops, loaded.get_text_config().vocab_size)
 
 
@@ -197,17 +198,6 @@ def _suggest_folder(path: str) -> str:
     existing, near = suggest_path(folder)
     question = f"did you mean {near}? " if near is not None and near.is_dir() else ""
     return f"\n{question}{path} is not a local folder, and was taken for a name on the hub; {existing}"
-
-
-def find_stop_tokens(path: str, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of the tokens that end a response of the model at `path`."""
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # the model has no generation config
-        ends = None
-    return tuple(sorted({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}))
 
 
 def _should_stream(config: Config) -> bool | None:

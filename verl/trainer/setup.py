@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from operator import attrgetter
 from pathlib import Path
@@ -16,11 +16,9 @@ from verl.cluster.hangs.pending_calls import CallTarget, Deadline, track_call
 from verl.cluster.hangs.registry import watch_for_hangs
 from verl.cluster.local import LocalPool, detect_local_device
 from verl.cluster.session import detect_device, disconnect, reconnect, write_timeline
-from verl.config.accelerator_validation import find_accelerator_conflicts
-from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_train_ranks
-from verl.config.parallelism import count_rank_multiple
+from verl.config.batch_sizes import count_extra_devices, count_group_devices, count_rank_multiple, count_train_ranks
+from verl.config.checks import Check, device_support, run_checks, trainer
 from verl.config.paths import change_settings, with_changes
-from verl.config.profile_validation import find_profile_conflicts
 from verl.config.schema import Config, Section, SftConfig
 from verl.data.samplers import PromptStream
 from verl.errors import CheckpointError, ConfigError
@@ -85,10 +83,11 @@ def with_absolute_paths(config: C, keys: Iterable[str]) -> C:
     return change_settings(config, changes)
 
 
-def device_hints(config: C, device: str, hints: Callable[[C], Iterable[str]]) -> list[str]:
-    """Return the hints that depend on what trainer.device=auto turned out to be."""
-    known = set(hints(config))
-    return [hint for hint in hints(with_changes(config, {"trainer": {"device": device}})) if hint not in known]
+def device_hints(config: C, device: str, checks: Sequence[Check]) -> list[str]:
+    """Return the hints that depend on the device that trainer.device=auto selected."""
+    known = run_checks(checks, config)
+    hints = run_checks(checks, with_changes(config, {"trainer": {"device": device}}))
+    return [hint for hint in hints if hint not in known]
 
 
 def open_tracker(config: Config | SftConfig, console: Console, schedule: LoopSchedule, version: int) -> Sink:
@@ -157,10 +156,10 @@ class RunBuilder(Generic[C]):
     def _check_device(self) -> None:
         """Refuse settings that the device, which is known now, does not support."""
         config: Config | SftConfig = with_changes(self.config, {"trainer": {"device": self.device}})
-        problems = [*find_profile_conflicts(config)]
+        checks: list[Check] = [trainer.find_profile_conflicts]
         if isinstance(config, Config):
-            problems += find_accelerator_conflicts(config)
-        if problems:
+            checks.append(device_support.find_conflicts)
+        if problems := run_checks(checks, config):
             raise ConfigError(problems)
 
     def spawn_train_workers(self, group: type[G]) -> G:

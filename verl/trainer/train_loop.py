@@ -65,7 +65,7 @@ class TrainTask(Protocol):
     def state(self, version: int) -> dict[str, Any]:
         """Return what a checkpoint holds in addition to the model: the position in the data."""
 
-    def holds(self, version: int) -> bool:
+    def has_weights(self, version: int) -> bool:
         """Return whether the trained weights are certainly those of `version`, after a step that failed."""
 
 
@@ -141,7 +141,7 @@ class TrainLoop(Generic[T_co]):
     async def _save_before_exit(self) -> None:
         """Save the weights before the step that failed, unless they are saved, or were being changed."""
         is_new = self._state is not None and self.version not in (self.checkpointer.last, self._first)
-        if self.schedule.save_every != -1 and is_new and self.task.holds(self.version):
+        if self.schedule.save_every != -1 and is_new and self.task.has_weights(self.version):
             await self.checkpointer.save(self.version, self._state or {})
             await self.checkpointer.finish()
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from verl.config.accelerator_validation import check_capability
+from verl.config.checks.device_support import check_capability
 
 
 def enable_determinism() -> None:

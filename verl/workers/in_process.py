@@ -38,6 +38,7 @@ from verl.data.dataset import extract_reward_fields
 from verl.data.plan import Planner, UpdateSizes
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
+from verl.models.stop_tokens import list_stop_tokens
 from verl.rewards.pool.pool import InProcessRewards
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer
 from verl.rewards.settings import RewardFunctionSettings
@@ -108,7 +109,10 @@ class RolloutWorker:
         self.model, self.n = model, n
         self.tokenizer = find_tokenizer(model, tokenizer)
         self._sampling = SamplingParams(
-            max_new_tokens, temperature, top_p, stop_token_ids=_find_stop_tokens(model, self.tokenizer.eos_token_id)
+            max_new_tokens,
+            temperature,
+            top_p,
+            stop_token_ids=list_stop_tokens(model.generation_config, self.tokenizer.eos_token_id),
         )
         self._reward = reward
         self._loop = _EventLoopThread()
@@ -332,11 +336,6 @@ def resolve_engine_device(name: str, device: str) -> str:
             ]
         )
     return kind if name == "vllm" else device
-
-
-def _find_stop_tokens(model: PreTrainedModel, eos_token_id: int | None) -> tuple[int, ...]:
-    ids = getattr(model.generation_config, "eos_token_id", None)
-    return tuple(sorted({eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}))
 
 
 def _check_estimator(estimator: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl.config.accelerator_validation import check_capability
+from verl.config.checks.device_support import check_capability
 from verl.config.load import load, load_for_generation
 from verl.errors import ConfigError
 from verl.rollout.vllm.checks import INVARIANT_BACKENDS

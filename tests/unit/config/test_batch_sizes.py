@@ -11,6 +11,7 @@ from verl.config.batch_sizes import (
     count_data_ranks,
     count_engines,
     count_policy_steps,
+    count_rank_multiple,
     count_total_steps,
     count_train_ranks,
     derive_sizes,
@@ -20,7 +21,6 @@ from verl.config.batch_sizes import (
     render_sizes,
 )
 from verl.config.load import load
-from verl.config.parallelism import count_rank_multiple
 from verl.config.schema import Config
 
 pytestmark = pytest.mark.unit

@@ -75,7 +75,7 @@ def test_settings_without_effect_are_reported() -> None:
     alone = hints(*ALONE, "algorithm.adv_estimator=gae", "reward.custom_reward_function.path=score.py")
     assert "algorithm.adv_estimator=gae has no effect: distillation.use_task_rewards=false" in alone
     assert "reward.custom_reward_function.path=score.py has no effect: nothing is scored" in alone
-    assert "is only held where it starts" in hints(*TEACHER, "actor_rollout_ref.model.path=teacher")
+    assert "is only regularized toward its initial weights" in hints(*TEACHER, "actor_rollout_ref.model.path=teacher")
 
 
 def test_clamps_are_those_of_the_algorithm_by_either_name() -> None:

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from verl.data.adaptive import SAMPLERS, AdaptiveSampler, DifficultySampler, ReplaySampler
 from verl.data.samplers import PromptStream
 from verl.errors import ConfigError, DataError
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -66,8 +67,7 @@ class Run:
             stream,
             batch,
             max_staleness=staleness,
-            has_signal=differs("score") if is_dynamic else None,
-            max_batches=3 if is_dynamic else 0,
+            signal=SignalFilter("score", 3) if is_dynamic else None,
         )
 
     async def run_group(self, position: int, row: int) -> list[SampleHandle]:

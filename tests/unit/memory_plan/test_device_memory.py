@@ -11,8 +11,8 @@ from public_models import MODELS
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
-from verl.memory_plan.model_shape import ModelShape
 from verl.memory_plan.suggestions import Changes, SettingsChange, find_changes
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit

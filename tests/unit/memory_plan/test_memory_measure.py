@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from verl.errors import EngineError
 from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize
-from verl.memory_plan.model_shape import ModelShape
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings, LoraSettings
 
 pytestmark = pytest.mark.unit

@@ -8,7 +8,7 @@ import pytest
 from public_models import MODELS
 
 from verl.memory_plan.model_memory import PHASES, ModelMemory, PassSize, Usage
-from verl.memory_plan.model_shape import ModelShape
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings, LoraSettings
 
 pytestmark = pytest.mark.unit

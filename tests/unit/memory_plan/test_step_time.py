@@ -10,8 +10,8 @@ from public_models import MODELS
 from verl.memory_plan.accelerators import DEVICES
 from verl.memory_plan.device_memory import EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory, PassSize
-from verl.memory_plan.model_shape import ModelShape
 from verl.memory_plan.step_time import Cluster, Workload, estimate_seconds, suggest_split
+from verl.models.model_shape import ModelShape
 from verl.training.settings import FsdpSettings
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from verl.config.ignored import find_unmet_condition
+from verl.config.checks.ignored import find_unmet_condition
 from verl.config.load import load
 from verl.config.schema import Config, collect_settings
 from verl.errors import ConfigError, RewardError

@@ -1,7 +1,8 @@
 """The simulation repeats exactly, and it can fail: logic that is wrong on purpose breaks a promise."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -14,7 +15,10 @@ from simulated_run import Violation, run_seed
 from verl.rollout import replica_pool as pool
 from verl.rollout.replica_pool import EnginePool
 from verl.rollout.supervisor import EngineSlot, EngineState, EngineSupervisor
-from verl.trainer.buffer import EpisodeBuffer
+from verl.trainer.buffer.admission import Admission
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.groups import Group
+from verl.trainer.buffer.selection import InOrder
 from verl.types import Completion, SamplingParams
 from verl.weights import sync
 from verl.weights.sync import WeightSync
@@ -72,20 +76,16 @@ async def _whenever(self: WeightSync) -> AsyncIterator[None]:
     yield
 
 
-async def _by_completion(self: EpisodeBuffer, count: int) -> list[Any]:
-    tasks = [self._groups.popleft() for _ in range(count)]
-    groups = [await task for task in asyncio.as_completed(tasks)]
-    self._dropped -= sum(group.dropped for group in groups)
-    return groups
+async def _by_completion(self: InOrder, groups: Iterable[Group], count: int, version: int) -> list[Group]:
+    oldest, finished = list(itertools.islice(groups, count)), list[Group]()
+    for group in oldest:
+        group.task.add_done_callback(lambda _, group=group: finished.append(group))
+    await asyncio.gather(*(group.task for group in oldest))
+    return finished
 
 
-def _one_more(self: EpisodeBuffer) -> None:
-    self._started -= 1
-    _start_allowed(self)
-    self._started += 1
-
-
-_start_allowed = EpisodeBuffer._start_allowed
+def _one_more(self: Admission, position: int) -> bool:
+    return self._started <= self._limit and position < self._end
 
 
 def _as_the_stream(self: EpisodeBuffer) -> dict[str, Any]:
@@ -144,11 +144,11 @@ MUTANTS = {  # what is replaced, by what, the promise that it breaks, and a seed
     ),
     "a weight sync that lets join at any time": (WeightSync, "updating", _whenever, "different weights", 3),
     "a weight sync that sends what has diverged": (sync, "_check_finite", lambda *_: None, "no engine was wrong", 39),
-    "a buffer that trusts an engine known wrong": (EpisodeBuffer, "distrust", lambda *_: None, "known wrong", 535),
+    "a buffer that trusts an engine known wrong": (EpisodeBuffer, "discard_from", lambda *_: None, "known wrong", 535),
     "a cluster that nobody watches": (simulated_run, "wait_for_loss", _never, "nobody noticed", 10),
     "a buffer that forgets what is on its way": (EpisodeBuffer, "state", _as_the_stream, "trains", 4),
-    "a buffer that hands out what is finished first": (EpisodeBuffer, "_oldest", _by_completion, "trains", 0),
-    "a buffer that starts one more": (EpisodeBuffer, "_start_allowed", _one_more, "a response of version", 2),
+    "a buffer that hands out what is finished first": (InOrder, "select", _by_completion, "trains", 0),
+    "a buffer that starts one more": (Admission, "may_start", _one_more, "a response of version", 2),
 }
 
 

@@ -22,7 +22,7 @@ STEP = {
     "actor/grad_norm": 0.42,
     "response_length/mean": 4.0,
     "timing_s/gen": 0.6,
-    "timing_s/prep": 0.4,
+    "timing_s/prepare": 0.4,
     "timing_s/update": 1.2,
     "timing_s/sync": 0.1,
     "timing_s/step": 2.4,

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import DataError, ProcessLostError, RewardError, WeightSyncError
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -55,34 +56,36 @@ async def test_a_step_of_which_nothing_could_be_scored_is_told() -> None:
         await buffer.take(2)
 
 
-async def test_samples_of_an_engine_that_was_not_verified_are_left_out_if_their_group_had_started() -> None:
+async def test_samples_of_an_unverified_engine_are_discarded_if_their_group_had_started() -> None:
+    version = 0
+
     async def by_both(position: int, row: int) -> list[SampleHandle]:
-        return [replace(handle(position), index=engine, engines=frozenset([engine])) for engine in (0, 1)]
+        return [replace(handle(position, version), index=engine, engines=frozenset([engine])) for engine in (0, 1)]
 
     buffer = EpisodeBuffer(by_both, stream(), 2, max_staleness=2)
     buffer.advance(0)
     assert len(await buffer.take(2)) == 4
-    buffer.distrust([1])
+    buffer.discard_from([1])
+    version = 1
     buffer.advance(1)
     assert [sample.index for sample in await buffer.take(2)] == [0, 0]
-    assert buffer.metrics() == {"faults/samples_left_out": 2.0}
+    assert buffer.metrics() == {"faults/samples_discarded": 2.0}
     assert "2 samples of rollout engines" in buffer.warnings[0]
     buffer.advance(2)
     assert len(await buffer.take(2)) == 2
-    buffer._max_staleness = 3
     buffer.advance(3)
     assert len(await buffer.take(2)) == 4, "groups that start later run on a new process"
     assert not buffer.metrics()
     await buffer.close()
 
 
-async def test_a_step_of_which_everything_is_left_out_restarts_the_run() -> None:
+async def test_a_step_whose_samples_are_all_discarded_restarts_the_run() -> None:
     async def by_one(position: int, row: int) -> list[SampleHandle]:
         return [replace(handle(position), engines=frozenset([1]))]
 
     buffer = EpisodeBuffer(by_one, stream(), 2)
     buffer.advance(0)
-    buffer.distrust([1])
+    buffer.discard_from([1])
     with pytest.raises(ProcessLostError, match="were not verified"):
         await buffer.take(2)
 
@@ -154,28 +157,28 @@ async def test_an_answer_that_is_too_old_stops_the_run() -> None:
 
 
 @given(
-    left_out=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
+    dropped=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
     no_signal=st.lists(st.booleans(), min_size=1, max_size=9).filter(lambda pattern: not all(pattern)),
     batch=st.integers(1, 4),
     staleness=st.integers(0, 2),
     max_batches=st.integers(0, 3),
     dynamic=st.booleans(),
 )
-def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
-    left_out: list[bool], no_signal: list[bool], batch: int, staleness: int, max_batches: int, dynamic: bool
+def test_a_run_with_dropped_prompts_equals_a_run_on_data_without_them(
+    dropped: list[bool], no_signal: list[bool], batch: int, staleness: int, max_batches: int, dynamic: bool
 ) -> None:
     """The takes of a stream with such prompts are those of a stream without them, also after a resume."""
 
-    def is_left_out(position: int) -> bool:
-        return left_out[position % len(left_out)]
+    def is_dropped(position: int) -> bool:
+        return dropped[position % len(dropped)]
 
-    there = [position for position in range(3000) if not is_left_out(position)]
+    there = [position for position in range(3000) if not is_dropped(position)]
 
     async def takes(*, gaps: bool, resume_at: int | None = None) -> list[object]:
         version, found = 0, []
 
         async def episode(position: int, row: int) -> list[SampleHandle] | None:
-            if gaps and is_left_out(position):
+            if gaps and is_dropped(position):
                 return None
             number = there.index(position) if gaps else position
             for _ in range(number % 3):
@@ -184,9 +187,8 @@ def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
             return [SampleHandle(None, number, 4, 2, score, version) for score in scores]
 
         def buffer(order: PromptStream) -> EpisodeBuffer:
-            signal = differs("score") if dynamic else None
-            bound = max_batches if dynamic else 0
-            return EpisodeBuffer(episode, order, batch, max_staleness=staleness, has_signal=signal, max_batches=bound)
+            signal = SignalFilter("score", max_batches) if dynamic else None
+            return EpisodeBuffer(episode, order, batch, max_staleness=staleness, signal=signal)
 
         feed = buffer(PromptStream(SequentialSampler(3000)))
         for version in range(4):
@@ -209,7 +211,7 @@ def test_prompts_that_are_left_out_are_as_if_the_stream_did_not_have_them(
     assert asyncio.run(takes(gaps=True, resume_at=1)) == expected
 
 
-async def test_what_is_left_out_is_counted_and_said_once() -> None:
+async def test_dropped_prompts_are_counted_and_reported_once() -> None:
     async def episode(position: int, row: int) -> list[SampleHandle] | None:
         return None if position in (1, 2, 7) else [handle(position, version=position // 4)]
 
@@ -219,7 +221,7 @@ async def test_what_is_left_out_is_counted_and_said_once() -> None:
         buffer.advance(version)
         await buffer.take(2)
         seen.append((buffer.metrics(), len(buffer.warnings)))
-    counts = [{"data/left_out": count} for count in (2.0, 0.0, 1.0, 0.0)]
+    counts = [{"data/prompts_dropped": count} for count in (2.0, 0.0, 1.0, 0.0)]
     assert seen == [(counts[0], 1), (counts[1], 0), (counts[2], 0), (counts[3], 0)]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from verl.data.samplers import PromptStream, SequentialSampler
 from verl.errors import ConfigError, RewardError, VerlError
-from verl.trainer.buffer import EpisodeBuffer, differs
+from verl.trainer.buffer.episode_buffer import EpisodeBuffer
+from verl.trainer.buffer.signal import SignalFilter, group_has_signal
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -86,8 +87,7 @@ def test_takes_follow_the_stream_within_the_bound_also_after_a_resume(
             stream,
             batch,
             max_staleness=staleness,
-            has_signal=differs("score"),
-            max_batches=max_batches,
+            signal=SignalFilter("score", max_batches),
         )
 
     async def run() -> None:
@@ -142,7 +142,7 @@ async def test_a_replacement_starts_while_others_still_run() -> None:
             await others.wait()
         return group_of(position, [0.0, 0.0] if position == 0 else [0.0, 1.0])
 
-    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"))
+    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score"))
     buffer.advance(0)
     taking = asyncio.ensure_future(buffer.take(2))
     for _ in range(5):
@@ -164,7 +164,7 @@ async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() 
         stored.update(sample.ref for sample in samples)
         return samples
 
-    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"))
+    buffer = EpisodeBuffer(run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score"))
     buffer.advance(0)
     for _ in range(10):
         await asyncio.sleep(0)
@@ -174,9 +174,7 @@ async def test_what_is_dropped_leaves_the_object_store_before_a_take_comes_by() 
 
 async def test_a_smaller_batch_comes_with_words_and_a_full_one_without() -> None:
     world = World([True, False, False, False], 0)
-    buffer = EpisodeBuffer(
-        world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("score"), max_batches=2
-    )
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("score", 2))
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0]
     [words] = buffer.warnings
@@ -202,7 +200,7 @@ async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
         world.run_group,
         PromptStream(SequentialSampler(9)),
         2,
-        has_signal=differs("score"),
+        signal=SignalFilter("score"),
         warn=lambda text: said.append(text),
     )
     buffer.advance(0)
@@ -213,7 +211,7 @@ async def test_a_long_search_says_so_while_it_lasts_ever_more_rarely() -> None:
 
 async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
     world = World([False], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, max_batches=1)
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2)
     buffer.advance(0)
     assert groups(await buffer.take(2)) == [0, 1]
     assert (buffer.metrics(), buffer.warnings) == ({}, [])
@@ -221,7 +219,7 @@ async def test_without_dynamic_sampling_nothing_is_dropped_or_counted() -> None:
 
 async def test_a_judgement_that_fails_fails_the_take() -> None:
     world = World([True], 0)
-    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, has_signal=differs("words"))
+    buffer = EpisodeBuffer(world.run_group, PromptStream(SequentialSampler(9)), 2, signal=SignalFilter("words"))
     buffer.advance(0)
     with pytest.raises(VerlError, match=r"filter_groups\.metric=words"):
         await buffer.take(2)
@@ -230,9 +228,9 @@ async def test_a_judgement_that_fails_fails_the_take() -> None:
 
 @pytest.mark.parametrize("name", ["score", "seq_reward", "seq_final_reward", "acc"])
 def test_scores_that_differ_are_signal(name: str) -> None:
-    assert differs(name)(group_of(0, [0.0, 0.0, 1.0]))
-    assert not differs(name)(group_of(0, [0.25, 0.25, 0.25]))
-    assert not differs(name)(group_of(0, [0.25])), "the others could not be scored"
+    assert group_has_signal(group_of(0, [0.0, 0.0, 1.0]), name)
+    assert not group_has_signal(group_of(0, [0.25, 0.25, 0.25]), name)
+    assert not group_has_signal(group_of(0, [0.25]), name), "the others could not be scored"
 
 
 @pytest.mark.parametrize(("name", "expected"), [("score", False), ("acc", False), ("seq_final_reward", True)])
@@ -242,17 +240,17 @@ def test_penalties_for_length_are_no_signal_by_themselves(name: str, expected: b
         for penalty in (0.0, -0.5)
         for handle in group_of(0, [penalty], metrics={"raw_score": 0.0, "overlong_penalty": penalty})
     ]
-    assert differs(name)(wrong) == expected
+    assert group_has_signal(wrong, name) == expected
 
 
 def test_a_named_number_is_compared_instead_of_the_score() -> None:
     same = group_of(0, [0.0, 0.5], metrics={"acc": 1.0})
-    assert not differs("acc")(same)
-    assert differs("acc")([*same, *group_of(0, [0.0], metrics={"acc": 0.0})])
+    assert not group_has_signal(same, "acc")
+    assert group_has_signal([*same, *group_of(0, [0.0], metrics={"acc": 0.0})], "acc")
 
 
 def test_a_number_that_is_not_there_is_an_error_that_names_those_that_are() -> None:
     with pytest.raises(
         ConfigError, match=r"metric=tests: .* prompt 3 has no such number; choose one of score, format, words"
     ):
-        differs("tests")(group_of(3, [0.0, 1.0], metrics={"words": 2.0, "format": 1.0}))
+        group_has_signal(group_of(3, [0.0, 1.0], metrics={"words": 2.0, "format": 1.0}), "tests")

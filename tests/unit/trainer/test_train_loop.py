@@ -37,7 +37,7 @@ class Failing:
     def state(self, version: int) -> dict[str, Any]:
         return {"position": self.position}
 
-    def holds(self, version: int) -> bool:
+    def has_weights(self, version: int) -> bool:
         return not self._in_update
 
 

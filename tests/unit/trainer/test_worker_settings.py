@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController
+from verl.config.checks import TRAIN_HINTS
 from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
-from verl.config.validation import find_hints
 from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
@@ -476,7 +476,7 @@ def test_resharding_is_as_it_is_told() -> None:
 
 def test_what_depends_on_the_device_is_said_when_auto_is_known() -> None:
     key = "actor_rollout_ref.actor.fsdp_config.param_offload"
-    assert device_hints(config_of(f"{key}=true"), "cuda", find_hints) == []
-    [said] = device_hints(config_of(f"{key}=true"), "cpu", find_hints)
+    assert device_hints(config_of(f"{key}=true"), "cuda", TRAIN_HINTS) == []
+    [said] = device_hints(config_of(f"{key}=true"), "cpu", TRAIN_HINTS)
     assert said.startswith(f"{key}=true has no effect: on CPU")
-    assert device_hints(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", find_hints) == []  # it was said before
+    assert device_hints(config_of(f"{key}=true", "trainer.device=cpu"), "cpu", TRAIN_HINTS) == []  # it was said before

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from verl.config.checks.ignored import find_unmet_condition
 from verl.config.command_line import parse_overrides
-from verl.config.ignored import find_unmet_condition
 from verl.config.legacy.aliases import canonicalize
 from verl.config.legacy.answers import find_answer
 from verl.config.legacy.defaults import SFT_DEFAULTS, TRAIN_DEFAULTS, OtherDefault

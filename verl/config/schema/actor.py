@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl.config.schema.base import Count, CustomFunction, Dtype, Fraction, Positive, Section, section, setting
-from verl.config.schema.rules import (
+from verl.config.schema.conditions import (
     BY_SAMPLES,
     BY_TOKENS,
     HAS_DEVICE_MEMORY,

@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from verl.config.schema.actor import KlKind
 from verl.config.schema.base import Count, CustomFunction, Fraction, Positive, Section, section, setting
-from verl.config.schema.rules import HAS_ADVANTAGES, OnlyIf, is_custom_function, needs, needs_given
+from verl.config.schema.conditions import HAS_ADVANTAGES, OnlyIf, is_custom_function, needs, needs_given
 
 Estimator = Literal[
     "grpo",

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from verl.config.schema.rules import OnlyIf
+from verl.config.schema.conditions import OnlyIf
 
 MISSING = "???"
 """The value of a required setting that is not given, as Hydra writes it."""

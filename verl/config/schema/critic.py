@@ -6,7 +6,7 @@ from typing import Literal
 
 from verl.config.schema.actor import Aggregation, CheckpointConfig, FsdpConfig, OptimConfig, PeftConfig
 from verl.config.schema.base import Count, Positive, Section, section, setting
-from verl.config.schema.rules import OnlyIf
+from verl.config.schema.conditions import OnlyIf
 
 _DYNAMIC = (".use_dynamic_bsz", "actor_rollout_ref.actor.use_dynamic_bsz")
 _BY_TOKENS = OnlyIf(

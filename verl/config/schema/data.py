@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from verl.config.schema.base import Count, Section, setting
-from verl.config.schema.rules import OnlyIf, needs_given, unless, unless_given
+from verl.config.schema.conditions import OnlyIf, needs_given, unless, unless_given
 
 _TRUNCATES = unless(
     ".filter_overlong_prompts", True, reason="data.filter_overlong_prompts=true leaves nothing to truncate"

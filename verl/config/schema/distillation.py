@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from verl.config.schema.base import Positive, Section, section, setting
-from verl.config.schema.rules import HAS_DEVICE_MEMORY
+from verl.config.schema.conditions import HAS_DEVICE_MEMORY
 
 
 class TeacherConfig(Section):

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from verl.config.rollout_engines import DEFAULT_REWARD_ENGINE, PLANNED_ENGINES, list_rollout_engines
 from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
-from verl.config.schema.rules import needs, needs_engine, needs_given, unless, unless_given
+from verl.config.schema.conditions import needs, needs_engine, needs_given, unless, unless_given
 
 _IS_LOCAL = unless_given(".url", ": the remote service isolates programs")
 

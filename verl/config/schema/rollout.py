@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from verl.config.rollout_engines import DEFAULT_ENGINE, PLANNED_ENGINES, list_rollout_engines
 from verl.config.schema.base import Count, Positive, RegisteredName, Section, section, setting
-from verl.config.schema.rules import BY_SAMPLES, BY_TOKENS, needs, needs_engine, unless
+from verl.config.schema.conditions import BY_SAMPLES, BY_TOKENS, needs, needs_engine, unless
 
 _HAS_GPU = unless("trainer.device", "cpu", reason="trainer.device=cpu; set {section}.cpu_cache_gib")
 _HAS_NO_GPU = unless("trainer.device", "cuda", reason="trainer.device=cuda; set {section}.gpu_memory_utilization")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from verl.config.schema.actor import ActorConfig, ModelConfig, RefConfig
 from verl.config.schema.algorithm import AlgorithmConfig
 from verl.config.schema.base import Section, section, setting
+from verl.config.schema.conditions import HAS_ADVANTAGES, HAS_CRITIC, needs
 from verl.config.schema.critic import CriticConfig
 from verl.config.schema.data import DataConfig
 from verl.config.schema.distillation import DistillationConfig
 from verl.config.schema.reward import RewardConfig
 from verl.config.schema.rollout import RolloutConfig
-from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, needs
 from verl.config.schema.trainer import RayConfig, TrainerConfig
 
 

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from verl.config.schema.actor import ActorCheckpointConfig, FsdpConfig, ModelConfig, OptimConfig, PeftConfig
 from verl.config.schema.base import Count, Interval, Positive, Section, section, setting
-from verl.config.schema.rules import needs, needs_given, unless, unless_given
+from verl.config.schema.conditions import needs, needs_given, unless, unless_given
 from verl.config.schema.trainer import RayConfig, RunConfig
 
 _NO_CONVERSATIONS = unless_given(".messages_key", ", and its conversations are used instead")

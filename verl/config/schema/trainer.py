@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field
 
 from verl.config.schema.base import Count, Interval, OneOrMany, Positive, Section, section, setting
-from verl.config.schema.rules import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
+from verl.config.schema.conditions import HAS_ADVANTAGES, HAS_CRITIC, OnlyIf, needs, needs_given, unless, unless_given
 
 Sink = Literal["console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio", "swanlab", "none"]
 Sinks = Annotated[list[Sink], OneOrMany]

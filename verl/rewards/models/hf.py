@@ -14,7 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel
 
 from verl.errors import ConfigError
-from verl.model_safety import PICKLED, attention_for, local_path, model_problems
+from verl.models.hub import local_path
+from verl.models.model_safety import PICKLED, model_problems
+from verl.models.model_support import attention_for
 from verl.rewards.models.interface import SETTING, check_tokens
 
 

@@ -12,26 +12,26 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from verl.config.checks.conflict import Conflict
 from verl.config.schema import Config
-from verl.config.schema.rules import ACTOR, ROLLOUT
+from verl.config.schema.conditions import ACTOR, ROLLOUT
 from verl.installation import format_vllm_hint
 
 _MIN_VLLM = (0, 32)
-_ENGINE_KEY, _MODEL_KEY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model"
-_ENGINE_SETTINGS = {
-    "model": f"{_MODEL_KEY}.path",
-    "tokenizer": f"{_MODEL_KEY}.tokenizer_path",
-    "trust_remote_code": f"{_MODEL_KEY}.trust_remote_code",
+_KEY, _MODEL, _REPLAY = f"{ROLLOUT}.engine_kwargs.vllm", "actor_rollout_ref.model", f"{ACTOR}.router_replay.mode"
+_SETTINGS = {
+    "model": f"{_MODEL}.path",
+    "tokenizer": f"{_MODEL}.tokenizer_path",
+    "trust_remote_code": f"{_MODEL}.trust_remote_code",
     "tensor_parallel_size": f"{ROLLOUT}.tensor_model_parallel_size",
     "pipeline_parallel_size": f"{ROLLOUT}.pipeline_model_parallel_size",
-    "data_parallel_size": f"{ROLLOUT}.data_parallel_size",
     "enable_expert_parallel": f"{ROLLOUT}.expert_parallel_size",
-    **{name: f"{ROLLOUT}.{name}" for name in ("dtype", "load_format", "gpu_memory_utilization", "enforce_eager")},
-    "quantization": f"{ROLLOUT}.quantization",
+    **{name: f"{ROLLOUT}.{name}" for name in ("data_parallel_size", "dtype", "quantization", "load_format")},
+    **{name: f"{ROLLOUT}.{name}" for name in ("gpu_memory_utilization", "enforce_eager")},
     **{name: f"{ROLLOUT}.{name}" for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens")},
     **dict.fromkeys(("enable_lora", "max_lora_rank", "max_loras"), f"{ACTOR}.peft.lora_rank"),
     "seed": "trainer.seed",
-    "enable_return_routed_experts": f"{ACTOR}.router_replay.mode",
+    "enable_return_routed_experts": _REPLAY,
 }
 """Engine arguments that have a setting of their own, which is validated."""
 
@@ -57,71 +57,51 @@ def find_problem() -> str:
     return ""
 
 
-def find_conflicts(config: Config) -> Iterator[str]:
+def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Yield settings with which vLLM does not work as a rollout engine."""
-    rollout = config.actor_rollout_ref.rollout
-    yield from _check_arguments(rollout.engine_kwargs.vllm)
+    rollout, head = config.actor_rollout_ref.rollout, f"{_MODEL}.fp32_lm_head"
+    arguments = rollout.engine_kwargs.vllm
+    yield from _check_arguments(arguments)
     if config.trainer.deterministic and config.trainer.device == "cuda":
-        yield from _check_attention(rollout.engine_kwargs.vllm)
+        yield from _check_attention(arguments)
     mode = config.actor_rollout_ref.actor.router_replay.mode
-    if mode == "R3" and rollout.engine_kwargs.vllm.get("enable_prefix_caching") is False:
-        yield (
-            f"{ROLLOUT}.engine_kwargs.vllm.enable_prefix_caching: vLLM returns experts only with prefix caching; "
-            f"remove it, or set {ACTOR}.router_replay.mode=R2"
-        )
-    if config.actor_rollout_ref.model.fp32_lm_head and "hf_overrides" in rollout.engine_kwargs.vllm:
-        yield (
-            f"{ROLLOUT}.engine_kwargs.vllm.hf_overrides: replaces head_dtype=float32, which "
-            "actor_rollout_ref.model.fp32_lm_head=true sets; add it there and set "
-            "actor_rollout_ref.model.fp32_lm_head=false, or remove hf_overrides"
-        )
+    if mode == "R3" and arguments.get("enable_prefix_caching") is False:
+        reason = "vLLM returns experts only with prefix caching"
+        yield Conflict(f"{_KEY}.enable_prefix_caching", reason, f"remove it, or set {_REPLAY}=R2")
+    if config.actor_rollout_ref.model.fp32_lm_head and "hf_overrides" in arguments:
+        reason = f"replaces head_dtype=float32, which {head}=true sets"
+        yield Conflict(f"{_KEY}.hf_overrides", reason, f"add it there and set {head}=false, or remove hf_overrides")
     experts, devices = rollout.expert_parallel_size, rollout.tensor_model_parallel_size * rollout.data_parallel_size
     if experts not in (1, devices):
-        key = f"{ROLLOUT}.expert_parallel_size"
-        yield (
-            f"{key}: {experts} is not possible: vLLM distributes experts over all {devices} devices of an engine "
-            f"(tensor x data parallel size) or none; set {key}={devices}"
-        )
+        reason = f"over all {devices} devices of an engine (tensor x data parallel size) or none"
+        reason = f"{experts} is not possible: vLLM distributes experts {reason}"
+        yield Conflict(f"{ROLLOUT}.expert_parallel_size", reason, f"={devices}")
 
 
-def _check_arguments(arguments: dict[str, Any]) -> Iterator[str]:
+def _check_arguments(arguments: dict[str, Any]) -> Iterator[Conflict]:
     """Yield engine arguments that duplicate a setting, are reserved, or do not exist in the installed vLLM."""
     known = list_vllm_arguments() if arguments else frozenset()
     for name in arguments:
-        key = f"{_ENGINE_KEY}.{name}"
-        if name in _ENGINE_SETTINGS:
-            yield f"{key}: has its own setting; set {_ENGINE_SETTINGS[name]} instead"
+        key = f"{_KEY}.{name}"
+        if name in _SETTINGS:
+            yield Conflict(key, "has its own setting", f"set {_SETTINGS[name]} instead")
         elif name in _RESERVED:
-            yield f"{key}: is set by verl and cannot be changed; remove it"
+            yield Conflict(key, "is set by verl and cannot be changed", "remove it")
         elif known and name not in known:
             close = get_close_matches(name, [other for other in known if other not in _RESERVED], n=1, cutoff=0.75)
-            fix = (
-                f"did you mean {_ENGINE_SETTINGS.get(close[0], f'{_ENGINE_KEY}.{close[0]}')}?" if close else "remove it"
-            )
-            yield f"{key}: is not an engine argument of the installed vLLM; {fix}"
+            fix = f"did you mean {_SETTINGS.get(close[0], f'{_KEY}.{close[0]}')}?" if close else "remove it"
+            yield Conflict(key, "is not an engine argument of the installed vLLM", fix)
 
 
-def _check_attention(arguments: dict[str, Any]) -> Iterator[str]:
+def _check_attention(arguments: dict[str, Any]) -> Iterator[Conflict]:
     """Yield attention backends whose results depend on the other requests of a batch."""
-    for argument, backend in _list_attention_backends(arguments):
-        if backend.upper() not in INVARIANT_BACKENDS:
-            key = f"{_ENGINE_KEY}.{argument}"
-            yield (
-                f"{key}: {backend} is not batch-invariant in vLLM, which trainer.deterministic=true needs; set "
-                f"{key}=FLASH_ATTN, or set trainer.deterministic=false"
-            )
-
-
-def _list_attention_backends(arguments: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the attention backends that are requested from vLLM, with the names of the arguments."""
-    config = arguments.get("attention_config")
-    nested = config.get("backend") if isinstance(config, dict) else None
-    for name, backend in (
-        ("attention_backend", arguments.get("attention_backend")),
-        ("attention_config.backend", nested),
-    ):
-        if backend is not None and str(backend).lower() != "auto":
-            yield name, str(backend)
+    nested = arguments.get("attention_config")
+    given = {"attention_backend": arguments.get("attention_backend")}
+    given["attention_config.backend"] = nested.get("backend") if isinstance(nested, dict) else None
+    for name, backend in given.items():
+        if backend is not None and str(backend).upper() not in ("AUTO", *INVARIANT_BACKENDS):
+            reason = f"{backend} is not batch-invariant in vLLM, which trainer.deterministic=true needs"
+            yield Conflict(f"{_KEY}.{name}", reason, "=FLASH_ATTN, or set trainer.deterministic=false")
 
 
 @cache

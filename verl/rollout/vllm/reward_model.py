@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from transformers import AutoModelForSequenceClassification
 from transformers.modeling_layers import GenericForSequenceClassification
-from transformers.utils import cached_file
 
 from verl.errors import ConfigError
+from verl.models.hub import find_weights
 from verl.rewards.models.hf import read_config
 from verl.rewards.models.interface import SETTING, check_tokens
 from verl.rollout.vllm.engine import VllmSettings, map_engine_errors, start_vllm
-
-_SAFETENSORS = ("model.safetensors.index.json", "model.safetensors")
 
 
 class VllmRewardModel:
@@ -86,11 +81,8 @@ class VllmRewardModel:
 
 
 def _weight_names(path: str) -> set[str]:
-    """Return the names of the weights of a model; only headers are read."""
-    index, whole = (cached_file(path, name, _raise_exceptions_for_missing_entries=False) for name in _SAFETENSORS)
-    if index is not None:
-        return set(json.loads(Path(index).read_text())["weight_map"])
-    if whole is None:
+    """Return the names of the weights of a model in safetensors format; only headers are read."""
+    try:
+        return set(find_weights(path))
+    except FileNotFoundError:
         return set()
-    with safe_open(whole, "pt") as file:
-        return set(file.keys())

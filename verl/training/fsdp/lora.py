@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import nn
 
-from verl.checkpoint.adapter import NAME, WEIGHTS, adapter_config, is_adapter, peft_name
+from verl.checkpoint.adapter import NAME, adapter_config, is_adapter, peft_name
 from verl.errors import CheckpointError, EngineError
 from verl.installation import format_install_hint
-from verl.model_safety import local_path
+from verl.models.hub import local_path
+from verl.models.model_folder import ADAPTER_WEIGHTS, read_header
 from verl.training.fsdp.model import PackedModel
 from verl.training.settings import LoraSettings
 
@@ -62,7 +63,7 @@ def add_adapter(model: PackedModel, settings: LoraSettings, path: str) -> None:
 def _load_values(model: PackedModel, path: str) -> None:
     """Copy the values of an adapter in PEFT's format; an `EngineError` unless it has exactly the same tensors."""
     try:
-        stored = load_file(Path(path).expanduser() / WEIGHTS)
+        stored = load_file(Path(path).expanduser() / ADAPTER_WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise EngineError(f"adapter {path}: cannot be loaded: {error}") from error
     own = {peft_name(name): each for name, each in model.hf.named_parameters() if is_adapter(name)}
@@ -168,12 +169,9 @@ def fingerprint(path: str) -> str:
 
 
 def _read_edges(path: Path) -> Iterator[tuple[str, str, str, bytes]]:
+    header, start = read_header(path)
     with path.open("rb") as file:
-        start = 8 + int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(start - 8))
         for name, entry in header.items():
-            if name == "__metadata__":
-                continue
             first, end = entry["data_offsets"]
             parts = []
             for offset in (first, max(first, end - EDGE_BYTES)):

@@ -23,8 +23,9 @@ from transformers import (
 from transformers.utils.logging import disable_progress_bar
 
 from verl.errors import EngineError
-from verl.model_safety import MODEL_ATTENTION, PICKLED, local_path, model_problems
-from verl.training.families import LAYER_TYPES
+from verl.models.hub import local_path
+from verl.models.model_safety import PICKLED, model_problems
+from verl.models.model_support import LAYER_TYPES, MODEL_ATTENTION
 from verl.training.fsdp.lora import add_adapter
 from verl.training.fsdp.model import PackedCausalLM, PackedModel, PackedValueModel, ScoredBackbone
 from verl.training.fsdp.sharded_loading import (

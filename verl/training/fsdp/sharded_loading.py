@@ -7,13 +7,11 @@ which this does not hold is loaded whole by every rank.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,13 +21,13 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange
-from transformers.utils import cached_file
 
 from verl.checkpoint.save import get_local_part
 from verl.errors import EngineError
+from verl.models.hub import find_file, find_weights
+from verl.models.model_folder import ADAPTER_CONFIG
 from verl.weights.bucket import to_hf
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 CHUNK_ROWS = 4096
 
 
@@ -64,25 +62,12 @@ Sources = dict[str, list[StoredTensor]]
 
 def find_files(path: str) -> dict[str, str]:
     """Return the keys of a model's safetensors files and the file of each; reads only names."""
-    if _find(path, "adapter_config.json") is not None:
+    if find_file(path, ADAPTER_CONFIG) is not None:
         raise SlicingError("it is an adapter")
-    if (single := _find(path, SINGLE)) is not None:
-        with safe_open(single, "pt") as file:
-            return dict.fromkeys(file.keys(), single)
-    index = _find(path, INDEX)
-    if index is None:
-        raise SlicingError("it has no weights in safetensors format")
-    shards: dict[str, str] = json.loads(Path(index).read_bytes())["weight_map"]
-    files = {name: _find(path, name) for name in dict.fromkeys(shards.values())}
-    if missing := [name for name, file in files.items() if file is None]:
-        raise SlicingError(f"{missing[0]} is missing")
-    return {key: str(files[name]) for key, name in shards.items()}
-
-
-def _find(path: str, name: str) -> str | None:
-    ignored = ("gated_repo", "missing_entries", "connection_errors")
-    file = cached_file(path, name, **{f"_raise_exceptions_for_{each}": False for each in ignored})
-    return None if file is None else str(file)
+    try:
+        return find_weights(path)
+    except FileNotFoundError as error:
+        raise SlicingError(str(error)) from error
 
 
 def find_sources(hf: PreTrainedModel, files: Mapping[str, str]) -> Sources:

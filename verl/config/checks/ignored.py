@@ -24,7 +24,7 @@ from verl.config.features import (
 )
 from verl.config.paths import format_value, get_path, get_value, is_overridden
 from verl.config.schema import Config, Section, Setting, SftConfig, collect_settings
-from verl.config.schema.rules import ACTOR, REF
+from verl.config.schema.conditions import ACTOR, REF
 
 
 class _Rule(NamedTuple):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from verl.errors import ConfigError
-from verl.training.families import EXPERT_COUNTS
+from verl.models.model_folder import text_config
+from verl.models.model_support import EXPERT_COUNTS
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder-only model: `layers` of attention and a gated MLP, or a mixture of `experts` such MLPs.
+    """A decoder-only model: `layers` of attention and a gated MLP, or (MoE) of `experts` such MLPs.
 
     `width` is the size of the hidden states, `mlp` of an MLP or expert. A token passes `experts_per_token` experts.
     """
@@ -33,10 +31,10 @@ class ModelShape:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], name: str = "config.json", *, has_value_head: bool = False
+        cls, config: dict[str, Any], name: str = "config.json", *, has_value_head: bool = False
     ) -> ModelShape:
         """Read the shape from the content of a model's config.json; `name` is for messages."""
-        text = {**config, **(config.get("text_config") or {})}
+        text = text_config(config)
         required = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
         if missing := [key for key in required if not text.get(key)]:
             raise ConfigError([f"{name}: has no {', '.join(missing)}; memory can be estimated for decoder-only models"])
@@ -122,18 +120,3 @@ class ModelShape:
     @property
     def _router(self) -> int:
         return self.experts * self.width
-
-
-def read_config(path: str) -> Mapping[str, Any] | None:
-    """Return the configuration of a model in a folder, or in a config.json; None if there is no such file."""
-    file = Path(path).expanduser()
-    file = file / "config.json" if file.is_dir() else file
-    if not file.is_file():
-        return None
-    try:
-        content = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError([f"{file}: cannot be read as JSON: {error}"]) from error
-    if not isinstance(content, dict):
-        raise ConfigError([f"{file}: is no JSON object; give the config.json of a Hugging Face model"])
-    return content

@@ -1,4 +1,4 @@
-"""Model families: which models can be trained, judged by their configuration before loading. Imports no torch.
+"""Which models can be trained, by their config.json, before anything is loaded.
 
 The rest is checked later: packed sequences are compared with the model's own forward pass when it is loaded
 (`verl.training.fsdp.model_loader`), and every rollout engine with the trainer (`verl.weights.sync`).
@@ -6,11 +6,14 @@ The rest is checked later: packed sequences are compared with the model's own fo
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from verl.models.model_folder import read_config, text_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 VERIFIED = {
@@ -39,12 +42,19 @@ STATEFUL = {
 }
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 MODALITIES = ("vision_config", "audio_config")
+MODEL_ATTENTION = "eager"
+"""The model's own attention code; transformers' sdpa silently ignores soft caps."""
+
+
+def attention_for(config: PreTrainedConfig) -> str | None:
+    """Return the attention to load a model with, so that soft caps are applied; None for transformers' choice."""
+    return MODEL_ATTENTION if getattr(config.get_text_config(), "attn_logit_softcapping", None) is not None else None
 
 
 def family_problems(path: str) -> Iterator[str]:
     """Yield the reasons why the model in the folder `path` cannot be trained; none if it is not a folder."""
-    config = _read_json(Path(path).expanduser() / "config.json")
-    kind, text = config.get("model_type", "no model_type"), {**config, **(config.get("text_config") or {})}
+    config = read_config(path)
+    kind, text = config.get("model_type", "no model_type"), text_config(config)
     unsupported = {str(layer_type) for layer_type in text.get("layer_types") or ()} - LAYER_TYPES
     if config.get("is_encoder_decoder"):
         yield f"{path} ({kind}): encoder-decoder models are not supported; use a causal language model"
@@ -63,39 +73,39 @@ def family_problems(path: str) -> Iterator[str]:
 
 def heads_problem(path: str, size: int) -> str | None:
     """Return why `size` ranks cannot share the attention heads of the model in the folder `path`; None if they can."""
-    config = _read_json(Path(path).expanduser() / "config.json")
-    heads = {**config, **(config.get("text_config") or {})}.get("num_attention_heads")
+    config = read_config(path)
+    heads = text_config(config).get("num_attention_heads")
     if not isinstance(heads, int) or heads % size == 0:
         return None
     return f"{path} has {heads} attention heads, which {size} ranks cannot share; set it to {math.gcd(heads, size)}"
 
 
-def mixture_problem(path: str, ranks: int = 1) -> str | None:
-    """Return why the model in the folder `path` has no experts, or not for this many ranks; None if it is no folder."""
-    config = _read_json(Path(path).expanduser() / "config.json")
-    text = {**config, **(config.get("text_config") or {})}
+def expert_problem(path: str, ranks: int = 1) -> str | None:
+    """Return why expert parallelism over `ranks` is not possible with the model in the folder `path`; None if it is."""
+    config = read_config(path)
+    text = text_config(config)
     experts = next((text[name] for name in EXPERT_COUNTS if text.get(name)), 0)
     if not config or (experts and experts % ranks == 0):
         return None
     if experts:
         return f"{path} has {experts} experts, which {ranks} ranks cannot share evenly"
-    return f"{path} ({config.get('model_type', 'no model_type')}) is no mixture of experts"
+    return f"{path} ({config.get('model_type', 'no model_type')}) is not an MoE"
 
 
 def is_dense_and_verified(path: str) -> bool:
-    """Return whether the model in the folder `path` is of a verified family and no mixture of experts."""
-    config = _read_json(Path(path).expanduser() / "config.json")
+    """Return whether the model in the folder `path` is of a verified family and not an MoE."""
+    config = read_config(path)
     return config.get("model_type") in VERIFIED and not any(config.get(name) for name in EXPERT_COUNTS)
 
 
 def family_note(path: str, model_type: str, *, published: bool = True) -> str | None:
-    """Return a note for a family that is not verified, None for the others."""
+    """Return a note if the family of a model is not verified, else None."""
     if model_type in VERIFIED:
         return None
     probe = " and the rollout engines' with the trainer's after every weight sync" if published else ""
     return (
         f"{path}: {model_type} is not one of the verified families ({', '.join(VERIFIED.values())}). Its log-probs on "
-        f"packed sequences are compared with those on single ones at load{probe}; the run stops if they differ"
+        f"packed sequences are compared with those on single sequences at load{probe}; the run stops if they differ"
     )
 
 
@@ -117,12 +127,3 @@ def packing_length_problem(path: str, config: Mapping[str, Any], longest: int, s
         f"{settings}: sequences may have {longest} tokens, but beyond {limit} the {kind} positions of {path} change "
         f"for all sequences packed together; set {settings} to at most {limit}"
     )
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    """Return the object in a JSON file, or {} if it cannot be read: loading the model reports that."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -13,7 +13,8 @@ from tiny import FAMILIES, tiny_family
 from transformers import AutoModelForCausalLM
 
 from verl.errors import ConfigError
-from verl.memory_plan.model_shape import ModelShape, read_config
+from verl.models.model_folder import read_config, require_config
+from verl.models.model_shape import ModelShape
 
 pytestmark = pytest.mark.unit
 
@@ -33,7 +34,7 @@ def test_public_models_have_their_published_sizes(name: str, billions: float) ->
     assert ModelShape.from_config(MODELS[name]).parameters == pytest.approx(billions * 1e9, rel=1e-3)
 
 
-def test_a_mixture_computes_a_token_with_few_of_its_parameters() -> None:
+def test_an_moe_computes_a_token_with_few_of_its_parameters() -> None:
     shape = ModelShape.from_config(MODELS["Qwen3-30B-A3B"])
     assert shape.active_parameters == pytest.approx(3.04e9, rel=0.01)
 
@@ -61,10 +62,15 @@ def test_a_configuration_without_sizes_is_refused() -> None:
 def test_a_configuration_is_read_from_a_folder_or_a_file(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
     assert read_config(str(tmp_path)) == read_config(str(tmp_path / "config.json")) == {"model_type": "qwen2"}
-    assert read_config("org/model-that-is-not-here") is None
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ConfigError, match="no JSON object"):
-        read_config(str(tmp_path))
+    assert require_config(str(tmp_path)) == read_config(str(tmp_path))
+    assert read_config("org/model-that-is-not-here") == {}
+    with pytest.raises(ConfigError, match="is not on this machine; download it"):
+        require_config("org/model-that-is-not-here")
+    for text, message in (("[]", "is not a JSON object"), ("{", "cannot be read as JSON"), ("[" * 100_000, "JSON")):
+        (tmp_path / "config.json").write_text(text)
+        assert read_config(str(tmp_path)) == {}
+        with pytest.raises(ConfigError, match=message):
+            require_config(str(tmp_path))
 
 
 def test_the_largest_shard_has_whole_rows_and_whole_experts() -> None:

@@ -7,15 +7,15 @@ from tiny import FAMILIES, tiny_family
 
 from verl.config.load import load_dict
 from verl.errors import ConfigError
-from verl.trainer.preflight import check_files
-from verl.training.families import (
+from verl.models.model_support import (
     VERIFIED,
+    expert_problem,
     family_note,
     family_problems,
     heads_problem,
-    mixture_problem,
     packing_length_problem,
 )
+from verl.trainer.preflight import check_files
 
 pytestmark = pytest.mark.unit
 
@@ -114,16 +114,16 @@ def test_other_positions_do_not_depend_on_neighbors(rope):
 
 def test_a_dense_model_has_no_routing_to_control(tmp_path):
     tiny_family("Qwen3").save_pretrained(tmp_path / "dense")
-    tiny_family("Qwen3-MoE").save_pretrained(tmp_path / "mixture")
-    assert mixture_problem(str(tmp_path / "dense")) == f"{tmp_path / 'dense'} (qwen3) is no mixture of experts"
-    assert mixture_problem(str(tmp_path / "mixture")) is None
-    assert mixture_problem("my-org/on-the-hub") is None
+    tiny_family("Qwen3-MoE").save_pretrained(tmp_path / "moe")
+    assert expert_problem(str(tmp_path / "dense")) == f"{tmp_path / 'dense'} (qwen3) is not an MoE"
+    assert expert_problem(str(tmp_path / "moe")) is None
+    assert expert_problem("my-org/on-the-hub") is None
 
 
 def test_experts_are_distributed_evenly_or_not_at_all(tmp_path):
     tiny_family("Qwen3-MoE").save_pretrained(tmp_path)  # 4 experts
-    assert mixture_problem(str(tmp_path), 4) is None
-    assert mixture_problem(str(tmp_path), 3) == f"{tmp_path} has 4 experts, which 3 ranks cannot share evenly"
+    assert expert_problem(str(tmp_path), 4) is None
+    assert expert_problem(str(tmp_path), 3) == f"{tmp_path} has 4 experts, which 3 ranks cannot share evenly"
 
 
 def test_ranks_that_cannot_share_the_heads_of_a_model_are_refused_by_the_nearest_size(tmp_path):
@@ -144,6 +144,6 @@ def test_routing_settings_are_refused_for_a_dense_model_by_name(tmp_path):
     with pytest.raises(ConfigError) as raised:
         check_files(load_dict(tree).config)
     text = str(raised.value)
-    assert f"{tmp_path} (qwen3) is no mixture of experts" in text
+    assert f"{tmp_path} (qwen3) is not an MoE" in text
     assert "set actor_rollout_ref.actor.router_replay.mode=disabled" in text
     assert "set actor_rollout_ref.actor.router_aux_loss_coef=0" in text

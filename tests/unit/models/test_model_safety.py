@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from verl.model_safety import local_path, model_problems
+from verl.models.hub import local_path
+from verl.models.model_safety import model_problems
 
 pytestmark = pytest.mark.unit
 

@@ -1,0 +1,99 @@
+"""Checks of how responses are generated and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+
+from verl.config.batch_sizes import count_engine_devices, count_rollout_devices
+from verl.config.checks.conflict import Conflict
+from verl.config.features import get_quantization, may_score_code
+from verl.config.paths import is_overridden
+from verl.config.rollout_engines import get_rollout_engine
+from verl.config.schema import Config
+from verl.config.schema.conditions import ROLLOUT
+
+_VAL = f"{ROLLOUT}.val_kwargs"
+
+
+def find_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield conflicts of a run that generates responses, with or without training."""
+    rollout = config.actor_rollout_ref.rollout
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if rollout.max_model_len is not None and rollout.max_model_len < longest:
+        reason = f"must be at least data.max_prompt_length + data.max_response_length = {longest}"
+        yield Conflict(f"{ROLLOUT}.max_model_len", f"{rollout.max_model_len} {reason}", f"={longest}")
+    tokens, sequences = rollout.max_num_batched_tokens, rollout.max_num_seqs
+    if (tokens or inf) < (sequences or 1):
+        reason = f"{tokens} must be at least max_num_seqs ({sequences}), one token each"
+        yield Conflict(f"{ROLLOUT}.max_num_batched_tokens", reason, f"set {ROLLOUT}.max_num_seqs={tokens}")
+    devices, width = count_rollout_devices(config), count_engine_devices(config)
+    most = max(1, devices // width)
+    if rollout.num_engines is not None and config.trainer.device == "cuda" and rollout.num_engines > most:
+        reason = f"must not exceed the {devices} devices of the engines (nnodes x n_gpus_per_node), {width} for each"
+        yield Conflict(f"{ROLLOUT}.num_engines", f"{rollout.num_engines} {reason}", f"={most}")
+    seconds, limit = config.reward.sandbox.seconds, config.reward.deadline_s
+    if is_overridden(config, "reward.sandbox.seconds") and seconds >= limit and may_score_code(config):
+        reason = f"{seconds:g} must be below reward.deadline_s={limit:g}, the limit for a response with all its tests"
+        yield Conflict("reward.sandbox.seconds", reason, f"set reward.deadline_s={max(60, 4 * seconds):g}")
+
+
+def find_training_conflicts(config: Config) -> Iterator[Conflict]:
+    """Yield conflicts of how the responses of a training run are sampled and scored."""
+    rollout, reward_model = config.actor_rollout_ref.rollout, config.reward.reward_model
+    if rollout.temperature == 0:
+        reason = "0 makes all responses to a prompt equal, so nothing can be learned"
+        yield Conflict(f"{ROLLOUT}.temperature", reason, "=1.0")
+    if rollout.val_kwargs.do_sample is True and rollout.val_kwargs.temperature == 0:
+        yield Conflict(f"{_VAL}.temperature", "0 must be above 0 with do_sample=true", "=1.0")
+    if reward_model.enable and reward_model.model_path is None:
+        fix = "set reward.reward_model.model_path=my-org/reward-model"
+        yield Conflict("reward.reward_model.enable", "true requires a model", fix)
+
+
+def find_hints(config: Config) -> Iterator[Conflict]:
+    """Yield probable mistakes of a run that only generates responses."""
+    rollout = config.actor_rollout_ref.rollout
+    yield from _check_temperature(config)
+    if rollout.temperature == 0 and rollout.n > 1:
+        reason = f"{rollout.n} greedy responses to a prompt are all equal"
+        yield Conflict(f"{ROLLOUT}.n", reason, f"=1, or {ROLLOUT}.temperature=1.0")
+
+
+def find_training_hints(config: Config) -> Iterator[Conflict]:
+    """Yield probable mistakes of how the responses of a training run are generated and scored."""
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    yield from _check_temperature(config)
+    val = rollout.val_kwargs
+    if val.n > 1 and (val.temperature == 0 or val.do_sample is False):
+        yield Conflict(
+            f"{_VAL}.n", f"{val.n} greedy responses are all equal", f"set {_VAL}.temperature=1.0 or {_VAL}.n=1"
+        )
+    is_truncated = get_rollout_engine(rollout.name).capabilities.has_truncated_logprobs
+    for name, cut, full in (("top_p", rollout.top_p < 1, "1.0"), ("top_k", rollout.top_k > 0, "-1")):
+        if cut and is_truncated:
+            yield Conflict(
+                f"{ROLLOUT}.{name}",
+                f"with {getattr(rollout, name)} the engine's log-probs are those of the truncated distribution and the "
+                "trainer's those of the full one, so training/rollout_probs_diff_mean is large by construction",
+                f"to compare them, set {ROLLOUT}.{name}={full}",
+            )
+    if get_quantization(config) and not (correction.rollout_is or correction.rollout_rs or correction.bypass_mode):
+        yield Conflict(
+            f"{ROLLOUT}.{'quantization' if rollout.quantization else 'dtype'}",
+            "quantized engines and the trainer compute different probabilities, which biases the update",
+            "set algorithm.rollout_correction.preset=tis",
+        )
+    if config.reward.reward_manager.name == "dapo":
+        yield Conflict(
+            "reward.reward_manager.name",
+            "dapo scores exactly as naive does",
+            "set reward.overlong_buffer.enable=true for overlong reward shaping and "
+            "algorithm.filter_groups.enable=true for dynamic sampling",
+        )
+
+
+def _check_temperature(config: Config) -> Iterator[Conflict]:
+    temperature = config.actor_rollout_ref.rollout.temperature
+    if temperature > 1.5:
+        yield Conflict(f"{ROLLOUT}.temperature", f"{temperature} is mostly noise above 1.5", "=1.0")
