@@ -16,7 +16,18 @@ VerlError
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from itertools import islice
+
+
+def list_some(items: Collection[str], limit: int = 3, separator: str = "; ") -> str:
+    """Return the first items for a message, and how many more there are.
+
+    >>> list_some(["a", "b", "c", "d"], limit=2)
+    'a; b, and 2 more'
+    """
+    more = f", and {len(items) - limit} more" if len(items) > limit else ""
+    return separator.join(islice(items, limit)) + more
 
 
 class VerlError(Exception):

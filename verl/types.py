@@ -6,6 +6,7 @@ the sample goes to the object store and the controller keeps a `SampleHandle`.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -45,6 +46,12 @@ class SamplingParams:
     top_k: int = -1
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+
+    @staticmethod
+    def make_seed(seed: int, split: str, group: int, index: int) -> int:
+        """Return the seed of one response in a run with `seed`: a hash of all arguments."""
+        text = f"{seed}/{split}/{group}/{index}"
+        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 @dataclass(frozen=True, slots=True)

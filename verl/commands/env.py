@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 import verl
+from verl.cluster.nvidia_smi import query_gpus
 from verl.commands.arguments import ArgumentParser
 from verl.redaction import redact_settings
 
@@ -102,8 +103,8 @@ def _describe_machine() -> dict[str, str]:
 
 
 def _list_accelerators() -> dict[str, str]:
-    lines = _run("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
-    rows = (line.partition(", ") for line in lines.splitlines())
+    lines = query_gpus("index", "name", "memory.total", "driver_version", units=True)
+    rows = (line.partition(", ") for line in lines)
     return {f"cuda:{index}": text for index, _, text in rows}
 
 

@@ -8,7 +8,6 @@ same responses.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -23,6 +22,7 @@ from verl.config.schema import MISSING
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.tracking.console import Console
+from verl.types import SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from verl.data.dataset import PromptDataset
     from verl.rollout.replica_pool import EnginePool
     from verl.rollout.supervisor import EngineSupervisor
-    from verl.types import SamplingParams
 
 HELP = f"""\
 usage: verl generate FILE... --output RESPONSES.parquet [settings]
@@ -185,7 +184,8 @@ class _Prompts:
         prompt = self.dataset[row]
         assert prompt is not None, "only streamed data sets drop prompts late"
         play = self.agent or single_turn
-        seeds = [_seed(config, prompt.row, index) for index in range(config.actor_rollout_ref.rollout.n)]
+        count = config.actor_rollout_ref.rollout.n
+        seeds = [SamplingParams.make_seed(config.trainer.seed, "generate", prompt.row, index) for index in range(count)]
         episodes = (play(prompt, pool.start_episode(), replace(self.sampling, seed=seed)) for seed in seeds)
         return await asyncio.gather(*episodes)
 
@@ -214,7 +214,6 @@ def _load_prompts(config: Config) -> _Prompts:
     from verl.models.stop_tokens import find_stop_tokens
     from verl.trainer.run_data import add_tools, check_agents, open_tokenizer, prompt_options
     from verl.trainer.worker_settings import agent_settings
-    from verl.types import SamplingParams
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
@@ -226,11 +225,6 @@ def _load_prompts(config: Config) -> _Prompts:
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
     agent = AgentEpisode(agent_settings(config), tokenizer) if has_agent else None
     return _Prompts(dataset, sampling, tokenizer, hint, agent)
-
-
-def _seed(config: Config, row: int, index: int) -> int:
-    text = f"{config.trainer.seed}/generate/{row}/{index}"
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _describe_inputs(config: Config) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from verl.checkpoint.model_card import CARD, check_upload, render_model_card, upload_model
 from verl.commands.arguments import ArgumentParser
-from verl.errors import CheckpointError, VerlError
+from verl.errors import CheckpointError, VerlError, list_some
 
 if TYPE_CHECKING:
     from verl.commands.checkpoint_model import CheckpointModel
@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
     )
     if options.operation == "test":
         if differences := checkpoint.compare(Path(options.test_hf_dir)):
-            raise CheckpointError(f"{options.test_hf_dir} differs from {path}: {_shorten(differences)}")
+            raise CheckpointError(f"{options.test_hf_dir} differs from {path}: {list_some(differences)}")
         sys.stdout.write(f"{options.test_hf_dir} is identical to {path}\n")
         return 0
     target = Path(options.target_dir)
@@ -130,7 +130,7 @@ def _find_checkpoint(path: Path) -> Path:
         raise CheckpointError(f"--local_dir {path}: not a folder of shards, such as .../global_step_20/actor{hint}")
     step = path.resolve().parent
     if corruption := find_corruption(step):
-        raise CheckpointError(f"checkpoint {step} is corrupt, nothing was merged: {_shorten(corruption)}")
+        raise CheckpointError(f"checkpoint {step} is corrupt, nothing was merged: {list_some(corruption)}")
     return path
 
 
@@ -149,7 +149,7 @@ def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:
         checkpoint.write(draft)
         if differences := checkpoint.compare(draft):
             raise CheckpointError(
-                f"the written model differs from {checkpoint.path} and was removed: {_shorten(differences)}"
+                f"the written model differs from {checkpoint.path} and was removed: {list_some(differences)}"
             )
         card = render_model_card(
             checkpoint.path,
@@ -167,8 +167,3 @@ def _write_model(checkpoint: CheckpointModel, target: Path) -> list[str]:
     finally:
         shutil.rmtree(draft, ignore_errors=True)
     return sorted(path.name for path in target.iterdir())
-
-
-def _shorten(lines: Sequence[str]) -> str:
-    more = f", and {len(lines) - 3} more" if len(lines) > 3 else ""
-    return "; ".join(lines[:3]) + more

@@ -16,6 +16,7 @@ from verl.config.adapter_files import (
 from verl.config.paths import format_value
 from verl.config.schema import Config, SftConfig
 from verl.data.files import suggest_path
+from verl.errors import list_some
 from verl.models.model_folder import ADAPTER_WEIGHTS, read_shapes
 from verl.models.model_support import is_dense_and_verified
 
@@ -79,10 +80,10 @@ def _describe_unsupported(adapter: AdapterFiles) -> Iterator[str]:
         yield f"has a scale that is no whole number (lora_alpha={adapter.alpha:g})"
     others = [name for name in adapter.shapes if not name.endswith((".lora_A.weight", ".lora_B.weight"))]
     if others:
-        yield f"has tensors other than the two factors of linear modules ({_shorten(others)})"
+        yield f"has tensors other than the two factors of linear modules ({list_some(others, 8, ', ')})"
     outside = [name for name in adapter.modules if not re.search(r"\.\d+\.", name)]
     if outside:
-        yield f"adapts modules outside the layers ({_shorten(outside)})"
+        yield f"adapts modules outside the layers ({list_some(outside, 8, ', ')})"
 
 
 def _find_shape_problems(
@@ -99,12 +100,12 @@ def _find_shape_problems(
     if wrong or not adapter.modules:
         yield (
             f"{source.key}: the tensors in {Path(source.path) / ADAPTER_WEIGHTS} are not those of a LoRA adapter of "
-            f"rank {adapter.rank} ({_shorten(wrong) or 'there are none'}); save the adapter again"
+            f"rank {adapter.rank} ({list_some(wrong, 8, ', ') or 'there are none'}); save the adapter again"
         )
     if foreign:
         yield (
             f"{source.key}: the adapter in {source.path} belongs to another model: {source.model_path} has no linear "
-            f"modules of these names and sizes ({_shorten(foreign)}); set the path of the model to "
+            f"modules of these names and sizes ({list_some(foreign, 8, ', ')}); set the path of the model to "
             f"{adapter.config.get('base_model_name_or_path') or 'that model'}"
         )
 
@@ -125,7 +126,7 @@ def _find_target_problems(
     key, value = f"{source.section}.target_modules", format_value(adapter.targets)
     yield (
         f"{key}: {format_value(targets)} does not select the modules of the adapter in {source.path}, which are "
-        f"{_shorten(_suffixes(modules))}; set {key}={value}, or leave it out"
+        f"{list_some(_suffixes(modules), 8, ', ')}; set {key}={value}, or leave it out"
     )
 
 
@@ -154,8 +155,3 @@ def _read_linear_shapes(path: str) -> dict[str, tuple[int, ...]] | None:
 
 def _suffixes(modules: Collection[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in modules})
-
-
-def _shorten(names: Collection[str]) -> str:
-    shown = list(names)[:8]
-    return ", ".join(shown) + (f" and {len(names) - len(shown)} more" if len(names) > len(shown) else "")

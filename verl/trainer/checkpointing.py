@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from verl.checkpoint.manifest import LATEST, CheckpointDir, find_corruption
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES, CallTarget, Deadline, format_report_hint, track_call
-from verl.errors import CheckpointError
+from verl.errors import CheckpointError, list_some
 from verl.tracking.console import Console
 
 if TYPE_CHECKING:
@@ -140,7 +140,7 @@ async def find_checkpoint(
 
     def skip(directory: Path, damage: list[str]) -> None:
         skipped[directory] = damage
-        console.note(f"not resumed from {directory}: {_shorten(damage)}")
+        console.note(f"not resumed from {directory}: {list_some(damage)}")
 
     async def inspect(directory: Path) -> list[str]:
         return await on_disk(
@@ -164,7 +164,7 @@ async def find_checkpoint(
         skip(directory, damage)
     if named is None or not (skipped or later):
         return None
-    reasons = "; ".join(f"{directory.name}: {_shorten(damage)}" for directory, damage in skipped.items())
+    reasons = "; ".join(f"{directory.name}: {list_some(damage)}" for directory, damage in skipped.items())
     complete = [directory for directory in map(source.step_dir, later) if not await inspect(directory)]
     others = (
         f"{', '.join(directory.name for directory in complete)}: newer, so of another run, or rolled back; to resume "
@@ -176,8 +176,3 @@ async def find_checkpoint(
         f"no checkpoint in {source.root} up to step {named}, which {LATEST} names, is complete: "
         f"{reasons or 'none exists'}. {others}Restore one, or start over with trainer.resume_mode=disable"
     )
-
-
-def _shorten(damage: list[str]) -> str:
-    more = f", and {len(damage) - 3} more" if len(damage) > 3 else ""
-    return "; ".join(damage[:3]) + more

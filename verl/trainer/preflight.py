@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from verl.cluster.nvidia_smi import query_gpus
 from verl.config.checks.device_support import check_capability, find_cpu_conflicts
 from verl.config.features import scores_responses, uses_critic, uses_reward_function
 from verl.config.schema.actor import FsdpConfig
@@ -82,7 +82,7 @@ def memory_notes(config: Config, device: str) -> list[str]:
 def read_device_memory() -> int | None:
     """Return the bytes of this machine's smallest NVIDIA accelerator, without using it; None if there is none."""
     try:
-        return min(int(line) for line in _query_gpus("memory.total")) << 20
+        return min(int(line) for line in query_gpus("memory.total")) << 20
     except ValueError:
         return None
 
@@ -91,7 +91,7 @@ def check_determinism(config: Config, device: str) -> None:
     """Raise if a run is to be deterministic and the GPUs of this machine are too old; workers check theirs again."""
     if not config.trainer.deterministic or device == "cpu":
         return
-    for line in _query_gpus("compute_cap"):
+    for line in query_gpus("compute_cap"):
         major, _, minor = line.partition(".")
         if major.isdigit() and minor.isdigit():
             check_capability((int(major), int(minor)))
@@ -101,15 +101,6 @@ def check_engine_layout(config: Config, device: str) -> None:
     """Raise if engines of the wanted sizes need accelerators, and this machine has none (trainer.device=auto)."""
     if device == "cpu" and (problems := list(find_cpu_conflicts(config))):
         raise ConfigError(problems)
-
-
-def _query_gpus(field: str) -> list[str]:
-    """Return a property of each NVIDIA accelerator of this machine, without using it."""
-    command = ("nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits")
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.split()
-    except (OSError, subprocess.SubprocessError):
-        return []
 
 
 def raise_problems(problems: Sequence[VerlError]) -> None:

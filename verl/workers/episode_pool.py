@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 from collections.abc import Sequence
 from functools import partial
@@ -147,16 +146,13 @@ class EpisodeClient:
         )
 
     async def _run(self, split: str, row: int, group: int, count: int) -> list[SampleHandle] | None:
-        seeds = [self._seed(split, group, index) for index in range(count)]
+        seeds: list[int | None] = [None] * count
+        if self._config.trainer.deterministic:
+            seed = self._config.trainer.seed
+            seeds = [SamplingParams.make_seed(seed, split, group, index) for index in range(count)]
         greedy_baseline = split == "train" and self._greedy_baseline
         request = GroupRequest(split, row, group, seeds, self._sampling[split], greedy_baseline)
         return await self._supervisor.run_while_available(self._pool.run(request))
-
-    def _seed(self, split: str, group: int, index: int) -> int | None:
-        if not self._config.trainer.deterministic:
-            return None
-        text = f"{self._config.trainer.seed}/{split}/{group}/{index}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little")
 
 
 def _sampling_params(config: Config, stop_token_ids: tuple[int, ...]) -> dict[str, SamplingParams]:

@@ -66,10 +66,10 @@ def test_only_workers_on_accelerators_get_it(device: str) -> None:
 
 def test_the_gpus_of_this_machine_are_checked_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_dict({}, [*REQUIRED]).config
-    monkeypatch.setattr(preflight, "_query_gpus", lambda field: {"compute_cap": ["8.0", "7.5"]}[field])
+    monkeypatch.setattr(preflight, "query_gpus", lambda field: {"compute_cap": ["8.0", "7.5"]}[field])
     check_determinism(config, "cpu")
     with pytest.raises(ConfigError, match=r"has 7\.5"):
         check_determinism(config, "cuda")
     for readable in (["9.0"], [], ["[N/A]"]):  # nvidia-smi may be missing, or too old to know
-        monkeypatch.setattr(preflight, "_query_gpus", lambda field, lines=readable: lines)
+        monkeypatch.setattr(preflight, "query_gpus", lambda field, lines=readable: lines)
         check_determinism(config, "cuda")
