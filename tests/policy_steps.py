@@ -17,8 +17,9 @@ from verl.algorithms.settings import (
     LossOptions,
 )
 from verl.checkpoint.save import load, save
+from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import Planner, RankPlan, UpdateSizes
+from verl.data.plan import Planner, RankPlan
 from verl.training.policy.trainer import PolicyTrainer
 from verl.types import Sample, SampleHandle
 
@@ -71,7 +72,7 @@ SAMPLES = [
     sample(1, "kLMNO", 2.0),
     sample(1, "kL", 1.0),
 ]
-CRITIC_SIZES = {"critic": UpdateSizes(9, 9, None)}
+CRITIC_SIZES = {"critic": BatchSizes(9, 9, None)}
 REJECTING = Correction(reject="sequence", upper=2.0, lower=0.5)
 GENERATED = 3 + 2 + 0 + 2 + 4 + 1
 
@@ -97,7 +98,7 @@ def step_of(samples: Sequence[Sample], *, prompts: int = 9, micro: int = 9, epoc
         handles.append(
             SampleHandle(index, one.group, length, generated, one.score, 0, baseline=one.baseline, index=number)
         )
-    planner = Planner(1, UpdateSizes(prompts, micro, None, epochs), **sizes)
+    planner = Planner(1, BatchSizes(prompts, micro, None, epochs), **sizes)
     plan = planner.plan(handles).ranks[0]
     return Step([samples[index] for index in plan.refs], plan)
 

@@ -11,11 +11,11 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from agent_config import agent_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
 from verl.types import Completion, Prompt, Sample, SamplingParams
 
@@ -98,7 +98,7 @@ async def play_episode(
     agent: Callable[..., Any], model: ScriptedModel, sampling: SamplingParams, prompt: Prompt, **settings: Any
 ) -> Transcript:
     """Play one episode with an agent, and close what it has opened."""
-    episode = AgentEpisode(AgentSettings(agent="test", **settings), model.tokenizer, agent=agent)
+    episode = AgentEpisode(agent_config(agent="test", **settings), model.tokenizer, agent=agent)
     try:
         return await episode(prompt, model.generate, sampling)
     finally:

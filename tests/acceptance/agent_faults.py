@@ -22,12 +22,13 @@ from typing import Any
 
 from _common import finish  # isort: skip - puts tests/ on the path
 import _faulty
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
+from verl.config.schema import Config
 from verl.custom_functions import load_file
 from verl.types import Prompt, SamplingParams
 
@@ -43,7 +44,7 @@ ANSWERED, FAILED, TRUNCATED, SCORED = "answered", "failed", "truncated", "scored
 class Case:
     name: str
     expected: str
-    settings: AgentSettings
+    settings: Config
     replies: tuple[str, ...]
 
 
@@ -51,12 +52,12 @@ def call(name: str, arguments: str = "{}") -> str:
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
-def limits(deadline_s: float = DEADLINE_S, **changes: Any) -> AgentSettings:
-    return AgentSettings(deadline_s=deadline_s, tool_deadline_s=TOOL_S, **changes)
+def limits(deadline_s: float = DEADLINE_S, **changes: Any) -> Config:
+    return agent_config(deadline_s=deadline_s, tool_deadline_s=TOOL_S, **changes)
 
 
 def list_cases(url: str) -> list[Case]:
-    tools = limits(functions=FILE, max_invalid_calls=2)
+    tools = limits(function_tool_path=FILE, max_invalid_calls=2)
     infrastructure = ("hangs", "ignores_cancel", "refuses_connection", "times_out", "breaks_pipe", "sleeps", "spins")
     infrastructure += ("ends_its_process", "kills_itself")
     harmless = ("writes_much", "returns_nothing", "returns_an_object", "returns_surrogates", "raises")
@@ -211,7 +212,7 @@ async def run() -> dict[str, Any]:
     problems: dict[str, str] = {}
     slowest = 0.0
     cases = await asyncio.to_thread(list_cases, url)
-    good = Case("works", ANSWERED, limits(functions=FILE), (call("typed", '{"count": 3}'), "done"))
+    good = Case("works", ANSWERED, limits(function_tool_path=FILE), (call("typed", '{"count": 3}'), "done"))
 
     async def play(case: Case) -> None:
         nonlocal slowest

@@ -25,7 +25,8 @@ from _common import finish
 from verl.cluster.actors import ActorGroup
 from verl.cluster.hangs.pending_calls import DEFAULT_DEADLINES
 from verl.cluster.session import connect, disconnect
-from verl.data.plan import Planner, RankPlan, UpdateSizes
+from verl.config.batch_sizes import BatchSizes
+from verl.data.plan import Planner, RankPlan
 from verl.data.samplers import PromptStream, ShuffledSampler
 from verl.rollout.engine import load_weights
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
@@ -84,7 +85,7 @@ class Figures:
 
 
 def planner_of(samples: int, budget: int) -> Planner:
-    return Planner(2, UpdateSizes(samples // GROUP // 4, None, budget))
+    return Planner(2, BatchSizes(samples // GROUP // 4, None, budget))
 
 
 def growth_of_planning(few: list[SampleHandle], many: list[SampleHandle], *budgets: int) -> float:

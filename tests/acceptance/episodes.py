@@ -23,10 +23,10 @@ from pathlib import Path
 from _common import finish  # isort: skip - puts tests/ on the path
 import numpy as np
 import psutil
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.types import Completion, Prompt, SamplingParams
 
 TURNS = 5
@@ -90,7 +90,7 @@ async def run(count: int, scale_s: float, tool_file: Path) -> dict[str, float]:
     from _session_tool import Notebook
 
     draw = random.Random(0)
-    episode = AgentEpisode(AgentSettings(tool_file=str(tool_file)), TOKENIZER)
+    episode = AgentEpisode(agent_config(tool_config_path=str(tool_file)), TOKENIZER)
     chains = [Chain.draw(draw) for _ in range(count)]
     prompt = Prompt(0, [1], "s", "", {}, raw=[{"role": "user", "content": "Take notes."}])
     files, tasks = psutil.Process().num_fds(), len(asyncio.all_tasks())

@@ -25,8 +25,9 @@ from transformers.utils.logging import disable_progress_bar
 
 from verl.agents.transcript import Transcript
 from verl.algorithms.settings import AlgorithmSettings
+from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.rollout.engine import load_weights
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings
 from verl.training.fsdp.engine import FsdpEngine
@@ -65,7 +66,7 @@ def plan_step(samples):
         SampleHandle(i, sample.group, len(sample.tokens), int(sample.mask.sum()), sample.score, 0, index=i % RESPONSES)
         for i, sample in enumerate(samples)
     ]
-    [plan] = Planner(1, UpdateSizes(PROMPTS, 16, None)).plan(handles).ranks
+    [plan] = Planner(1, BatchSizes(PROMPTS, 16, None)).plan(handles).ranks
     return [samples[i] for i in plan.refs], plan
 
 

@@ -5,11 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.types import Prompt, SamplingParams
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(300)]
@@ -42,7 +42,7 @@ async def test_a_cliff_is_walked_along(tmp_path: Path) -> None:
     prompt = Prompt(0, [1], "cliff", "", {}, raw=[{"role": "user", "content": "Walk."}])
     moves = ["0", *"1" * 11, "2"]  # up, to the right, down to the goal
     model = ListedReplies(tokenizer, *moves)
-    episode = AgentEpisode(AgentSettings(environment=f"{file}:make_cliff"), tokenizer)
+    episode = AgentEpisode(agent_config(environment=f"{file}:make_cliff"), tokenizer)
     transcript = await episode(prompt, model.generate, SamplingParams(max_tokens=2000))
     assert transcript.failure is None
     assert [turn.reward for turn in transcript.turns] == [-1.0] * len(moves)

@@ -16,15 +16,16 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from agent_config import agent_config
 from processes import children
 from tiny import chat_tokenizer
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.settings import AgentSettings
 from verl.agents.tools.function_tools import Tool, call_tools
 from verl.agents.tools.mcp_servers import McpSession, StdioServer
 from verl.agents.tools.sources import ToolSource, load_sources
+from verl.config.schema.rollout import MultiTurnConfig
 from verl.errors import ConfigError
 from verl.types import Completion, Prompt, SamplingParams
 
@@ -46,16 +47,16 @@ class Server:
         command = [sys.executable, str(SCRIPT), kind, str(self._events)]
         if kind == "stdio":
             entry = {"command": command[0], "args": command[1:]}
-            self.settings = AgentSettings(format="hermes", tool_file=write_tool_file(folder, {"tools": entry}))
+            self.settings = agent_config(format="hermes", tool_config_path=write_tool_file(folder, {"tools": entry}))
             return
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         path = "" if kind == "json" else "/mcp"
         self.url = f"http://127.0.0.1:{int(self.process.stdout.readline())}{path}"
-        self.settings = AgentSettings(format="hermes", tool_server=self.url)
+        self.settings = agent_config(format="hermes", tool_server=self.url)
 
     def load(self) -> ToolSource:
-        [source] = load_sources(self.settings)
+        [source] = load_sources(self.settings.actor_rollout_ref.rollout.multi_turn)
         self.clear()
         return source
 
@@ -270,7 +271,7 @@ async def test_a_call_whose_reply_is_lost_is_not_sent_again(start: Callable[[str
     """The server lives on, so that a second attempt would arrive. Its session is closed, too."""
     server = start(kind)
     async with cut_calls(server.url, b"good bye") as url:
-        source = await asyncio.to_thread(lambda: load_sources(AgentSettings(tool_server=url))[0])
+        source = await asyncio.to_thread(lambda: load_sources(MultiTurnConfig(tool_server=url))[0])
         server.clear()
         async with source.open({}) as tools:
             note = next(tool for tool in tools if tool.schema["function"]["name"] == "note")
@@ -366,7 +367,7 @@ def test_a_server_that_does_not_run_is_refused_at_once() -> None:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     before = time.monotonic()
     with pytest.raises(ConfigError, match=rf"multi_turn.tool_server: the tool server {url} cannot be reached: .*start"):
-        load_sources(AgentSettings(tool_server=url))
+        load_sources(MultiTurnConfig(tool_server=url))
     assert time.monotonic() - before < 10
 
 
@@ -376,7 +377,7 @@ def test_a_server_that_never_replies_is_refused_in_time(monkeypatch: pytest.Monk
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         with pytest.raises(ConfigError, match=rf"the tool server {url} did not list its tools within 1 s; start"):
-            load_sources(AgentSettings(tool_server=url))
+            load_sources(MultiTurnConfig(tool_server=url))
 
 
 async def test_tools_are_listed_while_a_loop_runs(start: Callable[[str], Server]) -> None:
@@ -385,7 +386,7 @@ async def test_tools_are_listed_while_a_loop_runs(start: Callable[[str], Server]
 
 @pytest.mark.parametrize("kind", ["http", "http-json"])
 async def test_the_path_of_an_mcp_server_may_be_left_out(start: Callable[[str], Server], kind: str) -> None:
-    [source] = load_sources(AgentSettings(tool_server=start(kind).url.removesuffix("/mcp")))
+    [source] = load_sources(MultiTurnConfig(tool_server=start(kind).url.removesuffix("/mcp")))
     async with open_tools(source) as tools:
         assert (await tools["add"].call({"a": 1, "b": 1}, 60)).text == "2"
 
@@ -393,7 +394,7 @@ async def test_the_path_of_an_mcp_server_may_be_left_out(start: Callable[[str], 
 def test_a_server_of_neither_protocol_is_refused(start: Callable[[str], Server]) -> None:
     url = f"{start('json').url}/elsewhere"
     with pytest.raises(ConfigError, match=r"speaks neither MCP nor plain JSON \(.*HTTP 404.*HTTP 404"):
-        load_sources(AgentSettings(tool_server=url))
+        load_sources(MultiTurnConfig(tool_server=url))
 
 
 def test_without_the_package_mcp_plain_json_works(
@@ -404,9 +405,9 @@ def test_without_the_package_mcp_plain_json_works(
     assert len(server.load().list_schemas()) == 6
     hint = r'MCP servers need the package mcp: pip install -e "\.\[agents\]"'
     with pytest.raises(ConfigError, match=hint):
-        load_sources(AgentSettings(tool_server=f"{server.url}/elsewhere"))
+        load_sources(MultiTurnConfig(tool_server=f"{server.url}/elsewhere"))
     with pytest.raises(ConfigError, match=hint):
-        load_sources(AgentSettings(tool_file=write_tool_file(tmp_path, {"a": {"url": server.url}})))
+        load_sources(MultiTurnConfig(tool_config_path=write_tool_file(tmp_path, {"a": {"url": server.url}})))
 
 
 def test_all_servers_of_a_file_that_fail_are_reported(tmp_path: Path) -> None:
@@ -416,7 +417,7 @@ def test_all_servers_of_a_file_that_fail_are_reported(tmp_path: Path) -> None:
         "silent": {"url": "http://127.0.0.1:9/mcp", "auth_token": "abc"},
     }
     with pytest.raises(ConfigError) as caught:
-        load_sources(AgentSettings(tool_file=write_tool_file(tmp_path, servers)))
+        load_sources(MultiTurnConfig(tool_config_path=write_tool_file(tmp_path, servers)))
     missing, broken, silent = caught.value.problems
     assert "tool_config_path" in missing
     assert "the MCP server missing: FileNotFoundError" in missing
@@ -429,13 +430,15 @@ def test_all_servers_of_a_file_that_fail_are_reported(tmp_path: Path) -> None:
 def test_the_selected_tools_of_a_file(start: Callable[[str], Server], tmp_path: Path) -> None:
     entry = {"url": start("http").url, "headers": {"X-Key": "k"}}
     [source] = load_sources(
-        AgentSettings(tool_file=write_tool_file(tmp_path, {"a": entry}, tool_selected_list=["wait", "add"]))
+        MultiTurnConfig(tool_config_path=write_tool_file(tmp_path, {"a": entry}, tool_selected_list=["wait", "add"]))
     )
     assert [schema["function"]["name"] for schema in source.list_schemas()] == ["add", "wait"]
     with pytest.raises(ConfigError, match=r"no server has the tool 'ad' of tool_selected_list; there are: add, note"):
-        load_sources(AgentSettings(tool_file=write_tool_file(tmp_path, {"a": entry}, tool_selected_list=["ad"])))
+        load_sources(
+            MultiTurnConfig(tool_config_path=write_tool_file(tmp_path, {"a": entry}, tool_selected_list=["ad"]))
+        )
     with pytest.raises(ConfigError, match=r"there are two tools 'add'"):
-        load_sources(AgentSettings(tool_file=write_tool_file(tmp_path, {"a": entry, "b": entry})))
+        load_sources(MultiTurnConfig(tool_config_path=write_tool_file(tmp_path, {"a": entry, "b": entry})))
 
 
 class Script:
@@ -488,7 +491,7 @@ async def test_an_episode_is_repeated_and_then_fails_if_its_server_does(
 
 async def test_an_episode_past_its_deadline_ends_its_session(start: Callable[[str], Server]) -> None:
     server = start("http")
-    settings = AgentSettings(format="hermes", tool_server=server.url, deadline_s=2.0)
+    settings = agent_config(format="hermes", tool_server=server.url, deadline_s=2.0)
     episode = AgentEpisode(settings, chat_tokenizer())
     before = asyncio.all_tasks()
     transcript = await episode(PROMPT, Script(write_call("wait", seconds=1000)), SamplingParams(max_tokens=4000))

@@ -9,7 +9,8 @@ from tiny import save_family, tiny_qwen2
 from transformers import Qwen2ForCausalLM, Qwen2ForTokenClassification
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, Distillation, KlController, LossOptions
-from verl.data.plan import Planner, UpdateSizes
+from verl.config.batch_sizes import BatchSizes
+from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.policy.trainer import PolicyTrainer, PrimeRewardModel
 from verl.training.process_group import init_process_group
@@ -73,7 +74,7 @@ def plan(ranks):
         SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), one.score, 0, index=k % ANSWERS)
         for k, one in enumerate(samples())
     ]
-    return Planner(ranks, UpdateSizes(3, None, 40), critic=UpdateSizes(4, None, 60)).plan(handles)
+    return Planner(ranks, BatchSizes(3, None, 40), critic=BatchSizes(4, None, 60)).plan(handles)
 
 
 def engine(path, **changes):

@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from verl.algorithms.settings import AlgorithmSettings, Distillation
 from verl.checkpoint.save import load, save
-from verl.data.plan import Planner, UpdateSizes
+from verl.config.batch_sizes import BatchSizes
+from verl.data.plan import Planner
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.policy.teacher import TeacherEngine
 from verl.training.policy.trainer import PolicyTrainer
@@ -59,7 +60,7 @@ def make_step(micro):
         SampleHandle(k, one.group, len(one.tokens), int(one.mask.sum()), 0.0, 0, index=k % 2)
         for k, one in enumerate(SAMPLES)
     ]
-    plan = Planner(1, UpdateSizes(9, micro, None)).plan(handles).ranks[0]
+    plan = Planner(1, BatchSizes(9, micro, None)).plan(handles).ranks[0]
     return [SAMPLES[k] for k in plan.refs], plan
 
 

@@ -17,10 +17,12 @@ from verl.agents.errors import EpisodeLimitError, ToolFailureError
 from verl.agents.formats import FORMATS, detect_format
 from verl.agents.gateway.agents import GatewayAgents
 from verl.agents.rendering import ChatRenderer
-from verl.agents.settings import AgentSettings
 from verl.agents.tools.sources import ToolSource, load_sources
 from verl.agents.transcript import Transcript
 from verl.agents.user_code import survive_exit
+from verl.config.batch_sizes import get_max_sequence_tokens
+from verl.config.schema import Config
+from verl.config.schema.conditions import ROLLOUT
 from verl.custom_functions import load_function
 from verl.data.chat import read_prompt
 from verl.errors import ConfigError, DataError
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 ATTEMPTS = 2  # of an episode whose tools or environment fail; a single call is never made twice
-_ROLLOUT = "actor_rollout_ref.rollout"
 
 
 class AgentEpisode:
@@ -39,30 +40,34 @@ class AgentEpisode:
 
     def __init__(
         self,
-        settings: AgentSettings,
+        config: Config,
         tokenizer: PreTrainedTokenizerBase,
         agent: Callable[..., Any] | None = None,
     ) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
-        self._renderer = ChatRenderer(tokenizer, settings.template_kwargs)
-        self._sources: list[ToolSource] = load_sources(settings)
-        self._parse = choose_parser(settings, tokenizer, self._sources)
-        self._gateway = GatewayAgents(settings)
-        self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(settings, self._sources)}
-        if settings.environment is not None:
-            make = load_agent(settings.environment, f"{_ROLLOUT}.multi_turn.environment")
-            self._agents["environment"] = EnvironmentAgent(settings, make)
+        rollout = config.actor_rollout_ref.rollout
+        self._settings, self._tokenizer = rollout.multi_turn, tokenizer
+        self._max_sequence_tokens = get_max_sequence_tokens(config)
+        self._renderer = ChatRenderer(tokenizer, config.data.apply_chat_template_kwargs)
+        self._sources: list[ToolSource] = load_sources(self._settings)
+        self._parse = choose_parser(self._settings.format, tokenizer, self._sources)
+        self._gateway = GatewayAgents(rollout)
+        self._agents: dict[str, Agent] = {"tool_agent": ToolAgent(self._settings, self._sources)}
+        self._default = rollout.agent.default_agent_loop
         if agent is not None:
-            self._agents[settings.agent] = self._gateway.adapt(agent)
-        if settings.agent not in (*self._agents, "single_turn"):
-            self._load_agent(settings.agent)  # reports a mistake before the first episode
+            self._agents[self._default] = self._gateway.adapt(agent)
+        if self._default not in (*self._agents, "single_turn"):
+            self._load_agent(self._default)  # reports a mistake before the first episode
+        if self._settings.environment is not None:
+            make = load_agent(self._settings.environment, f"{ROLLOUT}.multi_turn.environment")
+            self._agents["environment"] = EnvironmentAgent(self._settings, make)
+            self._default = "environment"
 
     def list_schemas(self) -> list[dict[str, Any]]:
         """Return what the model sees of the tools."""
         return [dict(schema) for source in self._sources for schema in source.list_schemas()]
 
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
-        name = self._choose_agent(prompt)
+        name = str(prompt.extra_info.get("agent_name") or self._default)
         if name == "single_turn":
             return await single_turn(prompt, generate, sampling)
         agent = self._agents.get(name) or self._load_agent(name)
@@ -73,9 +78,9 @@ class AgentEpisode:
                 self._renderer,
                 sampling,
                 self._parse,
-                max_sequence_tokens=self._settings.max_sequence_tokens,
+                max_sequence_tokens=self._max_sequence_tokens,
                 max_turns=self._settings.max_turns,
-                branch_per_turn=self._settings.branch_per_turn,
+                branch_per_turn=self._settings.use_inference_chat_template,
             )
             transcript = await self._play(agent, task, model)
             transcript.metrics |= {
@@ -92,17 +97,13 @@ class AgentEpisode:
         await self._gateway.close()
 
     def _load_agent(self, name: str) -> Agent:
-        agent = load_agent(name, f"{_ROLLOUT}.agent.default_agent_loop")
+        agent = load_agent(name, f"{ROLLOUT}.agent.default_agent_loop")
         loop = adapt_loop(agent, self._tokenizer, self._settings.max_turns)
         self._agents[name] = loop or self._gateway.adapt(agent)
         return self._agents[name]
 
-    def _choose_agent(self, prompt: Prompt) -> str:
-        default = "environment" if self._settings.environment is not None else self._settings.agent
-        return str(prompt.extra_info.get("agent_name") or default)
-
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
-        """Return the transcript of one attempt. An agent that does not end in time is left behind."""
+        """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
         playing = asyncio.ensure_future(survive_exit(agent(task, model)))
         playing.add_done_callback(_ignore_result)  # of one that is left behind
         try:
@@ -156,7 +157,7 @@ def make_task(prompt: Prompt) -> Task:
     raw = read_prompt(prompt.raw) if prompt.raw is not None else None
     if raw is None or isinstance(raw, str):
         raise DataError(
-            f"row {prompt.row}: its prompt is text, but {_ROLLOUT}.multi_turn.enable=true needs chat messages; write "
+            f"row {prompt.row}: its prompt is text, but {ROLLOUT}.multi_turn.enable=true needs chat messages; write "
             'each prompt as [{"role": "user", "content": "..."}]'
         )
     row = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}
@@ -171,12 +172,12 @@ def load_agent(name: str, setting: str) -> Callable[..., Any]:
 
 
 def choose_parser(
-    settings: AgentSettings, tokenizer: PreTrainedTokenizerBase, sources: Sequence[ToolSource]
+    wanted: str | None, tokenizer: PreTrainedTokenizerBase, sources: Sequence[ToolSource]
 ) -> Parse | None:
-    """Return the parser of tool calls. An agent may bring its own tools; if it does not, None is enough."""
-    key = f"{_ROLLOUT}.multi_turn.format"
+    """Return the parser of the format that is wanted, or else of the chat template; None if no tool needs one."""
+    key = f"{ROLLOUT}.multi_turn.format"
     template = tokenizer.chat_template if isinstance(tokenizer.chat_template, str) else ""
-    name = settings.format or detect_format(template)
+    name = wanted or detect_format(template)
     if name is None and not sources:
         return None
     if name is None:

@@ -15,11 +15,11 @@ from typing import Any, Protocol
 from verl.agents.chat_model import ChatModel, Reply
 from verl.agents.errors import EpisodeLimitError, ToolError, ToolFailureError
 from verl.agents.formats.tool_calls import InvalidCall, ToolCall
-from verl.agents.settings import AgentSettings
 from verl.agents.tools.function_tools import Tool, call_tools
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import ToolSource
 from verl.agents.user_code import call_method, close_quietly, with_deadline
+from verl.config.schema.rollout import MultiTurnConfig
 
 Message = Mapping[str, Any]
 UNREADABLE = "invalid00"  # the id of a call that cannot be read; templates may want 9 letters or digits
@@ -42,7 +42,7 @@ Agent = Callable[[Task, ChatModel], Awaitable["float | None"]]
 class ToolAgent:
     """Lets the model call tools until it replies without a call."""
 
-    def __init__(self, settings: AgentSettings, sources: Sequence[ToolSource]) -> None:
+    def __init__(self, settings: MultiTurnConfig, sources: Sequence[ToolSource]) -> None:
         self._settings, self._sources = settings, sources
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:
@@ -147,7 +147,7 @@ class Environment(Protocol):
 class EnvironmentAgent:
     """Plays an episode against an environment made for it. The sum of its rewards is the score."""
 
-    def __init__(self, settings: AgentSettings, make: Callable[[], Any]) -> None:
+    def __init__(self, settings: MultiTurnConfig, make: Callable[[], Any]) -> None:
         self._settings, self._make = settings, make
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:

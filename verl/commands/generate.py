@@ -213,7 +213,6 @@ def _load_prompts(config: Config) -> _Prompts:
     from verl.data.dataset import PromptDataset
     from verl.models.stop_tokens import find_stop_tokens
     from verl.trainer.run_data import add_tools, check_agents, open_tokenizer, prompt_options
-    from verl.trainer.worker_settings import agent_settings
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")
@@ -223,7 +222,7 @@ def _load_prompts(config: Config) -> _Prompts:
     stop_ids = find_stop_tokens(model.path, tokenizer.eos_token_id)
     sampling = SamplingParams(data.max_response_length, rollout.temperature, rollout.top_p, rollout.top_k, stop_ids)
     hint = chat_template_hint(tokenizer, dataset.row(0)[data.prompt_key], data.apply_chat_template_kwargs)
-    agent = AgentEpisode(agent_settings(config), tokenizer) if has_agent else None
+    agent = AgentEpisode(config, tokenizer) if has_agent else None
     return _Prompts(dataset, sampling, tokenizer, hint, agent)
 
 

@@ -27,13 +27,19 @@ class Size:
 class BatchSizes:
     """How the responses of a step are split to train a model; micro-batches are limited by samples or by tokens.
 
-    A micro-batch is that of a rank, or of the ranks that share its tokens.
+    `mini_batch` counts prompts per optimizer step, over all ranks. A micro-batch is that of a rank, or of the ranks
+    that share its tokens.
     """
 
     mini_batch: int
-    epochs: int
     micro_batch_samples: int | None
     micro_batch_tokens: int | None
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("mini_batch", "epochs"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
 
     def count_optimizer_steps(self, prompts: int) -> int:
         return _ceil(prompts, self.mini_batch) * self.epochs

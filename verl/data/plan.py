@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from verl.config.batch_sizes import BatchSizes
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
 from verl.types import SampleHandle
 
@@ -105,25 +106,6 @@ class Plan:
     warnings: list[str]
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateSizes:
-    """How a model is updated: prompts per optimizer step, over all ranks, and the size of a micro-batch."""
-
-    mini_batch_prompts: int
-    micro_batch_samples: int | None
-    micro_batch_tokens: int | None
-    epochs: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("mini_batch_prompts", "epochs"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, it must be at least 1")
-
-    @property
-    def limit(self) -> MicroBatchLimit:
-        return MicroBatchLimit(self.micro_batch_samples, self.micro_batch_tokens)
-
-
 class Planner:
     """Splits the samples of a step.
 
@@ -138,19 +120,20 @@ class Planner:
     def __init__(
         self,
         ranks: int,
-        policy: UpdateSizes,
+        policy: BatchSizes,
         *,
         forward: MicroBatchLimit | None = None,
         reference: MicroBatchLimit | None = None,
         shuffle_seed: int | None = None,
-        critic: UpdateSizes | None = None,
+        critic: BatchSizes | None = None,
         components: Sequence[str] = (),
         share_prompts: bool = False,
     ) -> None:
         if ranks < 1:
             raise ValueError(f"ranks is {ranks}, it must be at least 1")
         self.ranks, self.policy, self.critic = ranks, policy, critic
-        self._update, self._forward = policy.limit, forward or policy.limit
+        self._update = _limit(policy)
+        self._forward = forward or self._update
         self._reference = reference or self._forward
         self._shuffle_seed, self._components, self._share_prompts = shuffle_seed, components, share_prompts
 
@@ -172,7 +155,7 @@ class Planner:
         policy = _plan_updates(self.policy, shares.mini_batches, shares.samples, sizes, random)
         critic: Sequence[Updates | None] = [None] * self.ranks
         if self.critic is not None:
-            mini_batches = order.mini_batches(self.critic.mini_batch_prompts)
+            mini_batches = order.mini_batches(self.critic.mini_batch)
             critic = _plan_updates(self.critic, mini_batches, shares.samples, sizes, random)
         owned = [[handles[i] for i in of_rank] for of_rank in shares.samples]
         plans = [
@@ -218,7 +201,7 @@ class Planner:
     def _assign(self, order: _Order, sizes: list[SampleSize]) -> _Shares:
         """Assign the samples of each of the policy's mini-batches to ranks."""
         result = _Shares([[] for _ in range(self.ranks)], [0] * self.ranks)
-        for members in order.mini_batches(self.policy.mini_batch_prompts):
+        for members in order.mini_batches(self.policy.mini_batch):
             shares = balance_samples(self._update, [sizes[i] for i in members], self.ranks)
             weights = [count_computed(sizes[members[k]] for k in share) for share in shares]
             result.slowest += max(weights)
@@ -286,8 +269,12 @@ def _order_by_group(groups: npt.NDArray[np.int64], random: np.random.Generator |
     return _Order(samples, positions[samples], len(ids))
 
 
+def _limit(sizes: BatchSizes) -> MicroBatchLimit:
+    return MicroBatchLimit(sizes.micro_batch_samples, sizes.micro_batch_tokens)
+
+
 def _plan_updates(
-    sizes: UpdateSizes,
+    sizes: BatchSizes,
     mini_batches: Iterable[list[int]],
     samples: list[list[int]],
     tokens: list[SampleSize],
@@ -306,7 +293,7 @@ def _plan_updates(
         for sample in members:
             local[ranks[sample]].append(positions[sample])
         by_rank = [[tokens[samples[rank][k]] for k in of_rank] for rank, of_rank in enumerate(local)]
-        parts = split_samples(sizes.limit, by_rank)
+        parts = split_samples(_limit(sizes), by_rank)
         for rank, of_rank in enumerate(parts):
             micro_batches[rank].extend([local[rank][k] for k in part] for part in of_rank)
         counts.append(len(parts[0]))

@@ -37,7 +37,6 @@ from verl.models.model_support import family_note, packing_length_problem
 from verl.models.stop_tokens import find_stop_tokens
 from verl.rewards.reward_function import BUILTIN_SCORERS, explain_no_scorer, resolve_scorer
 from verl.rewards.scorers import code
-from verl.trainer.worker_settings import agent_settings
 from verl.workers.episodes import DatasetSettings
 
 if TYPE_CHECKING:
@@ -58,12 +57,13 @@ class RunData:
 
 def check_agents(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
     """Check the tools, the agent and the chat template of episodes with several turns; return the tools' schemas."""
-    settings = agent_settings(config)
-    tools = AgentEpisode(settings, tokenizer).list_schemas()
-    if settings.agent not in ("tool_agent", "single_turn"):
-        load_agent(settings.agent, "actor_rollout_ref.rollout.agent.default_agent_loop")
-    if config.actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode == "strict":
-        check_template(tokenizer, tools, settings.template_kwargs, branches=settings.branch_per_turn)
+    rollout, template_kwargs = config.actor_rollout_ref.rollout, config.data.apply_chat_template_kwargs
+    tools = AgentEpisode(config, tokenizer).list_schemas()
+    if rollout.agent.default_agent_loop not in ("tool_agent", "single_turn"):
+        load_agent(rollout.agent.default_agent_loop, "actor_rollout_ref.rollout.agent.default_agent_loop")
+    if rollout.multi_turn.tokenization_sanity_check_mode == "strict":
+        branches = rollout.multi_turn.use_inference_chat_template
+        check_template(tokenizer, tools, template_kwargs, branches=branches)
     return tools
 
 

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from verl.agents.settings import AgentSettings
 from verl.cluster.hangs.pending_calls import Deadlines
 from verl.config.batch_sizes import (
-    BatchSizes,
     count_engine_devices,
     count_policy_steps,
     get_actor_batch_sizes,
@@ -29,23 +27,21 @@ from verl.config.features import (
     uses_policy_as_reference,
     uses_reference,
     uses_reward_function,
-    uses_task_rewards,
 )
 from verl.config.schema.actor import FsdpConfig, OptimConfig, PeftConfig, RefConfig
 from verl.config.schema.rollout import RolloutConfig
 from verl.config.schema.root import Config
 from verl.config.schema.sft import SftConfig
 from verl.data.micro_batches import MicroBatchLimit
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.errors import ConfigError
 from verl.memory_plan.out_of_memory import rl_memory_advice
-from verl.rewards.settings import OverlongPenalty
 from verl.rollout.vllm.checks import LORA_RANKS
 from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES
-from verl.workers.episodes import DatasetSettings, EpisodeSettings, ModelReward
+from verl.workers.episodes import DatasetSettings, EpisodeSettings
 from verl.workers.rewards import RewardModelSettings
 from verl.workers.train import TrainSettings
 
@@ -228,11 +224,11 @@ def build_planner(config: Config, ranks: int) -> Planner:
     actor = config.actor_rollout_ref.actor
     return Planner(
         ranks,
-        _update_sizes(get_actor_batch_sizes(config)),
+        get_actor_batch_sizes(config),
         forward=_forward_limit(config, config.actor_rollout_ref.rollout),
         reference=_forward_limit(config, config.actor_rollout_ref.ref),
         shuffle_seed=config.trainer.seed if actor.shuffle else None,
-        critic=_update_sizes(get_critic_batch_sizes(config)) if uses_critic(config) else None,
+        critic=get_critic_batch_sizes(config) if uses_critic(config) else None,
         components=list(reward_components(config)),
         share_prompts=actor.use_prefix_grouper,
     )
@@ -247,68 +243,13 @@ def _forward_limit(config: Config, section: RolloutConfig | RefConfig) -> MicroB
     return None if tokens is None else MicroBatchLimit(None, tokens * get_ulysses_size(config))
 
 
-def _update_sizes(sizes: BatchSizes) -> UpdateSizes:
-    return UpdateSizes(sizes.mini_batch, sizes.micro_batch_samples, sizes.micro_batch_tokens, sizes.epochs)
-
-
 def episode_settings(
     config: Config, datasets: dict[str, DatasetSettings], workers: int, reward: Callable[..., Any] | None = None
 ) -> EpisodeSettings:
     """Return the settings of each of `workers` episode workers. `reward` replaces the configured reward function."""
-    model, shaping = config.actor_rollout_ref.model, config.reward.overlong_buffer
-    return EpisodeSettings(
-        model.tokenizer_path or model.path,
-        datasets,
-        reward_pool_settings(config, workers, reward)
-        if uses_reward_function(config) and scores_responses(config)
-        else None,
-        _model_reward(config),
-        model.trust_remote_code,
-        OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
-        if shaping.enable and uses_task_rewards(config)
-        else None,
-        deadlines(config),
-        list(reward_components(config)),
-        scores_training=uses_task_rewards(config),
-        agent=agent_settings(config) if config.actor_rollout_ref.rollout.multi_turn.enable else None,
-        external_modules=model.external_modules,
-    )
-
-
-def agent_settings(config: Config) -> AgentSettings:
-    """Return how episodes of several turns are played."""
-    rollout = config.actor_rollout_ref.rollout
-    multi_turn = rollout.multi_turn
-    return AgentSettings(
-        agent=rollout.agent.default_agent_loop,
-        environment=multi_turn.environment,
-        functions=multi_turn.function_tool_path,
-        tool_file=multi_turn.tool_config_path,
-        tool_server=multi_turn.tool_server,
-        format=multi_turn.format,
-        max_turns=multi_turn.max_turns,
-        max_user_turns=multi_turn.max_user_turns,
-        max_parallel_calls=multi_turn.max_parallel_calls,
-        max_invalid_calls=multi_turn.max_invalid_calls,
-        max_tool_response_length=multi_turn.max_tool_response_length,
-        tool_response_truncate_side=multi_turn.tool_response_truncate_side,
-        max_sequence_tokens=get_max_sequence_tokens(config),
-        branch_per_turn=multi_turn.use_inference_chat_template,
-        deadline_s=multi_turn.deadline_s,
-        tool_deadline_s=multi_turn.tool_deadline_s,
-        gateway=rollout.gateway.enable,
-        gateway_host=rollout.gateway.host,
-        gateway_port=rollout.gateway.port,
-        template_kwargs=config.data.apply_chat_template_kwargs,
-    )
-
-
-def _model_reward(config: Config) -> ModelReward | None:
-    model = config.reward.reward_model
-    if not model.enable or not scores_responses(config):
-        return None
-    assert model.model_path is not None
-    return ModelReward(model.model_path, config.data.return_raw_input_ids, model.weight)
+    has_function = uses_reward_function(config) and scores_responses(config)
+    function = reward_pool_settings(config, workers, reward) if has_function else None
+    return EpisodeSettings(config, datasets, function, list(reward_components(config)), deadlines(config))
 
 
 def reward_model_settings(config: Config, device: str, index: int) -> RewardModelSettings:

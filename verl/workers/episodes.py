@@ -27,7 +27,6 @@ from verl.agents.episode import (
     skip_scoring,
     weighted_sum,
 )
-from verl.agents.settings import AgentSettings
 from verl.cluster.hangs.pending_calls import (
     DEFAULT_DEADLINES,
     MARGIN_S,
@@ -37,6 +36,8 @@ from verl.cluster.hangs.pending_calls import (
 )
 from verl.cluster.hangs.registry import report_failed_call
 from verl.cluster.object_store import put
+from verl.config.features import scores_responses, uses_task_rewards
+from verl.config.schema import Config
 from verl.custom_functions import import_external
 from verl.data.chat import load_tokenizer
 from verl.data.dataset import PromptDataset, PromptOptions
@@ -69,29 +70,14 @@ class DatasetSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class ModelReward:
-    """A reward model's part of the reward; with `retokenize` it gets prompts in its own chat template."""
-
-    path: str
-    retokenize: bool
-    weight: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class EpisodeSettings:
     """The settings of an episode worker."""
 
-    tokenizer_path: str
+    config: Config
     datasets: dict[str, DatasetSettings]  # by split
     reward: RewardPoolSettings | None = None  # None: no reward function
-    model_reward: ModelReward | None = None
-    trust_remote_code: bool = False
-    overlong: OverlongPenalty | None = None  # applied in training, never in validation
-    deadlines: Deadlines = DEFAULT_DEADLINES
     components: Sequence[str] = ()  # numbers that the reward of every training response must have
-    scores_training: bool = True  # False: only responses of validation are scored
-    agent: AgentSettings | None = None  # None: episodes of one turn
-    external_modules: Sequence[str] = ()  # imported at the start
+    deadlines: Deadlines = DEFAULT_DEADLINES
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,14 +106,20 @@ class EpisodeWorker:
         reward_models: Sequence[RemoteRewardModel] = (),
     ) -> None:
         self._settings, self._engines, self._reward_models = settings, engines, reward_models
+        config, shaping = settings.config, settings.config.reward.overlong_buffer
+        self._scores_training = uses_task_rewards(config)
+        self._overlong = None  # applied in training, never in validation
+        if shaping.enable and self._scores_training:
+            self._overlong = OverlongPenalty(shaping.len, shaping.penalty_factor, config.data.max_response_length)
         self._latest: dict[tuple[str, str], tuple[Prompt, Sample]] = {}  # by split and data source
 
     async def start(self) -> None:
         """Load data and scorers; not in the constructor, whose errors Ray would hide behind a dead actor."""
-        settings = self._settings
-        import_external(settings.external_modules)
-        load = partial(load_tokenizer, trust_remote_code=settings.trust_remote_code)
-        tokenizer = load(settings.tokenizer_path)
+        settings, config = self._settings, self._settings.config
+        model, is_agentic = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout.multi_turn.enable
+        import_external(model.external_modules)
+        load = partial(load_tokenizer, trust_remote_code=model.trust_remote_code)
+        tokenizer = load(model.tokenizer_path or model.path)
         self._datasets = {
             split: PromptDataset(
                 data.files,
@@ -147,32 +139,37 @@ class EpisodeWorker:
             generate=self._pool.generate,
             score=await self._build_scorer(tokenizer),
             decode=lambda tokens: str(tokenizer.decode(list(tokens), skip_special_tokens=True)),
-            episode=single_turn if settings.agent is None else AgentEpisode(settings.agent, tokenizer),
+            episode=AgentEpisode(config, tokenizer) if is_agentic else single_turn,
             start_episode=self._pool.start_episode,
         )
 
     async def _build_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
         """Return the scorer: a reward function in a pool of processes, the reward model, their sum, or none."""
-        reward, model = self._settings.reward, self._settings.model_reward
-        by_model = None if model is None else self._build_model_scorer(tokenizer, model)
-        if reward is None and by_model is None and self._settings.agent is not None:
+        config, reward = self._settings.config, self._settings.reward
+        has_model = config.reward.reward_model.enable and scores_responses(config)
+        by_model = self._build_model_scorer(tokenizer) if has_model else None
+        if reward is None and by_model is None and config.actor_rollout_ref.rollout.multi_turn.enable:
             return refuse_to_score
         if reward is None:
             return by_model or skip_scoring
         rewards = open_rewards(reward)
         await rewards.start()
         by_function = score_by_function(partial(self._score, rewards))
-        return by_function if model is None or by_model is None else weighted_sum(by_function, by_model, model.weight)
+        weight = config.reward.reward_model.weight
+        return by_function if by_model is None else weighted_sum(by_function, by_model, weight)
 
-    def _build_model_scorer(self, tokenizer: PreTrainedTokenizerBase, model: ModelReward) -> EpisodeScorer:
-        settings = self._settings
+    def _build_model_scorer(self, tokenizer: PreTrainedTokenizerBase) -> EpisodeScorer:
+        settings, config = self._settings, self._settings.config
+        path, trust = config.reward.reward_model.model_path, config.actor_rollout_ref.model.trust_remote_code
+        assert path is not None
         try:
-            model_tokenizer = load_tokenizer(model.path, trust_remote_code=settings.trust_remote_code)
+            model_tokenizer = load_tokenizer(path, trust_remote_code=trust)
         except (OSError, ValueError) as error:
-            setting = f"reward.reward_model.model_path={model.path}"
+            setting = f"reward.reward_model.model_path={path}"
             raise ConfigError([f"{setting}: no tokenizer found; save it with the model: {error}"]) from error
         example = next(iter(next(iter(self._datasets.values()))))
-        encode = build_encoder(tokenizer, model_tokenizer, example, model_path=model.path, retokenize=model.retokenize)
+        retokenize = config.data.return_raw_input_ids  # in the chat template of the reward model
+        encode = build_encoder(tokenizer, model_tokenizer, example, model_path=path, retokenize=retokenize)
         models = RewardModelPool(
             self._reward_models,
             heartbeat_s=settings.deadlines.reply.seconds,
@@ -213,9 +210,9 @@ class EpisodeWorker:
             request.seeds,
             request.sampling,
             greedy_baseline=request.greedy_baseline,
-            overlong=self._settings.overlong if request.split == "train" else None,
+            overlong=self._overlong if request.split == "train" else None,
             batcher=batcher,
-            score=None if self._settings.scores_training or request.split != "train" else skip_scoring,
+            score=None if self._scores_training or request.split != "train" else skip_scoring,
         )
         if request.split == "train" and self._settings.components:
             samples = [self._require_components(prompt, sample) for sample in samples]

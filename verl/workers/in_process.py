@@ -32,10 +32,11 @@ from verl.algorithms.settings import AlgorithmSettings, LossOptions
 from verl.cluster.hangs.pending_calls import UNLIMITED_S
 from verl.cluster.local import detect_local_device
 from verl.cluster.object_store import get_all
+from verl.config.batch_sizes import BatchSizes
 from verl.custom_functions import load_function
 from verl.data.chat import encode_prompts
 from verl.data.dataset import extract_reward_fields
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.data.prompts import iter_rows
 from verl.errors import ConfigError, EngineError, RewardError
 from verl.models.stop_tokens import list_stop_tokens
@@ -298,7 +299,7 @@ class TrainerWorker:
             self._engine.schedule = Schedule(self._optimizer.param_groups[0]["lr"])
         samples = [rollout.sample for rollout in rollouts]
         groups = len({sample.group for sample in samples})
-        planner = Planner(1, UpdateSizes(self._mini_batch_size or groups, None, self._micro_batch_tokens))
+        planner = Planner(1, BatchSizes(self._mini_batch_size or groups, None, self._micro_batch_tokens))
         plan = planner.plan([put_sample(replace(sample, index=index)) for index, sample in enumerate(samples)])
         [rank_plan] = plan.ranks
         prepared = self._policy.prepare(get_all(rank_plan.refs, timeout=UNLIMITED_S), rank_plan)

@@ -3,12 +3,13 @@
 from typing import Any
 
 import pytest
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
+from verl.config.schema import Config
 from verl.custom_functions import load_function
 from verl.types import Prompt, SamplingParams
 
@@ -22,7 +23,7 @@ def make_prompt(example: str) -> Prompt:
     return Prompt(0, [1], "example", row["ground_truth"], row.get("extra_info", {}), raw=row["prompt"])
 
 
-async def play(prompt: Prompt, settings: AgentSettings, *replies: str) -> Transcript:
+async def play(prompt: Prompt, settings: Config, *replies: str) -> Transcript:
     episode = AgentEpisode(settings, TOKENIZER)
     try:
         return await episode(prompt, ListedReplies(TOKENIZER, *replies).generate, SamplingParams(max_tokens=2000))
@@ -33,7 +34,7 @@ async def play(prompt: Prompt, settings: AgentSettings, *replies: str) -> Transc
 async def test_the_tool_returns_the_price_of_the_row() -> None:
     prompt = make_prompt("tool")
     call = '<tool_call>\n{"name": "price", "arguments": {"fruit": "mango"}}\n</tool_call>'
-    transcript = await play(prompt, AgentSettings(functions="examples/agents/tool.py"), call, "It is 5")
+    transcript = await play(prompt, agent_config(function_tool_path="examples/agents/tool.py"), call, "It is 5")
     assert transcript.messages is not None
     answers = [message["content"] for message in transcript.messages if message["role"] == "tool"]
     assert answers == [str(prompt.extra_info["prices"]["mango"])]
@@ -43,7 +44,7 @@ async def test_the_tool_returns_the_price_of_the_row() -> None:
 
 async def test_the_game_is_won_with_the_number() -> None:
     prompt = make_prompt("game")
-    settings = AgentSettings(environment="examples/agents/game.py:Game")
+    settings = agent_config(environment="examples/agents/game.py:Game")
     transcript = await play(prompt, settings, "hm", "0", f"Is it {prompt.ground_truth}")
     assert [turn.reward for turn in transcript.turns] == [-0.1, 0.0, 1.0]
     assert not transcript.is_truncated
@@ -51,7 +52,7 @@ async def test_the_game_is_won_with_the_number() -> None:
 
 async def test_the_agent_asks_twice_over_the_gateway() -> None:
     prompt = make_prompt("unchanged_agent")
-    settings = AgentSettings(agent="examples/agents/unchanged_agent.py:agent")
+    settings = agent_config(agent="examples/agents/unchanged_agent.py:agent")
     transcript = await play(prompt, settings, "Let me see.", str(prompt.ground_truth))
     assert transcript.failure is None
     assert transcript.score == 1.0

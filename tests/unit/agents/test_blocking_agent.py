@@ -4,12 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.loops import format_conversation, generate_response
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
 from verl.types import Prompt, SamplingParams
 
@@ -63,7 +63,7 @@ def forgetful(model, tokenizer, initial_prompt):
 
 
 async def play(name: str, *replies: str, prompt: Prompt = PROMPT, **settings: Any) -> Transcript:
-    episode = AgentEpisode(AgentSettings(agent=f"{__file__}:{name}", **settings), TOKENIZER)
+    episode = AgentEpisode(agent_config(agent=f"{__file__}:{name}", **settings), TOKENIZER)
     return await episode(prompt, ListedReplies(TOKENIZER, *replies).generate, SamplingParams(max_tokens=500))
 
 

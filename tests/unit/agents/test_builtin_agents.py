@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 import sample_tools
+from agent_config import agent_config, change_limits
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.builtin_agents import Step, Task
 from verl.agents.chat_model import ChatModel
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
+from verl.config.schema import Config
 from verl.types import Prompt, SamplingParams
 
 pytestmark = pytest.mark.unit
@@ -28,7 +29,7 @@ PROMPT = Prompt(
     extra_info={"values": {"red": "7"}},
     raw=[{"role": "user", "content": "What is red?"}],
 )
-TOOLS = AgentSettings(functions=FILE, tool_deadline_s=0.2)
+TOOLS = agent_config(function_tool_path=FILE, tool_deadline_s=0.2)
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_call>'
 
 
@@ -36,7 +37,7 @@ def call(name: str) -> str:
     return CALL.replace("lookup", name).replace('"key": "red"', "")
 
 
-async def play(settings: AgentSettings, *replies: str, prompt: Prompt = PROMPT) -> Transcript:
+async def play(settings: Config, *replies: str, prompt: Prompt = PROMPT) -> Transcript:
     script = ListedReplies(TOKENIZER, *replies)
     return await AgentEpisode(settings, TOKENIZER)(prompt, script.generate, SamplingParams(max_tokens=800))
 
@@ -58,7 +59,7 @@ async def test_a_tool_is_called_and_its_answer_is_context() -> None:
 
 
 async def test_mistakes_are_answered_counted_and_bounded() -> None:
-    settings = replace(TOOLS, max_invalid_calls=2)
+    settings = change_limits(TOOLS, max_invalid_calls=2)
     corrected = await play(settings, call("search"), "<tool_call>\n{", CALL, "7")
     assert corrected.metrics["tools/invalid_calls"] == 2
     assert contents(corrected, "tool")[0].startswith("Error: there is no tool 'search'")
@@ -71,14 +72,14 @@ async def test_mistakes_are_answered_counted_and_bounded() -> None:
 async def test_calls_beyond_the_limit_of_a_turn_are_not_made() -> None:
     transcript = await play(TOOLS, f"{CALL}\n{CALL}", "7")
     assert contents(transcript, "tool") == ["7", "Error: at most 1 calls at a time are allowed"]
-    both = await play(replace(TOOLS, max_parallel_calls=2), f"{CALL}\n{CALL}", "7")
+    both = await play(change_limits(TOOLS, max_parallel_calls=2), f"{CALL}\n{CALL}", "7")
     assert contents(both, "tool") == ["7", "7"]
 
 
 async def test_turns_of_the_model_and_of_tools_are_limited() -> None:
-    by_model = await play(replace(TOOLS, max_turns=2), CALL, CALL, CALL)
+    by_model = await play(change_limits(TOOLS, max_turns=2), CALL, CALL, CALL)
     assert (len(by_model.turns), by_model.is_truncated) == (2, True)
-    by_tools = await play(replace(TOOLS, max_user_turns=1), CALL, CALL, CALL)
+    by_tools = await play(change_limits(TOOLS, max_user_turns=1), CALL, CALL, CALL)
     assert (len(by_tools.turns), by_tools.is_truncated) == (2, True)
     assert by_tools.finish_reason == "length"
 
@@ -134,7 +135,7 @@ class Broken(Countdown):
         raise ValueError("no such state")
 
 
-ENVIRONMENT = AgentSettings(environment=f"{__file__}:Countdown")
+ENVIRONMENT = agent_config(environment=f"{__file__}:Countdown")
 
 
 async def test_an_environment_gives_each_turn_its_reward() -> None:
@@ -148,13 +149,14 @@ async def test_an_environment_gives_each_turn_its_reward() -> None:
 
 
 async def test_an_episode_that_its_limit_ends_keeps_the_rewards_of_its_turns() -> None:
-    transcript = await play(replace(ENVIRONMENT, max_turns=2), "1", "2", "3", prompt=replace(PROMPT, ground_truth="3"))
+    short, prompt = change_limits(ENVIRONMENT, max_turns=2), replace(PROMPT, ground_truth="3")
+    transcript = await play(short, "1", "2", "3", prompt=prompt)
     assert transcript.is_truncated
     assert transcript.own_score == 3.0
 
 
 async def test_an_environment_that_raises_fails_the_episode() -> None:
-    broken = AgentSettings(environment=f"{__file__}:Broken")
+    broken = agent_config(environment=f"{__file__}:Broken")
     transcript = await play(broken, "1", "1")
     assert transcript.failure is not None
     assert "Broken.step raised ValueError: no such state" in transcript.failure.message
@@ -181,8 +183,8 @@ async def raise_an_error(task: Task, model: ChatModel) -> float:
     raise KeyError("oops")
 
 
-def by_name(name: str, **changes: Any) -> AgentSettings:
-    return AgentSettings(agent=f"{__file__}:{name}", **changes)
+def by_name(name: str, **changes: Any) -> Config:
+    return agent_config(agent=f"{__file__}:{name}", **changes)
 
 
 async def test_an_agent_of_the_user_scores_its_episode() -> None:

@@ -13,6 +13,7 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from agent_config import agent_config
 from openai import AsyncOpenAI, OpenAI
 from scripted_model import LOOKUP_CALL, ScriptedModel, call_lookup, list_samples, play_episode
 
@@ -20,7 +21,6 @@ import verl.agents.gateway.server
 from verl.agents.agent_episode import AgentEpisode
 from verl.agents.builtin_agents import Task
 from verl.agents.chat_model import ChatModel
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
 from verl.errors import ConfigError
 from verl.types import Prompt, Sample, SamplingParams
@@ -128,8 +128,8 @@ async def ask_while_blocking(task: Task, base_url: str, api_key: str) -> float:
 @pytest.mark.parametrize("branch_per_turn", [False, True])
 async def test_samples_are_those_of_an_agent_that_asks_directly(agent: Any, branch_per_turn: bool) -> None:
     direct, served = ScriptedModel(call_lookup), ScriptedModel(call_lookup)
-    expected = await play(ask_directly, direct, branch_per_turn=branch_per_turn)
-    transcript = await play(agent, served, branch_per_turn=branch_per_turn)
+    expected = await play(ask_directly, direct, use_inference_chat_template=branch_per_turn)
+    transcript = await play(agent, served, use_inference_chat_template=branch_per_turn)
     assert_equal(list_samples(transcript), list_samples(expected))
     assert served.requests == direct.requests
     assert len(list_samples(transcript)) == (3 if branch_per_turn else 1)
@@ -543,7 +543,7 @@ async def test_after_the_end_requests_are_refused() -> None:
         return await ask_once(task, base_url, api_key)
 
     model = ScriptedModel(count_turns)
-    episode = AgentEpisode(AgentSettings(agent="test"), model.tokenizer, agent=agent)
+    episode = AgentEpisode(agent_config(agent="test"), model.tokenizer, agent=agent)
     prompt = Prompt(row=0, token_ids=[1], raw=[QUESTION])
     await asyncio.gather(*(episode(prompt, model.generate, SAMPLING) for _ in range(2)))
     (first_url, first_key), (second_url, second_key) = given
@@ -578,7 +578,7 @@ async def test_an_agent_that_does_not_end_is_left_behind(is_sync: bool) -> None:
 
     model = ScriptedModel(count_turns)
     episode = AgentEpisode(
-        AgentSettings(agent="test", deadline_s=2.0), model.tokenizer, agent=linger if is_sync else linger_in_loop
+        agent_config(agent="test", deadline_s=2.0), model.tokenizer, agent=linger if is_sync else linger_in_loop
     )
     transcript = await episode(Prompt(row=0, token_ids=[1], raw=[QUESTION]), model.generate, SAMPLING)
     assert transcript.is_truncated
@@ -699,9 +699,9 @@ async def test_tools_need_a_template_that_knows_them() -> None:
 def test_a_gateway_that_is_disabled_refuses_its_agents_at_the_start() -> None:
     model = ScriptedModel(count_turns)
     with pytest.raises(ConfigError, match=r"gateway\.enable"):
-        AgentEpisode(AgentSettings(agent="test", gateway=False), model.tokenizer, agent=ask_once)
+        AgentEpisode(agent_config("test", gateway={"enable": False}), model.tokenizer, agent=ask_once)
     with pytest.raises(ConfigError, match="api_key"):
-        AgentEpisode(AgentSettings(agent="test"), model.tokenizer, agent=lambda task, base_url: None)
+        AgentEpisode(agent_config(agent="test"), model.tokenizer, agent=lambda task, base_url: None)
 
 
 async def test_workers_of_one_machine_take_different_ports() -> None:
@@ -725,6 +725,6 @@ async def test_a_gateway_on_all_addresses_names_one_and_is_reached_without_a_pro
         urls.append(base_url)
         return await ask_once(task, base_url, api_key)
 
-    assert len(list_samples(await play(agent, ScriptedModel(count_turns), gateway_host="0.0.0.0"))) == 1
+    assert len(list_samples(await play(agent, ScriptedModel(count_turns), gateway={"host": "0.0.0.0"}))) == 1
     assert "0.0.0.0" not in urls[0]
     assert os.environ["NO_PROXY"].startswith("example.com,")

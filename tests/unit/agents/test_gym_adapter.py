@@ -4,12 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from agent_config import agent_config
 from chat_bpe import bpe_tokenizer
 from listed_replies import ListedReplies
 
 from verl.agents.adapters import adapt_environment
 from verl.agents.agent_episode import AgentEpisode
-from verl.agents.settings import AgentSettings
 from verl.agents.transcript import Transcript
 from verl.types import Prompt, SamplingParams
 
@@ -65,7 +65,7 @@ make_client = adapt_environment(lambda row: Client(), read_action=lambda text: {
 
 
 async def play(name: str, *replies: str) -> Transcript:
-    episode = AgentEpisode(AgentSettings(environment=f"{__file__}:{name}"), TOKENIZER)
+    episode = AgentEpisode(agent_config(environment=f"{__file__}:{name}"), TOKENIZER)
     return await episode(PROMPT, ListedReplies(TOKENIZER, *replies).generate, SamplingParams(max_tokens=800))
 
 

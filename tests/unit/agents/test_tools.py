@@ -8,10 +8,10 @@ import sample_tools
 
 import verl
 from verl.agents.errors import ToolError, ToolFailureError
-from verl.agents.settings import AgentSettings
 from verl.agents.tools.function_tools import FunctionTool, call_tools
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import load_functions, load_sources
+from verl.config.schema.rollout import MultiTurnConfig
 from verl.errors import ConfigError
 
 pytestmark = pytest.mark.unit
@@ -135,7 +135,7 @@ async def test_a_tool_class_keeps_its_state_within_an_episode(tmp_path: Path, mo
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     file = tmp_path / "tools.yaml"
     file.write_text(COUNTER)
-    [source] = load_sources(AgentSettings(tool_file=str(file)))
+    [source] = load_sources(MultiTurnConfig(tool_config_path=str(file)))
     row = {"extra_info": {"tools_kwargs": {"count": {"create_kwargs": {"start": 10}}}}}
     async with source.open(row) as [first], source.open({}) as [second]:
         assert (await first.call({"times": 1}, 5)) == ToolResult("12", 0.25)
@@ -147,12 +147,12 @@ async def test_a_tool_class_keeps_its_state_within_an_episode(tmp_path: Path, mo
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        (AgentSettings(functions="no_such_file.py"), "there is no file"),
-        (AgentSettings(functions=__file__.replace("test_tools", "test_episode")), "has no tools"),
-        (AgentSettings(tool_file="no_such_file.yaml"), "cannot be read"),
+        (MultiTurnConfig(function_tool_path="no_such_file.py"), "there is no file"),
+        (MultiTurnConfig(function_tool_path=__file__.replace("test_tools", "test_episode")), "has no tools"),
+        (MultiTurnConfig(tool_config_path="no_such_file.yaml"), "cannot be read"),
     ],
 )
-def test_wrong_files_of_tools_are_configuration_errors(settings: AgentSettings, problem: str) -> None:
+def test_wrong_files_of_tools_are_configuration_errors(settings: MultiTurnConfig, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_sources(settings)
 
@@ -162,4 +162,4 @@ def test_two_tools_of_one_name_are_refused(tmp_path: Path, monkeypatch: pytest.M
     file = tmp_path / "tools.yaml"
     file.write_text(COUNTER.replace("name: count", "name: lookup"))
     with pytest.raises(ConfigError, match="two tools 'lookup'"):
-        load_sources(AgentSettings(functions=FILE, tool_file=str(file)))
+        load_sources(MultiTurnConfig(function_tool_path=FILE, tool_config_path=str(file)))

@@ -105,11 +105,11 @@ def test_what_the_critic_leaves_open_is_as_the_actor_has_it() -> None:
     actor = [f"{A}.ppo_mini_batch_size=32", f"{A}.ppo_epochs=3", f"{A}.use_dynamic_bsz=true"]
     [loaded] = load([GAE, *actor, f"{A}.ppo_max_token_len_per_gpu=5000"], complete=False)
     assert (
-        get_critic_batch_sizes(loaded.config) == get_actor_batch_sizes(loaded.config) == BatchSizes(32, 3, None, 5000)
+        get_critic_batch_sizes(loaded.config) == get_actor_batch_sizes(loaded.config) == BatchSizes(32, None, 5000, 3)
     )
     own = ["critic.ppo_mini_batch_size=8", "critic.ppo_epochs=1", "critic.use_dynamic_bsz=false"]
     [loaded] = load([GAE, *actor, *own], complete=False)
-    assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 1, 8, None)
+    assert get_critic_batch_sizes(loaded.config) == BatchSizes(8, 8, None, 1)
 
 
 def test_the_critics_warm_up_takes_steps_from_the_policy_if_there_is_a_critic() -> None:

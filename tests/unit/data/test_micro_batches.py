@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
 from verl.data.micro_batches import MicroBatchLimit, SampleSize, balance_samples, count_computed, split_samples
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.training.fsdp.shared_prompts import find_shared_prompts
 from verl.types import Sample
 from verl.workers.episodes import put_sample
@@ -102,7 +103,7 @@ def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
     generator = np.random.default_rng(0)
     samples = [make_sample(g, 3 + 7 * g, int(generator.integers(1, 20)), generator) for g in range(4) for _ in range(6)]
     handles = [put_sample_in_memory(sample, index) for index, sample in enumerate(samples)]
-    planner = Planner(2, UpdateSizes(3, *limit), share_prompts=True)
+    planner = Planner(2, BatchSizes(3, *limit), share_prompts=True)
     plan = planner.plan(handles)
     computed = 0
     for own in plan.ranks:
@@ -116,7 +117,7 @@ def test_the_plan_counts_the_tokens_that_engines_compute(limit: Any) -> None:
     total = sum(len(sample.tokens) for sample in samples)
     assert plan.metrics["plan/tokens"] == total
     assert plan.metrics["plan/computed_tokens"] == computed < total
-    assert "plan/computed_tokens" not in Planner(2, UpdateSizes(3, *limit)).plan(handles).metrics
+    assert "plan/computed_tokens" not in Planner(2, BatchSizes(3, *limit)).plan(handles).metrics
 
 
 def put_sample_in_memory(sample: Sample, index: int) -> Any:

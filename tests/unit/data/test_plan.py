@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.config.batch_sizes import BatchSizes
 from verl.data.micro_batches import MicroBatchLimit
-from verl.data.plan import Plan, Planner, RaggedIndices, UpdateSizes
+from verl.data.plan import Plan, Planner, RaggedIndices
 from verl.types import SampleHandle
 
 pytestmark = pytest.mark.unit
@@ -31,7 +32,7 @@ def steps(draw: st.DrawFn) -> tuple[list[SampleHandle], dict[str, Any]]:
     limit = draw(st.sampled_from(["samples", "tokens"]))
     sizes = {
         "ranks": draw(st.integers(1, 5)),
-        "mini_batch_prompts": draw(st.integers(1, 8)),
+        "mini_batch": draw(st.integers(1, 8)),
         "micro_batch_samples": draw(st.integers(1, 5)) if limit == "samples" else None,
         "micro_batch_tokens": draw(st.integers(1, 90)) if limit == "tokens" else None,
         "forward_micro_batch_tokens": draw(st.none() | st.integers(1, 200)),
@@ -41,9 +42,9 @@ def steps(draw: st.DrawFn) -> tuple[list[SampleHandle], dict[str, Any]]:
     return handles, sizes
 
 
-def make_planner(sizes: dict[str, Any], critic: UpdateSizes | None = None) -> Planner:
-    names = ("mini_batch_prompts", "micro_batch_samples", "micro_batch_tokens", "epochs")
-    policy = UpdateSizes(**{name: sizes[name] for name in names if name in sizes})
+def make_planner(sizes: dict[str, Any], critic: BatchSizes | None = None) -> Planner:
+    names = ("mini_batch", "micro_batch_samples", "micro_batch_tokens", "epochs")
+    policy = BatchSizes(**{name: sizes[name] for name in names if name in sizes})
     tokens = sizes.get("forward_micro_batch_tokens")
     forward = None if tokens is None else MicroBatchLimit(None, tokens)
     return Planner(sizes["ranks"], policy, forward=forward, shuffle_seed=sizes.get("shuffle_seed"), critic=critic)
@@ -80,12 +81,12 @@ def test_every_epoch_trains_every_sample_once_in_mini_batches_of_whole_groups(st
     used = Counter(ref for update in updates for rank in update for micro in rank for ref in micro)
     assert used == Counter({h.ref: planner.policy.epochs for h in handles})
     prompts = len(set(group_of.values()))
-    per_epoch = -(-prompts // planner.policy.mini_batch_prompts)
+    per_epoch = -(-prompts // planner.policy.mini_batch)
     assert len(minis) == per_epoch * planner.policy.epochs
     for epoch in range(planner.policy.epochs):
         groups = [{group_of[ref] for ref in mini} for mini in minis[epoch * per_epoch : (epoch + 1) * per_epoch]]
         assert sum(map(len, groups)) == prompts  # no group in two mini-batches
-        assert sorted(map(len, groups), reverse=True)[:-1] == [planner.policy.mini_batch_prompts] * (per_epoch - 1)
+        assert sorted(map(len, groups), reverse=True)[:-1] == [planner.policy.mini_batch] * (per_epoch - 1)
 
 
 @law
@@ -153,7 +154,7 @@ def test_the_order_of_arrival_does_not_move_groups_between_mini_batches(step: An
 
 def test_a_limit_of_samples_keeps_counts_even_so_that_no_rank_waits() -> None:
     handles = [handle(i, group=i, tokens=1000 if i < 2 else 1) for i in range(16)]
-    plan = Planner(2, UpdateSizes(16, 4, None)).plan(handles)
+    plan = Planner(2, BatchSizes(16, 4, None)).plan(handles)
     assert [len(own) for own in plan.ranks] == [8, 8]
     assert plan.metrics["plan/micro_batches"] == 2
 
@@ -161,21 +162,21 @@ def test_a_limit_of_samples_keeps_counts_even_so_that_no_rank_waits() -> None:
 def test_micro_batches_that_run_together_weigh_alike() -> None:
     generator = np.random.default_rng(0)
     handles = [handle(i, group=i // 4, tokens=int(n)) for i, n in enumerate(generator.integers(1, 500, 64))]
-    plan = Planner(2, UpdateSizes(16, None, 1000)).plan(handles)
+    plan = Planner(2, BatchSizes(16, None, 1000)).plan(handles)
     first, second = ([sum(handles[own.refs[i]].tokens for i in micro) for micro in own.forward] for own in plan.ranks)
     assert first == sorted(first, reverse=True)
     assert max(abs(a - b) for a, b in zip(first, second, strict=True)) < 100
 
 
 def test_more_ranks_than_samples_leave_ranks_with_empty_micro_batches() -> None:
-    plan = Planner(3, UpdateSizes(4, None, 100)).plan([handle("a", 0), handle("b", 0)])
+    plan = Planner(3, BatchSizes(4, None, 100)).plan([handle("a", 0), handle("b", 0)])
     assert [own.refs for own in plan.ranks] == [["b"], ["a"], []]
     assert [[micro.tolist() for micro in own.forward] for own in plan.ranks] == [[[0]], [[0]], [[]]]
 
 
 def test_with_a_seed_epochs_take_the_mini_batches_in_new_orders() -> None:
     handles = [handle(i, group=i) for i in range(32)]
-    planner = Planner(1, UpdateSizes(2, 2, None, epochs=2), shuffle_seed=3)
+    planner = Planner(1, BatchSizes(2, 2, None, epochs=2), shuffle_seed=3)
     updates = [
         frozenset(ref for micro in update[0] for ref in micro) for update in updates_as_refs(planner.plan(handles))
     ]
@@ -194,7 +195,7 @@ def test_metrics_describe_the_answers() -> None:
         handle("d", 1, 40, generated=6, score=1.0),
         handle("e", 2, 20, generated=1, score=-1.0),
     ]
-    plan = Planner(2, UpdateSizes(8, None, 80)).plan(handles)
+    plan = Planner(2, BatchSizes(8, None, 80)).plan(handles)
     assert plan.metrics == {
         "plan/samples": 5,
         "plan/tokens": 120,
@@ -220,7 +221,7 @@ def test_metrics_describe_the_answers() -> None:
 
 def test_the_reference_has_its_own_micro_batches_if_they_are_given() -> None:
     handles = [handle(i, group=i, tokens=10) for i in range(8)]
-    sizes, forward = UpdateSizes(8, 8, None), MicroBatchLimit(4, None)
+    sizes, forward = BatchSizes(8, 8, None), MicroBatchLimit(4, None)
     own = Planner(1, sizes, forward=forward, reference=MicroBatchLimit(2, None)).plan(handles).ranks[0]
     assert (len(own.forward), len(own.reference)) == (2, 4)
     assert sorted(i for micro_batch in own.reference for i in micro_batch) == list(range(8))
@@ -230,7 +231,7 @@ def test_the_reference_has_its_own_micro_batches_if_they_are_given() -> None:
 
 def test_samples_longer_than_the_budget_are_named() -> None:
     handles = [handle(i, group=i, tokens=n) for i, n in enumerate([50, 150, 2000])]
-    [warning] = Planner(1, UpdateSizes(4, None, 100)).plan(handles).warnings
+    [warning] = Planner(1, BatchSizes(4, None, 100)).plan(handles).warnings
     assert warning.startswith("2 of 3 samples exceed the budget of 100 tokens per micro-batch and run alone; ")
     assert "prompt 2 with 2,000 tokens" in warning
 
@@ -249,37 +250,37 @@ def test_ragged_indices_are_the_lists_they_were_made_of() -> None:
     [
         ({"ranks": 0}, "ranks is 0"),
         ({"epochs": 0}, "epochs is 0"),
-        ({"mini_batch_prompts": 0}, "mini_batch_prompts is 0"),
+        ({"mini_batch": 0}, "mini_batch is 0"),
         ({"micro_batch_tokens": None}, "give exactly one"),
         ({"micro_batch_samples": 4}, "give exactly one"),
         ({"micro_batch_tokens": 0}, "at least 1"),
     ],
 )
 def test_impossible_sizes_are_refused(wrong: dict[str, Any], said: str) -> None:
-    sizes = {"ranks": 1, "mini_batch_prompts": 1, "micro_batch_samples": None, "micro_batch_tokens": 9, **wrong}
+    sizes = {"ranks": 1, "mini_batch": 1, "micro_batch_samples": None, "micro_batch_tokens": 9, **wrong}
     with pytest.raises(ValueError, match=said):
         make_planner(sizes)
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="at least one sample"):
-        Planner(1, UpdateSizes(1, 1, None)).plan([])
+        Planner(1, BatchSizes(1, 1, None)).plan([])
 
 
 @pytest.mark.parametrize("ranks", [2, 1024])
 def test_sixteen_thousand_samples_are_planned_in_few_bytes(ranks: int) -> None:
     lengths = np.random.default_rng(0).lognormal(8, 1, 16_384).clip(16, 32_768).astype(int).tolist()
     handles = [handle(b"r" * 28, group=i // 16, tokens=n) for i, n in enumerate(lengths)]
-    planner = Planner(ranks, UpdateSizes(256, None, 40_000))
+    planner = Planner(ranks, BatchSizes(256, None, 40_000))
     plan = planner.plan(handles)
     assert sum(len(pickle.dumps(own)) for own in plan.ranks) / len(handles) < 200
 
 
 @st.composite
-def critics(draw: st.DrawFn) -> UpdateSizes:
+def critics(draw: st.DrawFn) -> BatchSizes:
     limit = draw(st.sampled_from(["samples", "tokens"]))
-    return UpdateSizes(
-        mini_batch_prompts=draw(st.integers(1, 8)),
+    return BatchSizes(
+        mini_batch=draw(st.integers(1, 8)),
         micro_batch_samples=draw(st.integers(1, 5)) if limit == "samples" else None,
         micro_batch_tokens=draw(st.integers(1, 90)) if limit == "tokens" else None,
         epochs=draw(st.integers(1, 3)),
@@ -289,13 +290,13 @@ def critics(draw: st.DrawFn) -> UpdateSizes:
 @law
 @given(steps(), critics())
 def test_a_critic_trains_every_sample_once_an_epoch_in_whole_groups_within_its_own_limits(
-    step: Any, critic: UpdateSizes
+    step: Any, critic: BatchSizes
 ) -> None:
     handles, sizes = step
     plan = make_planner(sizes, critic=critic).plan(handles)
     known = {h.ref: h for h in handles}
     prompts = len({h.group for h in handles})
-    per_epoch = -(-prompts // critic.mini_batch_prompts)
+    per_epoch = -(-prompts // critic.mini_batch)
     assert len({tuple(len(update) for update in own.critic) for own in plan.ranks}) == 1  # the same collectives
     minis: list[list[SampleHandle]] = [[] for _ in range(per_epoch * critic.epochs)]
     for own in plan.ranks:
@@ -310,12 +311,12 @@ def test_a_critic_trains_every_sample_once_an_epoch_in_whole_groups_within_its_o
         assert Counter(h.ref for mini in own_minis for h in mini) == Counter(known.keys())
         groups = [{h.group for h in mini} for mini in own_minis]
         assert sum(map(len, groups)) == prompts  # no group in two mini-batches
-        assert max(map(len, groups)) <= critic.mini_batch_prompts
+        assert max(map(len, groups)) <= critic.mini_batch
 
 
 @law
 @given(steps(), critics())
-def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: UpdateSizes) -> None:
+def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: BatchSizes) -> None:
     handles, sizes = step
     alone, beside = make_planner(sizes).plan(handles), make_planner(sizes, critic=critic).plan(handles)
     assert all(own.critic is None for own in alone.ranks)
@@ -331,7 +332,7 @@ def test_a_critic_changes_nothing_for_the_policy(step: Any, critic: UpdateSizes)
 def test_a_critic_of_the_same_sizes_has_the_mini_batches_of_the_policy(step: Any) -> None:
     handles, sizes = step
     limits = sizes["micro_batch_samples"], sizes["micro_batch_tokens"]
-    plan = make_planner(sizes, critic=UpdateSizes(sizes["mini_batch_prompts"], *limits)).plan(handles)
+    plan = make_planner(sizes, critic=BatchSizes(sizes["mini_batch"], *limits)).plan(handles)
     for own in plan.ranks:
         for of_policy, of_critic in zip(list(own.policy)[: len(own.critic)], own.critic, strict=True):
             assert sorted(np.concatenate(of_policy)) == sorted(np.concatenate(of_critic))
@@ -350,7 +351,7 @@ def test_numbers_and_baselines_go_with_their_samples(step: Any) -> None:
 
 def test_without_a_greedy_answer_to_every_prompt_there_are_no_baselines() -> None:
     handles = [handle("a", 0, baseline=1.0), handle("b", 1, baseline=None)]
-    own = Planner(1, UpdateSizes(1, 8, None)).plan(handles).ranks[0]
+    own = Planner(1, BatchSizes(1, 8, None)).plan(handles).ranks[0]
     assert own.baselines is None
     assert own.without_refs().refs == []
 
@@ -360,7 +361,7 @@ def test_what_else_the_reward_function_returned_is_averaged_over_the_samples_tha
     handles = [
         SampleHandle(ref=None, group=0, tokens=4, generated=2, score=0.0, version=0, metrics=extra) for extra in extras
     ]
-    metrics = Planner(1, UpdateSizes(1, 8, None)).plan(handles).metrics
+    metrics = Planner(1, BatchSizes(1, 8, None)).plan(handles).metrics
     assert metrics["reward/extra/format"] == 0.5
     assert metrics["reward/extra/length"] == 3.0
 
@@ -370,7 +371,7 @@ def test_every_rank_gets_the_named_components_of_its_samples() -> None:
         handle(index, index // 2, score=index + 0.5, metrics={"format": float(index), "other": 7.0})
         for index in range(4)
     ]
-    planner = Planner(6, UpdateSizes(9, 9, None), components=["format", "score"])
+    planner = Planner(6, BatchSizes(9, 9, None), components=["format", "score"])
     for rank in planner.plan(handles).ranks:
         assert list(rank.components) == ["format", "score"], "also on ranks without samples"
         assert rank.components["format"].tolist() == rank.refs
@@ -379,7 +380,7 @@ def test_every_rank_gets_the_named_components_of_its_samples() -> None:
 
 def test_the_longer_prompt_of_a_teacher_counts_for_the_tokens_of_a_micro_batch() -> None:
     handles = [handle(k, k, 10, teacher_tokens=teacher) for k, teacher in enumerate((30, 30, 0, 5))]
-    plan = make_planner({"ranks": 1, "mini_batch_prompts": 4, "micro_batch_samples": None, "micro_batch_tokens": 40})
+    plan = make_planner({"ranks": 1, "mini_batch": 4, "micro_batch_samples": None, "micro_batch_tokens": 40})
     result = plan.plan(handles)
     [update] = updates_as_refs(result)
     assert sorted(sorted(micro_batch) for micro_batch in update[0]) == [[0, 2], [1, 3]]  # type: ignore[list-item]

@@ -1,7 +1,10 @@
 """Settings of a reward model reach those who hold it and those who ask it; what is wrong is said at the start."""
 
+import asyncio
 import os
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -13,7 +16,8 @@ from verl.errors import ConfigError
 from verl.rollout.vllm.reward_model import VllmRewardModel
 from verl.trainer.preflight import check_files
 from verl.trainer.worker_settings import episode_settings, reward_model_settings
-from verl.workers.episodes import DatasetSettings, ModelReward
+from verl.workers import episodes
+from verl.workers.episodes import DatasetSettings
 from verl.workers.rewards import RewardModelSettings, _make_model
 
 pytestmark = pytest.mark.unit
@@ -27,24 +31,49 @@ def config_of(*overrides: str) -> Config:
     return load_dict({}, [*required, *overrides]).config
 
 
-def test_a_model_alone_is_the_reward_and_no_function_is_loaded() -> None:
-    settings = episode_settings(config_of(*MODEL), DATA, 1)
-    assert settings.reward is None
-    assert settings.model_reward == ModelReward("my-org/rm", retokenize=False)
+async def build_scorer(config: Config, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, dict[str, Any]]:
+    """Build the scorer of an episode worker; return it, and the calls that built its parts."""
+    calls: dict[str, Any] = {}
+
+    def record(name: str, result: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] = (*args, kwargs)
+            return result
+
+        monkeypatch.setattr(episodes, name, call)
+
+    record("load_tokenizer", "tokenizer")
+    record("build_encoder", "encode")
+    record("RewardModelPool", SimpleNamespace(score=None))
+    record("open_rewards", SimpleNamespace(start=lambda: asyncio.sleep(0)))
+    for name in ("score_by_function", "score_by_model", "weighted_sum"):
+        record(name, name)
+    worker = episodes.EpisodeWorker(episode_settings(config, DATA, 1), [])
+    worker._datasets = {"train": ["example"]}  # type: ignore[dict-item]
+    return await worker._build_scorer(cast("Any", "policy")), calls
+
+
+async def test_a_model_alone_is_the_reward_and_no_function_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, calls = await build_scorer(config_of(*MODEL), monkeypatch)
+    assert scorer == "score_by_model"
+    assert "open_rewards" not in calls
+    assert calls["load_tokenizer"] == ("my-org/rm", {"trust_remote_code": False})
+    assert calls["build_encoder"][-1] == {"model_path": "my-org/rm", "retokenize": False}
 
 
 @pytest.mark.parametrize("function", ["reward.custom_reward_function.path=r.py", "reward.functions=[{path: r.py}]"])
-def test_beside_a_function_the_model_has_its_weight(function: str) -> None:
+async def test_beside_a_function_the_model_has_its_weight(function: str, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = (function, "reward.reward_model.weight=0.5", "data.return_raw_input_ids=True")
-    settings = episode_settings(config_of(*MODEL, *overrides), DATA, 1)
-    assert settings.reward is not None
-    assert settings.model_reward == ModelReward("my-org/rm", retokenize=True, weight=0.5)
+    scorer, calls = await build_scorer(config_of(*MODEL, *overrides), monkeypatch)
+    assert scorer == "weighted_sum"
+    assert calls["weighted_sum"][:-1] == ("score_by_function", "score_by_model", 0.5)
+    assert calls["build_encoder"][-1]["retokenize"] is True
 
 
-def test_without_a_model_a_function_scores() -> None:
-    settings = episode_settings(config_of(), DATA, 1)
-    assert settings.reward is not None
-    assert settings.model_reward is None
+async def test_without_a_model_a_function_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    scorer, calls = await build_scorer(config_of(), monkeypatch)
+    assert scorer == "score_by_function"
+    assert "build_encoder" not in calls
 
 
 def test_those_who_hold_the_model_know_its_batches_and_its_deadline() -> None:

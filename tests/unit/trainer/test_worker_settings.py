@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from verl.algorithms.settings import AlgorithmSettings, Correction, EstimatorOptions, KlController
+from verl.config.batch_sizes import BatchSizes
 from verl.config.checks import TRAIN_HINTS
 from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
-from verl.data.plan import UpdateSizes
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
 from verl.trainer.algorithm_settings import algorithm_settings
@@ -28,7 +28,7 @@ from verl.trainer.worker_settings import (
 from verl.training.settings import LoraSettings
 from verl.types import SampleHandle
 from verl.weights.sync import TOLERANCES
-from verl.workers.episodes import DatasetSettings
+from verl.workers.episodes import DatasetSettings, EpisodeWorker
 
 pytestmark = pytest.mark.unit
 
@@ -315,14 +315,14 @@ def test_a_warm_up_longer_than_the_run_is_refused_under_the_name_of_its_model(se
 @pytest.mark.parametrize(
     ("overrides", "sizes"),
     [
-        ((), UpdateSizes(32, 8, None, 2)),
-        (("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=3"), UpdateSizes(16, 8, None, 3)),
-        (("critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=500"), UpdateSizes(32, None, 500, 2)),
-        (("actor_rollout_ref.actor.use_dynamic_bsz=True",), UpdateSizes(32, None, 16384, 2)),
+        ((), BatchSizes(32, 8, None, 2)),
+        (("critic.ppo_mini_batch_size=16", "critic.ppo_epochs=3"), BatchSizes(16, 8, None, 3)),
+        (("critic.use_dynamic_bsz=True", "critic.ppo_max_token_len_per_gpu=500"), BatchSizes(32, None, 500, 2)),
+        (("actor_rollout_ref.actor.use_dynamic_bsz=True",), BatchSizes(32, None, 16384, 2)),
     ],
 )
 def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
-    overrides: tuple[str, ...], sizes: UpdateSizes
+    overrides: tuple[str, ...], sizes: BatchSizes
 ) -> None:
     common = (
         "data.train_batch_size=64",
@@ -333,8 +333,8 @@ def test_the_critics_training_is_cut_as_the_actors_unless_told_otherwise(
     own = build_planner(config_of(*PPO, *common, *overrides), ranks=1).plan(handles).ranks[0]
     assert own.critic is not None
     updates = [[len(micro) for micro in update] for update in own.critic]
-    assert len(updates) == 64 // sizes.mini_batch_prompts * sizes.epochs
-    assert {sum(update) for update in updates} == {sizes.mini_batch_prompts}
+    assert len(updates) == 64 // sizes.mini_batch * sizes.epochs
+    assert {sum(update) for update in updates} == {sizes.mini_batch}
     assert max(max(update) for update in updates) <= (sizes.micro_batch_samples or sizes.micro_batch_tokens // 100)
     assert build_planner(config_of(*GRPO, *common), ranks=1).plan(handles).ranks[0].critic is None
 
@@ -385,11 +385,11 @@ def test_the_chunk_of_logits_is_a_setting_of_policy_and_reference() -> None:
     assert train_settings(config_of(*GRPO), 10, "cuda").actor.logprob_chunk is None
 
 
-def test_overlong_shaping_is_told_to_the_episodes() -> None:
+def test_overlong_shaping_applies_to_the_episodes() -> None:
     data: dict[str, DatasetSettings] = {}
     shaped = ("reward.overlong_buffer.enable=True", "reward.overlong_buffer.len=20", "data.max_response_length=100")
-    assert episode_settings(config_of(*shaped), data, 1).overlong == OverlongPenalty(20, 1.0, 100)
-    assert episode_settings(config_of(), data, 1).overlong is None
+    assert EpisodeWorker(episode_settings(config_of(*shaped), data, 1), [])._overlong == OverlongPenalty(20, 1.0, 100)
+    assert EpisodeWorker(episode_settings(config_of(), data, 1), [])._overlong is None
 
 
 def test_episode_workers_share_the_scoring_processes() -> None:

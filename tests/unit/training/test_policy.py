@@ -34,8 +34,9 @@ from verl.algorithms.settings import (
     KlController,
 )
 from verl.checkpoint.save import load, save
+from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.errors import ConfigError
 from verl.training.policy.trainer import PolicyTrainer
 from verl.training.settings import Schedule
@@ -280,7 +281,7 @@ def test_a_name_that_leads_nowhere_is_refused_before_the_first_step(name: str, m
 
 def test_a_rank_without_samples_prepares_and_updates_nothing() -> None:
     handles = [SampleHandle("only", 0, 4, 2, 1.0, 0)]
-    planner = Planner(2, UpdateSizes(1, 1, None), critic=UpdateSizes(1, 1, None))
+    planner = Planner(2, BatchSizes(1, 1, None), critic=BatchSizes(1, 1, None))
     empty = next(plan for plan in planner.plan(handles).ranks if not len(plan))
     for loss_mode in LOSSES:
         actor = Table()

@@ -15,7 +15,7 @@ from verl.algorithms.settings import (
     AlgorithmSettings,
     EstimatorOptions,
 )
-from verl.data.plan import UpdateSizes
+from verl.config.batch_sizes import BatchSizes
 from verl.training.policy.trainer import PolicyTrainer
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(60)]
@@ -59,7 +59,7 @@ def test_values_become_advantages_and_the_returns_that_the_critic_is_trained_to(
 
 
 def test_the_critic_comes_to_know_the_returns() -> None:
-    step = step_of(SAMPLES, critic=UpdateSizes(1, 1, None, epochs=2))
+    step = step_of(SAMPLES, critic=BatchSizes(1, 1, None, epochs=2))
     policy = PolicyTrainer(Table(lr=1e-6), AlgorithmSettings("gae"), critic=critic())
     results = [step.run(policy) for _ in range(25)]
     assert results[-1]["critic/vf_loss"] < 0.5 * results[0]["critic/vf_loss"]

@@ -14,8 +14,9 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from verl.algorithms.objective import sft
 from verl.algorithms.settings import AlgorithmSettings
+from verl.config.batch_sizes import BatchSizes
 from verl.data.flat_batch import FlatBatch
-from verl.data.plan import Planner, UpdateSizes
+from verl.data.plan import Planner
 from verl.errors import EngineError
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.fsdp.model_loader import load_model
@@ -213,7 +214,7 @@ def test_r2_updates_with_the_experts_of_the_old_log_prob_pass(folder):
         SampleHandle(i, sample.group, len(sample.tokens), int(sample.mask.sum()), sample.score, 0, index=i % 3)
         for i, sample in enumerate(samples)
     ]
-    [plan] = Planner(1, UpdateSizes(2, 2, None)).plan(handles).ranks
+    [plan] = Planner(1, BatchSizes(2, 2, None)).plan(handles).ranks
     policy.prepare([samples[i] for i in plan.refs], plan)
     experts, old = [], []
     for sample in samples:

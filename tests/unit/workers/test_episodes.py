@@ -9,8 +9,10 @@ import pytest
 
 from verl.agents.episode import EpisodeRunner
 from verl.agents.transcript import Transcript
+from verl.config.schema import Config
+from verl.config.schema.data import DataConfig
+from verl.config.schema.reward import OverlongBuffer, RewardConfig
 from verl.errors import ProcessLostError
-from verl.rewards.settings import OverlongPenalty
 from verl.types import Completion, Prompt, Sample, SamplePreview, SamplingParams, Scored
 from verl.workers.episode_pool import EpisodePool
 from verl.workers.episodes import EpisodeSettings, EpisodeWorker, GroupRequest
@@ -31,7 +33,8 @@ async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored
 @pytest.fixture
 def worker() -> EpisodeWorker:
     """A worker as `start` leaves it."""
-    made = EpisodeWorker(EpisodeSettings("", {}, overlong=OverlongPenalty(buffer=2, factor=1.0, max_length=2)), [])
+    reward = RewardConfig(overlong_buffer=OverlongBuffer(enable=True, len=2))
+    made = EpisodeWorker(EpisodeSettings(Config(reward=reward, data=DataConfig(max_response_length=2)), {}), [])
     prompts: Any = [Prompt(row=0, token_ids=[1], data_source="sums", ground_truth="46")]
     made._datasets = {"train": prompts, "val": prompts}
     made._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
@@ -74,7 +77,7 @@ async def test_one_of_the_latest_samples_can_be_previewed(worker: EpisodeWorker)
         run=SimpleNamespace(remote=worker.run), preview_sample=SimpleNamespace(remote=worker.preview_sample)
     )
     idle = SimpleNamespace(
-        preview_sample=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings("", {}), []).preview_sample)
+        preview_sample=SimpleNamespace(remote=EpisodeWorker(EpisodeSettings(Config(), {}), []).preview_sample)
     )
     pool = EpisodePool([idle, actor])
     assert await pool.preview_sample("val") is None
@@ -167,7 +170,8 @@ async def test_a_response_whose_reward_lacks_a_component_is_a_failure_in_trainin
     async def score(prompt: Prompt, transcript: Transcript, response: str) -> Scored:
         return Scored(1.0, {"correct": 1.0} if response == "5" else {"correct": 1.0, "format": 0.0})
 
-    worker._settings = EpisodeSettings("", {}, components=["score", "correct", "format"])
+    worker._settings = EpisodeSettings(Config(), {}, components=["score", "correct", "format"])
+    worker._overlong = None
     worker._runner = EpisodeRunner(generate, score, lambda tokens: str(tokens[0]))
     missing, whole = await worker.run(GroupRequest("train", 0, 8, [5, 6], SAMPLING))
     assert (whole.failure, whole.metrics) == (None, {"correct": 1.0, "format": 0.0})

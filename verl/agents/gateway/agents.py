@@ -10,22 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from verl.agents.builtin_agents import Agent, Task
 from verl.agents.chat_model import ChatModel
-from verl.agents.settings import AgentSettings
 from verl.agents.user_code import run_in_thread, survive_exit
+from verl.config.schema.conditions import ROLLOUT
+from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError
 from verl.installation import format_install_hint
 
 if TYPE_CHECKING:
     from verl.agents.gateway.server import Gateway
 
-_SETTING = "actor_rollout_ref.rollout"
-
 
 class GatewayAgents:
     """Plays the agents of a worker that take `base_url` and `api_key`. Its gateway is started for the first of them."""
 
-    def __init__(self, settings: AgentSettings) -> None:
-        self._settings = settings
+    def __init__(self, rollout: RolloutConfig) -> None:
+        self._settings, self._max_invalid_calls = rollout.gateway, rollout.multi_turn.max_invalid_calls
         self._thread: AgentThread | None = None
         self._starting: asyncio.Task[Gateway] | None = None
 
@@ -35,10 +34,10 @@ class GatewayAgents:
         if "base_url" not in names:
             return agent
         name = getattr(agent, "__name__", type(agent).__name__)
-        if not self._settings.gateway:
-            raise ConfigError([f"{_SETTING}.gateway.enable: the agent {name} takes a base_url; set it to true"])
+        if not self._settings.enable:
+            raise ConfigError([f"{ROLLOUT}.gateway.enable: the agent {name} takes a base_url; set it to true"])
         if "api_key" not in names:
-            raise ConfigError([f"{_SETTING}.agent.default_agent_loop: {name} takes a base_url, but no api_key; add it"])
+            raise ConfigError([f"{ROLLOUT}.agent.default_agent_loop: {name} takes a base_url, but no api_key; add it"])
 
         async def play(task: Task, model: ChatModel) -> Any:
             return await self._play(agent, task, model)
@@ -57,7 +56,7 @@ class GatewayAgents:
         if self._starting is None or self._thread is None:
             self._thread, self._starting = AgentThread(), asyncio.ensure_future(self._start())
         gateway = await asyncio.shield(self._starting)
-        with gateway.open(model, self._settings.max_invalid_calls) as session:
+        with gateway.open(model, self._max_invalid_calls) as session:
             try:
                 score = await self._thread.run(agent, task, base_url=session.base_url, api_key=session.key)
             except Exception:
@@ -75,9 +74,9 @@ class GatewayAgents:
             from verl.agents.gateway.server import Gateway
         except ImportError as error:
             raise ConfigError(
-                [f"{_SETTING}.gateway.enable: {error.name} is not installed: {format_install_hint('agents')}"]
+                [f"{ROLLOUT}.gateway.enable: {error.name} is not installed: {format_install_hint('agents')}"]
             ) from error
-        gateway = Gateway(self._settings.gateway_host, self._settings.gateway_port)
+        gateway = Gateway(self._settings.host, self._settings.port)
         await gateway.start()
         return gateway
 

@@ -11,11 +11,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
-from verl.agents.settings import AgentSettings
 from verl.agents.tools.function_tools import FunctionTool, Tool
 from verl.agents.tools.results import ToolResult, to_result
 from verl.agents.tools.servers import load_mcp_servers, load_tool_server
 from verl.agents.user_code import call_method, close_quietly, with_deadline
+from verl.config.schema.rollout import MultiTurnConfig
 from verl.custom_functions import PICKLE, load_file, load_function, load_pickle
 from verl.errors import ConfigError
 
@@ -103,13 +103,13 @@ class ClassSource:
         return [self._schema]
 
 
-def load_sources(settings: AgentSettings) -> list[ToolSource]:
+def load_sources(settings: MultiTurnConfig) -> list[ToolSource]:
     """Load everything that the settings name."""
     sources: list[ToolSource] = []
-    if settings.functions is not None:
-        sources.append(FunctionSource(load_functions(settings.functions)))
-    if settings.tool_file is not None:
-        sources += load_tool_file(settings.tool_file)
+    if settings.function_tool_path is not None:
+        sources.append(FunctionSource(load_functions(settings.function_tool_path)))
+    if settings.tool_config_path is not None:
+        sources += load_tool_file(settings.tool_config_path)
     if settings.tool_server is not None:
         sources.append(load_tool_server(settings.tool_server, f"{SETTING}.tool_server"))
     names = [schema["function"]["name"] for source in sources for schema in source.list_schemas()]
