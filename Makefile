@@ -4,7 +4,7 @@ PYTHON ?= $(shell [ -x $(VENV)/bin/python ] && echo $(VENV)/bin/python || echo p
 PYTEST = $(PYTHON) -m pytest -q
 BY_FILE = -n 2 --dist loadfile # tests of one file share an engine; while one starts, others work
 ROTATION ?= due # what CI runs at this commit (tests/rotation.py); all: every test
-SHOWS = $(basename $(notdir $(wildcard tests/acceptance/[a-z]*.py)))
+SHOWS = $(basename $(notdir $(wildcard tests/acceptance/*/[a-z]*.py)))
 
 .PHONY: help setup pins fmt check unit test e2e bench docs site show-short gpu-smoke
 help: ## list the targets
@@ -18,7 +18,7 @@ pins: ## write constraints.txt from the current environment, and the requirement
 	(head -n 1 constraints.txt; $(PYTHON) -m pip freeze --all --exclude-editable | sed 's/+cpu//' | \
 		grep -viE '^(verl|pip|wheel)\b') > constraints.new
 	mv constraints.new constraints.txt
-	$(PYTHON) tests/acceptance/install.py --write
+	$(PYTHON) tests/acceptance/_run.py install --write
 
 fmt: ## format, and fix what can be fixed automatically
 	$(PYTHON) -m ruff format .
@@ -55,7 +55,7 @@ site: ## build the documentation site into site/
 	$(PYTHON) -m mkdocs build --strict
 
 show-%:
-	$(PYTHON) tests/acceptance/$(subst -,_,$*).py $(ARGS)
+	$(PYTHON) tests/acceptance/_run.py $* $(ARGS)
 
 show-short: ## the short forms that CI runs at this commit (ROTATION=all for every one)
 	$(PYTHON) tests/acceptance/_short.py --rotation $(ROTATION) $(ARGS)

@@ -1,7 +1,7 @@
 """Draws the learning curves of the pages beside it: FOLDER/NAME/metrics.jsonl of every run -> curves/NAME.svg.
 
-python tests/acceptance/algorithms.py --keep runs
-python tests/acceptance/distillation.py --keep runs
+make show-algorithms ARGS="--keep runs"
+make show-distillation ARGS="--keep runs"
 python docs/algorithms/draw_curves.py runs
 python docs/algorithms/draw_curves.py docs/runs --target docs/runs
 """
@@ -141,7 +141,7 @@ def draw(folder: Path, target: Path = CURVES) -> list[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="what `tests/acceptance/algorithms.py --keep` was given")
+    parser.add_argument("folder", type=Path, help="the folder that `make show-algorithms` was given by --keep")
     parser.add_argument("--target", type=Path, default=CURVES)
     options = parser.parse_args()
     sys.stdout.write("drawn: " + " ".join(draw(options.folder, options.target)) + "\n")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 ROOT = Path(__file__).resolve().parents[2]
+REWARDS = Path(__file__).with_name("_rewards.py")
 sys.path.insert(0, str(ROOT / "tests"))  # for what proofs and tests share
 os.environ.setdefault("RAY_ADDRESS", "local")  # a cluster of its own, whatever else runs on this machine
 
@@ -104,7 +105,7 @@ def short_grpo(folder: Path, *, prompts: int, steps: int) -> list[str]:
         "actor_rollout_ref.actor.optim.lr=3e-4",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
         "actor_rollout_ref.rollout.n=4",
-        f"reward.custom_reward_function.path={Path(__file__).with_name('_rewards.py')}",
+        f"reward.custom_reward_function.path={REWARDS}",
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=-1",
         "trainer.val_before_train=False",

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-sys.path.insert(0, str(FOLDER.parent))
+sys.path[:0] = [str(FOLDER), str(FOLDER.parent)]
 
+from _run import environment, scripts  # noqa: E402
 from rotation import current_group, record_left  # noqa: E402
 
 ROTATION = (
@@ -53,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rotation", choices=["due", "all"], default="due", help="all: every script")
     parser.add_argument("names", nargs="*", help="these alone")
     options = parser.parse_args()
-    names = options.names or choose(scripts(), None if options.rotation == "all" else current_group())
+    names = options.names or choose(list(scripts()), None if options.rotation == "all" else current_group())
     start = time.monotonic()
     with ThreadPoolExecutor(AT_ONCE) as workers:
         results = []
@@ -71,10 +72,6 @@ def main() -> None:
     sys.exit(bool(failed))
 
 
-def scripts() -> list[str]:
-    return sorted(path.stem for path in FOLDER.glob("[a-z]*.py"))
-
-
 def choose(names: list[str], group: int | None) -> list[str]:
     """Return those that run with a group of the rotation, or with all groups (None); long ones first."""
     rotating = {name for members in ROTATION for name in members}
@@ -87,8 +84,8 @@ def choose(names: list[str], group: int | None) -> list[str]:
 
 def run(name: str) -> Result:
     start = time.monotonic()
-    command = [sys.executable, str(FOLDER / f"{name}.py"), "--short"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    command = [sys.executable, str(scripts()[name]), "--short"]
+    done = subprocess.run(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     result = Result(name, time.monotonic() - start, done.returncode == 0, done.stdout)
     return result if is_a_pass(result) else Result(name, result.seconds, False, result.output)
 

@@ -1,5 +1,5 @@
 """Algorithms as users write them, from the command to the metrics. How they learn with vLLM is shown by
-tests/acceptance/algorithms.py, DAPO's sampling by dapo.py, and how PPO resumes with its critic by resume.py."""
+`make show-algorithms`, DAPO's sampling by `show-dapo`, and how PPO resumes with its critic by `show-resume`."""
 
 from __future__ import annotations
 

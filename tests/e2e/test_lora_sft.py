@@ -1,4 +1,4 @@
-"""An adapter trained by `verl sft` and merged. RL of an adapter with vLLM is shown by tests/acceptance/lora.py."""
+"""An adapter trained by `verl sft` and merged. RL of an adapter with vLLM is shown by `make show-lora`."""
 
 from __future__ import annotations
 

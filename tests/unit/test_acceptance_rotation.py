@@ -16,7 +16,7 @@ RUNNER = runpy.run_path(str(FOLDER / "_short.py"))
 
 
 def test_every_short_form_runs_at_one_of_six_commits_or_at_all() -> None:
-    names = RUNNER["scripts"]()
+    names = list(RUNNER["scripts"]())
     assert len(RUNNER["ROTATION"]) == GROUPS
     runs = [RUNNER["choose"](names, group) for group in range(GROUPS)]
     assert set().union(*runs) == set(names)
@@ -25,12 +25,19 @@ def test_every_short_form_runs_at_one_of_six_commits_or_at_all() -> None:
 
 
 def test_all_means_every_script() -> None:
-    names = RUNNER["scripts"]()
+    names = list(RUNNER["scripts"]())
     assert sorted(RUNNER["choose"](names, None)) == names
 
 
 def test_every_script_has_a_short_form() -> None:
-    assert [name for name in RUNNER["scripts"]() if '"--short"' not in (FOLDER / f"{name}.py").read_text()] == []
+    assert [name for name, path in RUNNER["scripts"]().items() if '"--short"' not in path.read_text()] == []
+
+
+def test_every_script_is_in_a_group_of_at_most_sixteen_modules() -> None:
+    assert [path.name for path in FOLDER.glob("[a-z]*.py")] == [], "move it to the folder of its group"
+    assert [folder.name for folder in FOLDER.iterdir() if len(list(folder.glob("*.py"))) > 16] == []
+    names = [path.stem for path in FOLDER.glob("*/[a-z]*.py")]
+    assert len(names) == len(set(names)), "`make show-NAME` needs one script of a name"
 
 
 def test_the_group_is_the_number_of_commits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -148,9 +148,7 @@ def test_every_command_is_understood(command: Piece) -> None:
             if "=" in target:
                 assert f"$({target.partition('=')[0]})" in makefile, f"the Makefile does not use {target!r}"
                 continue
-            shown = (
-                target.startswith("show-") and (ROOT / f"tests/acceptance/{target[5:].replace('-', '_')}.py").exists()
-            )
+            shown = target.startswith("show-") and [*ROOT.glob(f"tests/acceptance/*/{target[5:].replace('-', '_')}.py")]
             assert target in targets or shown, f"the Makefile has no {target!r}"
     else:
         assert program in OTHER_PROGRAMS, f"{program!r}: a command that no test knows"
@@ -194,7 +192,7 @@ def test_the_api_reference_has_every_public_name() -> None:
     for page in ROOT.glob("docs/api/*.md"):
         for module, name in re.findall(r"^::: ([\w.]+)\.(\w+)$", page.read_text(encoding="utf-8"), re.MULTILINE):
             described[name] = getattr(importlib.import_module(module), name)
-    snapshot = json.loads((ROOT / "tests/acceptance/_surface.json").read_text(encoding="utf-8"))
+    snapshot = json.loads((ROOT / "tests/acceptance/packaging/_surface.json").read_text(encoding="utf-8"))
     public = [(module, name) for module, names in snapshot["modules"].items() for name in names]
     public += [("verl.errors", name) for name in vars(errors) if name.endswith("Error")]
     for module, name in set(public) - {("verl", "__version__")}:

@@ -18,7 +18,7 @@ from verl.errors import ConfigError
 pytestmark = pytest.mark.unit
 
 PAGE = Path(__file__).parents[3] / "docs" / "migration.md"
-ACCEPTANCE = Path(__file__).parents[2] / "acceptance"
+ACCEPTANCE = Path(__file__).parents[2] / "acceptance" / "packaging"
 
 
 def problems_of(*settings: str, sft: bool = False) -> list[str]:
@@ -157,6 +157,6 @@ def test_the_page_of_keys_is_current_and_complete(monkeypatch: pytest.MonkeyPatc
     import scripts
 
     assert scripts.PAGE.read_text(encoding="utf-8") == scripts.render_page(scripts.read_scripts()), (
-        "run `python tests/acceptance/scripts.py --write`"
+        "run `make show-scripts ARGS=--write`"
     )
     assert "UNKNOWN" not in scripts.PAGE.read_text(encoding="utf-8")

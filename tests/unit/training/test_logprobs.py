@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from tests.acceptance import vocabulary
+from tests.acceptance.speed import vocabulary
 from verl.training.kernels.logprobs import (
     LastLayer,
     default_chunk,
