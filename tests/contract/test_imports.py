@@ -15,7 +15,7 @@ MODELS = [module.name for module in pkgutil.iter_modules(verl.models.__path__, "
 @pytest.mark.parametrize(
     ("module", "absent"),
     [
-        ("verl.trainer.rl_builder", ("torch", "transformers", "vllm")),
+        ("verl.trainer.build.rl_builder", ("torch", "transformers", "vllm")),
         ("verl.commands.train", ("torch", "transformers", "vllm", "ray")),
         ("verl.config.load", ("torch", "transformers", "vllm", "ray")),
         ("verl.commands.demo", ("torch", "transformers", "vllm", "ray")),

@@ -11,7 +11,7 @@ from processes import children
 from verl.config.load import load
 from verl.config.schema import Config
 from verl.errors import RewardError
-from verl.trainer.preflight import check_reward
+from verl.trainer.build.preflight import check_reward
 
 pytestmark = [pytest.mark.contract, pytest.mark.timeout(60)]
 

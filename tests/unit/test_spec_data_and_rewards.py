@@ -26,10 +26,10 @@ from verl.rewards.result import Failed, RewardInput
 from verl.rewards.reward_function import RewardFunction, load_reward, resolve_scorer
 from verl.rewards.settings import RewardFunctionSettings
 from verl.tracking.diagnosis import Diagnosis
+from verl.trainer.build.data import read_data
+from verl.trainer.build.preflight import check_files
+from verl.trainer.build.reward_settings import reward_pool_settings
 from verl.trainer.evaluator import Evaluator
-from verl.trainer.preflight import check_files
-from verl.trainer.reward_settings import reward_pool_settings
-from verl.trainer.run_data import read_data
 from verl.types import SampleHandle, Scored
 
 pytestmark = pytest.mark.unit

@@ -136,7 +136,7 @@ def _describe_tools(config: Config, tokenizer: Any) -> dict[str, Any]:
     """Return the tools of a run with several turns, whose descriptions are a part of its prompts."""
     if tokenizer is None or not config.actor_rollout_ref.rollout.multi_turn.enable:
         return {}
-    from verl.trainer.run_data import check_agents
+    from verl.trainer.build.data import check_agents
 
     tools = check_agents(config, tokenizer)
     return {"tools": tools} if tools else {}
@@ -147,7 +147,7 @@ def _open_tokenizer(config: Config) -> Any:
     model = config.actor_rollout_ref.model
     if (model.tokenizer_path or model.path) == MISSING:
         return None
-    from verl.trainer.run_data import open_tokenizer
+    from verl.trainer.build.data import open_tokenizer
 
     return open_tokenizer(model, "actor_rollout_ref.model")
 

@@ -24,7 +24,7 @@ from verl.tracking.console import Console
 if TYPE_CHECKING:
     from verl.rewards.pool.pool import RewardClient
     from verl.rewards.result import RewardResult
-    from verl.trainer.statistics import Estimate, ScoredResponses
+    from verl.rewards.score_statistics import Estimate, ScoredResponses
 
 HELP = f"""\
 usage: verl eval FILE... [options] [settings]
@@ -80,7 +80,7 @@ def _read_ks(text: str) -> list[int]:
 
 def main(argv: Sequence[str]) -> int:
     """Score the responses and print the results; return the exit code."""
-    from verl.trainer.statistics import summarize
+    from verl.rewards.score_statistics import summarize
 
     files, options, config = read_arguments(argv)
     console = Console()
@@ -145,7 +145,7 @@ def _read_rows(files: Sequence[str], column: str, prompt_key: str) -> Iterator[_
 async def _score_all(config: Config, rows: Sequence[_Row]) -> list[list[RewardResult]]:
     from verl.rewards.pool.pool import open_rewards
     from verl.rewards.reward_function import explain_no_scorer, resolve_scorer
-    from verl.trainer.reward_settings import reward_pool_settings
+    from verl.trainer.build.reward_settings import reward_pool_settings
 
     for source in sorted({row.data_source for row in rows}):
         if resolve_scorer(config, source) is None:
@@ -170,7 +170,7 @@ def _group_by_source(
     rows: Sequence[_Row], results: Sequence[Sequence[RewardResult]]
 ) -> tuple[dict[str, list[ScoredResponses]], list[str]]:
     """Return the scored responses of each data source, and the messages of those that could not be scored."""
-    from verl.trainer.statistics import ScoredResponses
+    from verl.rewards.score_statistics import ScoredResponses
     from verl.types import Scored
 
     by_source, failures = defaultdict(list), []

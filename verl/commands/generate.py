@@ -106,8 +106,8 @@ def main(argv: Sequence[str]) -> int:
 
 async def _generate(config: Config, output: Path, part: int, console: Console) -> None:
     from verl.commands.response_files import PartFiles, ResponseTable
-    from verl.trainer.preflight import check_files
-    from verl.trainer.setup import with_absolute_paths
+    from verl.trainer.build.preflight import check_files
+    from verl.trainer.build.runtime import with_absolute_paths
 
     check_files(config)
     prompts = _load_prompts(config)
@@ -143,11 +143,11 @@ async def _start_engines(
     """Start the rollout engines, which load the model from disk, and what restarts them; `closing` ends them."""
     from verl.cluster.hangs.pending_calls import MARGIN_S
     from verl.rollout.replica_pool import EnginePool
-    from verl.trainer.placement import place_engines
+    from verl.trainer.build.placement import place_engines
+    from verl.trainer.build.rl_builder import build_supervisor
+    from verl.trainer.build.runtime import RunBuilder
+    from verl.trainer.build.worker_settings import deadlines
     from verl.trainer.restarts import RestartTracker
-    from verl.trainer.rl_builder import build_supervisor
-    from verl.trainer.setup import RunBuilder
-    from verl.trainer.worker_settings import deadlines
 
     restarts, limits = RestartTracker(console, config.trainer.faults), deadlines(config)
     builder = RunBuilder(config, console, restarts, closing)
@@ -212,7 +212,7 @@ def _load_prompts(config: Config) -> _Prompts:
     from verl.data.chat import chat_template_hint
     from verl.data.dataset import PromptDataset
     from verl.models.stop_tokens import find_stop_tokens
-    from verl.trainer.run_data import add_tools, check_agents, open_tokenizer, prompt_options
+    from verl.trainer.build.data import add_tools, check_agents, open_tokenizer, prompt_options
 
     model, rollout, data = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, config.data
     tokenizer = open_tokenizer(model, "actor_rollout_ref.model")

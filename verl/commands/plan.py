@@ -64,7 +64,7 @@ def read_arguments(argv: Sequence[str]) -> tuple[Config, Device, bool]:
 
 
 def _plan(config: Config, device: Device, *, as_json: bool) -> int:
-    from verl.trainer.worker_settings import train_settings  # imports Ray, after the settings
+    from verl.trainer.build.worker_settings import train_settings  # imports Ray, after the settings
 
     run, load = plan_memory(config, train_settings), get_workload(config)
     cluster = Cluster(device, config.trainer.nnodes, config.trainer.n_gpus_per_node)

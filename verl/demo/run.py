@@ -82,7 +82,7 @@ async def _train(loaded: LoadedConfig, assets: Assets, console: Console) -> None
     """Train as `verl train` does; the model is warmed up while the rollout engine starts."""
     from verl.demo.assets import write_weights
     from verl.demo.warmup import warm_up
-    from verl.trainer.rl_builder import build_trainer
+    from verl.trainer.build.rl_builder import build_trainer
 
     console.note("warming the model up with supervised steps, while the other processes start")
     warmup = asyncio.create_task(asyncio.to_thread(warm_up, assets.folder))

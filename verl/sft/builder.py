@@ -20,10 +20,10 @@ from verl.sft.trainer import SFTDataLoader, SFTTrainer, split_batch
 from verl.sft.worker import SFTWorkerGroup
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
+from verl.trainer.build.runtime import RunBuilder, device_hints
+from verl.trainer.build.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.setup import RunBuilder, device_hints
 from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.trainer.worker_settings import deadlines, fsdp_settings, lora_settings, with_optimizer
 from verl.workers.ranks import RankSettings
 
 

@@ -19,9 +19,9 @@ from verl.data.validate import describe_missing_column, find_data_warnings, find
 from verl.errors import ConfigError, DataError, VerlError
 from verl.models.stop_tokens import find_stop_tokens
 from verl.sft.examples import Example, ExampleReader, find_missing_header
-from verl.trainer.adapter_checks import find_adapter_problems
-from verl.trainer.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
-from verl.trainer.run_data import check_model, data_splits, length_cache_dir, open_tokenizer
+from verl.trainer.build.adapter_checks import find_adapter_problems
+from verl.trainer.build.data import check_model, data_splits, length_cache_dir, open_tokenizer
+from verl.trainer.build.preflight import find_expert_problems, find_heads_problems, find_model_problems, raise_problems
 
 MAX_CHECKED = 1000  # truncated examples that are checked for trained tokens
 

@@ -1,5 +1,5 @@
 """Reinforcement learning: the step (`rl_trainer`), the loop around it (`train_loop`), generation ahead of training
-(`buffer`), validation (`evaluator`), and the objects of a run from its settings (`rl_builder`). Imports neither Ray nor
+(`buffer`), validation (`evaluator`), and the objects of a run from its settings (`build`). Imports neither Ray nor
 torch; imported by sft, demo and commands."""
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from itertools import chain
 
+from verl.rewards.score_statistics import majority_score, pass_counts, pass_rates
 from verl.tracking.diagnosis import explain_all_zero
-from verl.trainer.statistics import majority_score, pass_counts, pass_rates
 from verl.types import Failed, SampleHandle
 
 PASS_SCORE = 0.5

@@ -21,7 +21,7 @@ from verl.demo.assets import make_assets
 from verl.errors import WeightSyncError
 from verl.rollout.engine import load_weights
 from verl.tracking.console import Console
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 from verl.weights.sync import HostTransport, Receiver, Source
 
 LIMIT = 1e-4

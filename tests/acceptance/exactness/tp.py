@@ -30,7 +30,7 @@ from transformers import Qwen2ForSequenceClassification
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.tracking.console import Console
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 from verl.trainer.rl_trainer import RLTrainer
 from verl.workers.rewards import RewardActor, RewardModelSettings
 

@@ -21,7 +21,7 @@ from verl.cli import main
 from verl.cluster import actors, object_store
 from verl.rollout.hf import HfEngine
 from verl.tracking.sinks import JsonlSink
-from verl.trainer import placement
+from verl.trainer.build import placement
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.policy.trainer import PolicyTrainer
 from verl.workers import episodes

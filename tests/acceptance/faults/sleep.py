@@ -28,8 +28,8 @@ from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.rollout.supervisor import EngineEvent, EngineState
 from verl.tracking.console import Console
+from verl.trainer.build.rl_builder import build_trainer
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.rl_builder import build_trainer
 from verl.weights.sync import HostTransport, Receiver, Source, WeightSync
 
 LIMIT = 1e-4

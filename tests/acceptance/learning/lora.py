@@ -30,7 +30,7 @@ from verl.data.flat_batch import FlatBatch
 from verl.demo.assets import make_assets
 from verl.demo.warmup import warm_up
 from verl.tracking.console import Console
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 from verl.workers.train import PolicyGroup
 
 SHARE, PARITY, RISE, RISE_OF_REWARD = 0.03, 1e-4, 0.10, 0.03

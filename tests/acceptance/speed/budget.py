@@ -34,7 +34,7 @@ from verl.memory_plan.model_memory import ModelMemory, PassSize
 from verl.memory_plan.run_plan import plan_memory
 from verl.memory_plan.suggestions import format_changes, suggest_settings
 from verl.models.model_shape import ModelShape
-from verl.trainer.worker_settings import train_settings
+from verl.trainer.build.worker_settings import train_settings
 from verl.training.fsdp.engine import FsdpEngine
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings

@@ -92,8 +92,8 @@ class Reader:
         from verl.config.load import load_dict
         from verl.data.dataset import PromptDataset
         from verl.data.samplers import PromptStream
-        from verl.trainer.preflight import check_files
-        from verl.trainer.run_data import read_data
+        from verl.trainer.build.data import read_data
+        from verl.trainer.build.preflight import check_files
 
         settings = {
             "data": {
@@ -136,7 +136,7 @@ def first(folder: Path, layout: str) -> dict[str, Any]:
     """The first process, stopped in the middle."""
     import transformers.models.auto.tokenization_auto  # noqa: F401 - imports are not what is measured
 
-    import verl.trainer.run_data  # noqa: F401
+    import verl.trainer.build.data  # noqa: F401
 
     before, watch = peak_mb(), Stopwatch()
     reader = Reader(folder, layout)

@@ -25,7 +25,7 @@ from verl.config.batch_sizes import count_group_devices, count_rollout_devices, 
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
-from verl.trainer.placement import place_engines, place_reward_models
+from verl.trainer.build.placement import place_engines, place_reward_models
 from verl.workers.train import PolicyGroup
 
 IMPOSSIBLE = {

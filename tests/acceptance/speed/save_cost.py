@@ -25,7 +25,7 @@ from verl.checkpoint.manifest import CheckpointDir, find_corruption
 from verl.config.load import load
 from verl.demo.assets import make_assets
 from verl.tracking.console import Console
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 
 BOUND = 1.10
 

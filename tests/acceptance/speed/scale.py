@@ -35,12 +35,12 @@ from verl.data.samplers import PromptStream, SequentialSampler
 from verl.rewards.result import FailureTracker
 from verl.rollout.replica_pool import EnginePool
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
-from verl.trainer.garbage_collection import rare_garbage_collection
-from verl.trainer.placement import place_engines
+from verl.trainer.build.placement import place_engines
+from verl.trainer.build.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
+from verl.trainer.build.worker_settings import build_planner, deadlines, episode_settings, train_settings
+from verl.trainer.launcher import rare_garbage_collection
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.rl_builder import RANKS_PER_EPISODE_WORKER, build_supervisor
 from verl.trainer.rl_trainer import RLTrainer
-from verl.trainer.worker_settings import build_planner, deadlines, episode_settings, train_settings
 from verl.types import Completion, SamplingParams
 from verl.weights.sync import HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool

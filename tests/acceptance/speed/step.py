@@ -35,7 +35,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from verl.config.load import load
 from verl.data.plan import Plan, Planner
 from verl.demo.assets import make_assets, make_tokenizer
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 from verl.types import SampleHandle
 
 RATE, SUM = 0.95, 1.08

@@ -36,7 +36,7 @@ from verl.demo.assets import make_assets
 from verl.rollout.vllm import sender
 from verl.rollout.vllm.ipc_handles import encode_handles
 from verl.tracking.console import Console
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 from verl.weights.bucket import SharedBucket, SharedBuffer, to_hf
 from verl.weights.sync import HostTransport, Receiver
 

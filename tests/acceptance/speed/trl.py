@@ -28,7 +28,7 @@ from step import CASES, RESPONSES, SHORT, Case, Part, RecordingPlanner, make_mod
 
 from verl.config.load import load
 from verl.demo.assets import make_assets
-from verl.trainer.rl_builder import build_trainer
+from verl.trainer.build.rl_builder import build_trainer
 
 FASTER = {"uniform": 1.5, "long-tailed": 2.5}
 RANKS, WARM_UP = 2, 1

@@ -15,8 +15,8 @@ from verl.config.load import load, load_for_generation
 from verl.errors import ConfigError
 from verl.rollout.vllm.checks import INVARIANT_BACKENDS
 from verl.tracking.console import Console
+from verl.trainer.build.runtime import RunBuilder
 from verl.trainer.restarts import RestartTracker
-from verl.trainer.setup import RunBuilder
 
 pytestmark = pytest.mark.unit
 

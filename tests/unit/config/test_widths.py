@@ -14,8 +14,8 @@ from verl.config.features import frees_engine_memory
 from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError
-from verl.trainer.preflight import check_engine_layout
-from verl.trainer.worker_settings import engine_settings
+from verl.trainer.build.preflight import check_engine_layout
+from verl.trainer.build.worker_settings import engine_settings
 
 pytestmark = pytest.mark.unit
 

@@ -17,8 +17,8 @@ from verl.errors import ConfigError
 from verl.memory_plan.accelerators import GIB
 from verl.memory_plan.run_plan import plan_memory
 from verl.memory_plan.suggestions import memory_note, suggest_settings
-from verl.trainer import preflight
-from verl.trainer.worker_settings import train_settings
+from verl.trainer.build import preflight
+from verl.trainer.build.worker_settings import train_settings
 
 pytestmark = pytest.mark.unit
 Load = Callable[..., Config]

@@ -15,7 +15,7 @@ from verl.models.model_support import (
     heads_problem,
     packing_length_problem,
 )
-from verl.trainer.preflight import check_files
+from verl.trainer.build.preflight import check_files
 
 pytestmark = pytest.mark.unit
 

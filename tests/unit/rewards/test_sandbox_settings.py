@@ -15,7 +15,7 @@ from verl.rewards.sandbox import sandbox, sandbox_fusion
 from verl.rewards.sandbox.sandbox import Limits, ProgramResult
 from verl.rewards.scorers import code
 from verl.rewards.settings import RewardFunctionSettings
-from verl.trainer.reward_settings import reward_function_settings
+from verl.trainer.build.reward_settings import reward_function_settings
 
 pytestmark = pytest.mark.unit
 

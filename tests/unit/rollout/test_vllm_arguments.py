@@ -19,7 +19,7 @@ from verl.config.schema import Config, collect_settings
 from verl.memory_plan.accelerators import DEVICES
 from verl.rollout.vllm import engine
 from verl.rollout.vllm.engine import VllmEngine, VllmSettings, environment
-from verl.trainer.worker_settings import engine_settings
+from verl.trainer.build.worker_settings import engine_settings
 
 pytestmark = pytest.mark.unit
 

@@ -18,9 +18,9 @@ from verl.config.schema import Config
 from verl.errors import ConfigError
 from verl.sft.builder import rank_settings
 from verl.sft.data import check_sft_files
-from verl.trainer.adapter_checks import find_adapter_problems
-from verl.trainer.preflight import check_files
-from verl.trainer.worker_settings import train_settings
+from verl.trainer.build.adapter_checks import find_adapter_problems
+from verl.trainer.build.preflight import check_files
+from verl.trainer.build.worker_settings import train_settings
 
 pytestmark = [pytest.mark.unit, pytest.mark.timeout(120)]
 

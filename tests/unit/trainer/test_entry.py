@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from verl.config.load import load
+from verl.trainer.build.rl_builder import RLBuilder
+from verl.trainer.build.runtime import with_absolute_paths
 from verl.trainer.launcher import with_sweep_folder
-from verl.trainer.rl_builder import RLBuilder
-from verl.trainer.setup import with_absolute_paths
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit

@@ -6,7 +6,7 @@ import pytest
 
 from verl.config.load import load_dict
 from verl.config.schema.root import Config
-from verl.trainer.placement import place_engines, place_reward_models
+from verl.trainer.build.placement import place_engines, place_reward_models
 
 pytestmark = pytest.mark.unit
 

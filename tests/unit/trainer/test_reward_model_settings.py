@@ -14,8 +14,8 @@ from verl.config.load import load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rollout.vllm.reward_model import VllmRewardModel
-from verl.trainer.preflight import check_files
-from verl.trainer.worker_settings import episode_settings, reward_model_settings
+from verl.trainer.build.preflight import check_files
+from verl.trainer.build.worker_settings import episode_settings, reward_model_settings
 from verl.workers import episodes
 from verl.workers.episodes import DatasetSettings
 from verl.workers.rewards import RewardModelSettings, _make_model

@@ -14,10 +14,10 @@ from verl.config.load import load_dict
 from verl.config.schema import Config
 from verl.errors import ConfigError, DataError, RewardError
 from verl.tracking.console import Console
-from verl.trainer import rl_builder
-from verl.trainer.preflight import check_files, check_rl_run
-from verl.trainer.rl_builder import build_trainer
-from verl.trainer.setup import RunBuilder
+from verl.trainer.build import rl_builder
+from verl.trainer.build.preflight import check_files, check_rl_run
+from verl.trainer.build.rl_builder import build_trainer
+from verl.trainer.build.runtime import RunBuilder
 
 pytestmark = pytest.mark.unit
 

@@ -15,10 +15,10 @@ from verl.config.load import load, load_dict
 from verl.config.schema.root import Config
 from verl.errors import ConfigError
 from verl.rewards.settings import OverlongPenalty
-from verl.trainer.algorithm_settings import algorithm_settings
-from verl.trainer.rl_builder import RLBuilder
-from verl.trainer.setup import device_hints, with_absolute_paths
-from verl.trainer.worker_settings import (
+from verl.trainer.build.algorithm_settings import algorithm_settings
+from verl.trainer.build.rl_builder import RLBuilder
+from verl.trainer.build.runtime import device_hints, with_absolute_paths
+from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
     engine_settings,

@@ -10,9 +10,9 @@ import torch
 
 from verl.config.load import load_dict
 from verl.errors import ConfigError
-from verl.trainer import preflight
-from verl.trainer.preflight import check_determinism
-from verl.trainer.worker_settings import engine_settings, reward_model_settings, train_settings
+from verl.trainer.build import preflight
+from verl.trainer.build.preflight import check_determinism
+from verl.trainer.build.worker_settings import engine_settings, reward_model_settings, train_settings
 from verl.training import process_group
 from verl.training.settings import FsdpSettings
 from verl.workers.train import BaseTrainWorker, RankSettings

@@ -13,7 +13,7 @@ from verl.errors import EngineError, ProcessLostError
 from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.sft.builder import rank_settings as sft_settings
 from verl.sft.worker import SFTWorker
-from verl.trainer.worker_settings import train_settings
+from verl.trainer.build.worker_settings import train_settings
 from verl.workers.train import PolicyGroup, TrainWorker
 
 pytestmark = pytest.mark.unit

@@ -15,7 +15,7 @@ from verl.config.schema import Config, SftConfig
 from verl.errors import CheckpointError
 from verl.sft.builder import build_schedule as sft_schedule
 from verl.tracking.console import Console
-from verl.trainer.setup import build_checkpointer, open_tracker, resume
+from verl.trainer.build.runtime import build_checkpointer, open_tracker, resume
 from verl.trainer.train_loop import LoopSchedule
 
 pytestmark = pytest.mark.unit

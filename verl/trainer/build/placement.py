@@ -14,7 +14,7 @@ from verl.cluster.device_pool import PlacementPool
 from verl.config.batch_sizes import count_engine_devices, count_engines
 from verl.config.features import scores_responses
 from verl.config.schema.root import Config
-from verl.trainer.worker_settings import deadlines, engine_settings, reward_model_settings
+from verl.trainer.build.worker_settings import deadlines, engine_settings, reward_model_settings
 from verl.workers.rewards import RemoteRewardModel
 from verl.workers.rollout import RemoteEngine
 

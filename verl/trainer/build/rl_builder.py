@@ -27,18 +27,14 @@ from verl.rewards.result import FailureTracker
 from verl.rollout.supervisor import EngineSupervisor
 from verl.tracking.console import Console
 from verl.tracking.metrics import timer
-from verl.trainer.algorithm_settings import algorithm_settings
 from verl.trainer.buffer.episode_buffer import EpisodeBuffer
 from verl.trainer.buffer.signal import SignalFilter
-from verl.trainer.evaluator import Evaluator
-from verl.trainer.placement import place_engines, place_reward_models
-from verl.trainer.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
-from verl.trainer.restarts import RestartTracker
-from verl.trainer.rl_trainer import RLTrainer
-from verl.trainer.run_data import RunData, read_data
-from verl.trainer.setup import RunBuilder, device_hints
-from verl.trainer.train_loop import LoopSchedule, TrainLoop
-from verl.trainer.worker_settings import (
+from verl.trainer.build.algorithm_settings import algorithm_settings
+from verl.trainer.build.data import RunData, read_data
+from verl.trainer.build.placement import place_engines, place_reward_models
+from verl.trainer.build.preflight import check_determinism, check_engine_layout, check_rl_run, memory_notes
+from verl.trainer.build.runtime import RunBuilder, device_hints
+from verl.trainer.build.worker_settings import (
     build_planner,
     coarsest_dtype,
     deadlines,
@@ -46,6 +42,10 @@ from verl.trainer.worker_settings import (
     train_settings,
     transport_name,
 )
+from verl.trainer.evaluator import Evaluator
+from verl.trainer.restarts import RestartTracker
+from verl.trainer.rl_trainer import RLTrainer
+from verl.trainer.train_loop import LoopSchedule, TrainLoop
 from verl.weights.sync import TOLERANCES, DeviceTransport, HostTransport, Probe, WeightSync
 from verl.workers.episode_pool import EpisodeClient, EpisodePool
 from verl.workers.rewards import RemoteRewardModel

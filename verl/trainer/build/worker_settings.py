@@ -37,8 +37,8 @@ from verl.data.plan import Planner
 from verl.errors import ConfigError
 from verl.memory_plan.out_of_memory import rl_memory_advice
 from verl.rollout.vllm.checks import LORA_RANKS
-from verl.trainer.algorithm_settings import algorithm_settings
-from verl.trainer.reward_settings import reward_components, reward_pool_settings
+from verl.trainer.build.algorithm_settings import algorithm_settings
+from verl.trainer.build.reward_settings import reward_components, reward_pool_settings
 from verl.training.settings import FsdpSettings, LoraSettings, Schedule
 from verl.weights.sync import TOLERANCES
 from verl.workers.episodes import DatasetSettings, EpisodeSettings

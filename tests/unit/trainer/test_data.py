@@ -17,8 +17,8 @@ from verl.data import files as files_module
 from verl.data.chat import chat_template_hint
 from verl.data.samplers import Sampler
 from verl.errors import ConfigError, DataError, RewardError
-from verl.trainer.preflight import check_files
-from verl.trainer.run_data import open_tokenizer, read_data
+from verl.trainer.build.data import open_tokenizer, read_data
+from verl.trainer.build.preflight import check_files
 
 pytestmark = pytest.mark.unit
 
@@ -178,7 +178,7 @@ def test_large_files_are_streamed_unless_their_order_needs_all_rows(
 
 
 def test_a_buffer_that_does_not_fit_is_said(tmp_path: Path, config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from verl.trainer import run_data as module
+    from verl.trainer.build import data as module
 
     monkeypatch.setattr(module, "CACHED_BYTES", 1000)
     path = write(tmp_path / "a.parquet", 12)

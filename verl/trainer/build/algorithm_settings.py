@@ -13,7 +13,7 @@ from verl.algorithms.settings import (
 from verl.config.features import uses_critic, uses_preferences, uses_task_rewards
 from verl.config.schema.conditions import is_custom_function
 from verl.config.schema.root import Config
-from verl.trainer.reward_settings import reward_components
+from verl.trainer.build.reward_settings import reward_components
 
 
 def algorithm_settings(config: Config) -> AlgorithmSettings:

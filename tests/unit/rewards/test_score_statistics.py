@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl.rewards.final_answer import extract_final_answer
-from verl.trainer.statistics import (
+from verl.rewards.score_statistics import (
     ScoredResponses,
     bootstrap,
     majority_score,

@@ -20,10 +20,10 @@ from verl.memory_plan.suggestions import memory_note
 from verl.models.model_safety import model_problems
 from verl.models.model_support import expert_problem, family_problems, heads_problem
 from verl.rewards.pool.pool import open_rewards
-from verl.trainer.adapter_checks import find_adapter_problems
-from verl.trainer.reward_settings import reward_pool_settings
-from verl.trainer.run_data import data_splits, load_sampler
-from verl.trainer.worker_settings import train_settings
+from verl.trainer.build.adapter_checks import find_adapter_problems
+from verl.trainer.build.data import data_splits, load_sampler
+from verl.trainer.build.reward_settings import reward_pool_settings
+from verl.trainer.build.worker_settings import train_settings
 
 _NOT_TRAINED = (".tokenizer_path", ".reward_model.model_path")
 

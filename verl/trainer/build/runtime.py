@@ -26,11 +26,11 @@ from verl.tracking.console import Console
 from verl.tracking.metrics import Metrics, timer
 from verl.tracking.sink import RunInfo, Sink
 from verl.tracking.sinks import open_sinks
+from verl.trainer.build.worker_settings import deadlines
 from verl.trainer.checkpointing import Checkpointer, find_checkpoint
 from verl.trainer.profiling import build_profiler, nsys_options
 from verl.trainer.restarts import RestartTracker
 from verl.trainer.train_loop import LoopSchedule, TrainLoop, TrainTask
-from verl.trainer.worker_settings import deadlines
 from verl.workers.ranks import RankGroup
 
 C = TypeVar("C", Config, SftConfig)
