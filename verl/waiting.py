@@ -1,13 +1,16 @@
 """Waits for work in the current task: with a timeout, with a timeout that can be extended, or until other work fails.
 
 Thousands of calls are awaited at once, so none of these starts a task of its own.
+`EventLoopThread` runs work in another thread.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -79,3 +82,22 @@ class Waits:
         for scope in self._scopes:
             if not scope.expired():
                 scope.reschedule(now)
+
+
+class EventLoopThread:
+    """An event loop in a daemon thread, which callers on any thread give coroutines to."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def close(self, *, wait: bool = True) -> None:
+        """Stop the loop. If `wait` is false, work that blocks the thread may go on."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        if wait:
+            self._thread.join()
+            self._loop.close()

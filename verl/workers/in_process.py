@@ -15,7 +15,6 @@ import atexit
 import itertools
 import sys
 import tempfile
-import threading
 import warnings
 import zlib
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
@@ -49,6 +48,7 @@ from verl.training.policy.trainer import PolicyTrainer
 from verl.training.process_group import close_process_group, init_process_group
 from verl.training.settings import FsdpSettings, Schedule
 from verl.types import Prompt, Sample, SamplingParams
+from verl.waiting import EventLoopThread
 from verl.weights.bucket import load_hf, pack, to_hf
 from verl.workers.episodes import put_sample
 from verl.workers.inputs import check_model, find_tokenizer
@@ -116,7 +116,7 @@ class RolloutWorker:
             stop_token_ids=list_stop_tokens(model.generation_config, self.tokenizer.eos_token_id),
         )
         self._reward = reward
-        self._loop = _EventLoopThread()
+        self._thread = EventLoopThread("verl-rollout")
         self._folder = tempfile.TemporaryDirectory(prefix="verl-rollout-")
         model.save_pretrained(self._folder.name)
         self.tokenizer.save_pretrained(self._folder.name)
@@ -131,9 +131,9 @@ class RolloutWorker:
         self._version, self._is_open = -1, True
         atexit.register(self.close)
         try:
-            self._score: EpisodeScorer = self._loop.run(self._start_scoring())
+            self._score: EpisodeScorer = self._run(self._start_scoring())
             with _hide_main_module():
-                self._loop.run(self._engine.start())
+                self._run(self._engine.start())
         except BaseException:
             self.close()
             raise
@@ -153,7 +153,7 @@ class RolloutWorker:
         """
         if not self._is_open:
             raise EngineError("generate: this RolloutWorker is closed; create another")
-        return self._loop.run(self._generate(list(iter_rows(prompts))))
+        return self._run(self._generate(list(iter_rows(prompts))))
 
     def close(self) -> None:
         """Stop the engine; done at the end of the program, if not before."""
@@ -161,9 +161,12 @@ class RolloutWorker:
             return
         self._is_open = False
         atexit.unregister(self.close)
-        self._loop.run(self._engine.close())
-        self._loop.close()
+        self._run(self._engine.close())
+        self._thread.close()
         self._folder.cleanup()
+
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._thread.submit(work).result()
 
     async def _generate(self, prompts: Sequence[Mapping[str, Any]]) -> list[Rollout]:
         rows = [self._encode(index, row) for index, row in enumerate(prompts)]
@@ -360,20 +363,3 @@ def _hide_main_module() -> Iterator[None]:
         yield
     finally:
         main.update(saved)
-
-
-class _EventLoopThread:
-    """An event loop in a thread, so that callers need none, or may have another."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="verl-rollout", daemon=True)
-        self._thread.start()
-
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-    def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import threading
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,7 @@ from verl.config.schema.conditions import ROLLOUT
 from verl.config.schema.rollout import RolloutConfig
 from verl.errors import ConfigError
 from verl.installation import format_install_hint
+from verl.waiting import EventLoopThread
 
 if TYPE_CHECKING:
     from verl.agents.gateway.server import Gateway
@@ -82,12 +82,13 @@ class GatewayAgents:
 
 
 class AgentThread:
-    """An event loop in a thread of its own, for coroutines of users: one that blocks does not block the worker, which
-    has to answer its requests. Each function that is not a coroutine gets a thread of its own."""
+    """Runs agents outside the worker's event loop, which has to answer their requests even if an agent blocks.
+
+    Coroutines share one thread. Every function that is not a coroutine gets a thread of its own.
+    """
 
     def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        threading.Thread(target=self._loop.run_forever, name="agents", daemon=True).start()
+        self._thread = EventLoopThread("agents")
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Return what a function or coroutine function returns. One that does not end cannot be killed."""
@@ -97,7 +98,7 @@ class AgentThread:
         return await self._await(result) if inspect.isawaitable(result) else result
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.close(wait=False)
 
     async def _await(self, work: Awaitable[Any]) -> Any:
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(survive_exit(work), self._loop))
+        return await asyncio.wrap_future(self._thread.submit(survive_exit(work)))
