@@ -33,9 +33,10 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qw
 from transformers.utils.logging import disable_progress_bar
 
 from verl.data.flat_batch import FlatBatch
+from verl.models.model_folder import WEIGHTS_INDEX
 from verl.training.fsdp import model_loader
 from verl.training.fsdp.engine import FsdpEngine
-from verl.training.fsdp.sharded_loading import INDEX, SlicingError, cut_rows, find_files, find_sources
+from verl.training.fsdp.sharded_loading import SlicingError, cut_rows, find_files, find_sources
 from verl.training.process_group import init_process_group
 from verl.training.settings import FsdpSettings, LoraSettings
 
@@ -221,7 +222,7 @@ def resolve_large(root: Path) -> dict[str, Any]:
     for name, parameter in hf.named_parameters():
         files[name] = f"model-{1 + size // FILE_BYTES:05d}-of-00037.safetensors"
         size += 2 * parameter.numel()
-    (folder / INDEX).write_text(json.dumps({"weight_map": files}))
+    (folder / WEIGHTS_INDEX).write_text(json.dumps({"weight_map": files}))
     for file in set(files.values()):
         (folder / file).touch()
     before, start = reset_peak(), time.monotonic()
