@@ -85,12 +85,12 @@ async def test_scores_metrics_and_extra_info_cross_the_processes(pool: Pool) -> 
     assert await one(ready, "47", where=4) == Scored(0.0, {"where": 4.0})
 
 
-async def test_what_is_no_number_among_the_metrics_is_named_once(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_metric_that_is_not_a_number_is_named_once(pool: Pool, caplog: pytest.LogCaptureFixture) -> None:
     ready = await started(pool("return {'score': 1, 'text': 'skipped', 'lacking': None}", workers=2))
     await asyncio.gather(*(one(ready) for _ in range(20)))
     notes = [record.getMessage() for record in caplog.records if "'text'" in record.getMessage()]
     assert len(notes) == 1
-    assert "my_reward.py:compute_score: 'text' is 'skipped', no number" in notes[0]
+    assert "my_reward.py:compute_score: 'text' is 'skipped', which is not a number" in notes[0]
     assert "lacking" not in caplog.text
 
 
@@ -150,7 +150,7 @@ async def test_an_end_is_explained_and_the_next_call_is_served(pool: Pool, body:
         ],
     ),
 )
-async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, hang: str) -> None:
+async def test_a_hang_is_ended_at_its_timeout_and_shows_its_line(pool: Pool, hang: str) -> None:
     ready = await started(pool(f"if solution_str != 'bad': return 1.0\n{hang}", deadline_s=3.0))
     failed, *others = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(20)))
     assert isinstance(failed, Failed)
@@ -162,7 +162,7 @@ async def test_a_hang_is_ended_at_its_deadline_and_shows_its_line(pool: Pool, ha
 
 
 @pytest.mark.parametrize("end", rotate_rest(0, ["os._exit(1)", "os.closerange(3, 100)", "os.abort()"]))
-async def test_of_many_short_calls_only_those_that_ended_their_worker_fail(pool: Pool, end: str) -> None:
+async def test_only_calls_that_ended_their_worker_fail_among_many_short_calls(pool: Pool, end: str) -> None:
     ready = await started(pool(f"if solution_str.startswith('bad'): {end}\nreturn 1.0", workers=2))
     responses = [f"bad {number}" if number % 40 == 7 else "good" for number in range(400)]
     found = await asyncio.gather(*(one(ready, response) for response in responses))
@@ -295,7 +295,7 @@ async def test_async_calls_run_concurrently_and_only_the_late_one_fails(pool: Po
 
 
 @pytest.mark.parametrize(("body", "kind"), [("os._exit(3)", "died"), ("time.sleep(60)", "timeout")])
-async def test_of_async_calls_only_the_guilty_fails(pool: Pool, body: str, kind: str) -> None:
+async def test_only_the_async_call_that_ended_the_worker_fails(pool: Pool, body: str, kind: str) -> None:
     body = f"await asyncio.sleep(0.3)\nif solution_str == 'bad':\n    {body}\nawait asyncio.sleep(0.3)\nreturn 1.0"
     ready = await started(pool(body, ASYNC, deadline_s=3.0))
     found = await asyncio.gather(one(ready, "bad"), *(one(ready) for _ in range(8)))

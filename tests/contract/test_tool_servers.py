@@ -290,7 +290,7 @@ async def test_the_last_output_of_a_process_that_ended_is_shown(start: Callable[
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_call_past_its_deadline_leaves_nothing_behind(start: Callable[[str], Server], kind: str) -> None:
+async def test_a_call_that_exceeds_its_timeout_leaves_nothing_behind(start: Callable[[str], Server], kind: str) -> None:
     server = start(kind)
     async with open_tools(server.load()) as tools:
         await tools["add"].call({"a": 1, "b": 1}, 60)
@@ -489,7 +489,7 @@ async def test_an_episode_is_repeated_and_then_fails_if_its_server_does(
     assert len(set(server.list_events("crash"))) == len(server.list_events("crash")) == (2 if kind == "stdio" else 1)
 
 
-async def test_an_episode_past_its_deadline_ends_its_session(start: Callable[[str], Server]) -> None:
+async def test_an_episode_that_exceeds_its_timeout_ends_its_session(start: Callable[[str], Server]) -> None:
     server = start("http")
     settings = agent_config(format="hermes", tool_server=server.url, deadline_s=2.0)
     episode = AgentEpisode(settings, chat_tokenizer())

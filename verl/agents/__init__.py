@@ -1,2 +1,2 @@
 """Episodes: coroutines that request tokens any number of times and end as a scored sample; a single-turn response is
-the simplest one. They get a `generate` callable, never an engine. Imported by trainer and workers."""
+the simplest episode. Episodes get a `generate` callable, never an engine. Imported by trainer and workers."""

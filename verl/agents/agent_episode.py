@@ -1,4 +1,4 @@
-"""Runs an agent on a prompt as an episode: with its deadline, its limits, and a second attempt after a failure."""
+"""Runs an agent on a prompt as an episode, with a timeout, limits, and a second attempt after a failure."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
-ATTEMPTS = 2  # of an episode whose tools or environment fail; a single call is never made twice
+ATTEMPTS = 2  # an episode is repeated if its tools or environment fail; a single call is never made twice
 
 
 class AgentEpisode:
-    """An `Episode` that an agent plays. Made once per worker. An `agent` takes the place of the one in the settings."""
+    """An `Episode` that an agent plays. Created once per worker. An `agent` replaces the one in the settings."""
 
     def __init__(
         self,
@@ -56,14 +56,14 @@ class AgentEpisode:
         if agent is not None:
             self._agents[self._default] = self._gateway.adapt(agent)
         if self._default not in (*self._agents, "single_turn"):
-            self._load_agent(self._default)  # reports a mistake before the first episode
+            self._load_agent(self._default)  # so that a wrong name is reported before the first episode
         if self._settings.environment is not None:
             make = load_agent(self._settings.environment, f"{ROLLOUT}.multi_turn.environment")
             self._agents["environment"] = EnvironmentAgent(self._settings, make)
             self._default = "environment"
 
     def list_schemas(self) -> list[dict[str, Any]]:
-        """Return what the model sees of the tools."""
+        """Return the schemas of all tools, as the model sees them."""
         return [dict(schema) for source in self._sources for schema in source.list_schemas()]
 
     async def __call__(self, prompt: Prompt, generate: Generate, sampling: SamplingParams) -> Transcript:
@@ -105,7 +105,7 @@ class AgentEpisode:
     async def _play(self, agent: Agent, task: Task, model: ChatModel) -> Transcript:
         """Return the transcript of one attempt. Stop waiting for an agent that exceeds its timeout."""
         playing = asyncio.ensure_future(survive_exit(agent(task, model)))
-        playing.add_done_callback(_ignore_result)  # of one that is left behind
+        playing.add_done_callback(_ignore_result)  # nobody awaits an agent that exceeded its timeout
         try:
             done, _ = await asyncio.wait([playing], timeout=self._settings.deadline_s)
         finally:
@@ -144,20 +144,21 @@ def _ignore_result(playing: asyncio.Future[Any]) -> None:
 
 
 def read_score(score: Any) -> float | None:
-    """Return what an agent returned, if it is a score or None."""
+    """Return the score that an agent returned; raise `TypeError` if it is neither a finite number nor None."""
     if score is None:
         return None
     if not isinstance(score, (int, float)) or not math.isfinite(score):
-        raise TypeError(f"it returned {type(score).__name__}; return a finite number, or None for the run's reward")
+        kind = type(score).__name__
+        raise TypeError(f"the agent returned {kind}; return a finite number, or None to use the reward of the run")
     return float(score)
 
 
 def make_task(prompt: Prompt) -> Task:
-    """Return what an agent gets of a prompt."""
+    """Return the task of a prompt, as agents get it."""
     raw = read_prompt(prompt.raw) if prompt.raw is not None else None
     if raw is None or isinstance(raw, str):
         raise DataError(
-            f"row {prompt.row}: its prompt is text, but {ROLLOUT}.multi_turn.enable=true needs chat messages; write "
+            f"row {prompt.row}: the prompt is text, but {ROLLOUT}.multi_turn.enable=true needs chat messages; write "
             'each prompt as [{"role": "user", "content": "..."}]'
         )
     row = {"data_source": prompt.data_source, "ground_truth": prompt.ground_truth, "extra_info": prompt.extra_info}

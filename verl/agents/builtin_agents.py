@@ -1,7 +1,7 @@
-"""Agents: what happens in an episode of several turns. Each asks the model as often as it likes.
+"""Built-in agents: one calls tools (`ToolAgent`), one plays against an environment (`EnvironmentAgent`).
 
-An agent is a coroutine `agent(task, model)`. It returns the score of the episode, or None to leave it to the run's
-reward. The built-in ones call tools (`ToolAgent`) or play with an environment (`EnvironmentAgent`).
+An agent is a coroutine `agent(task, model)`, which calls the model any number of times. It returns the score of the
+episode, or None to have the episode scored by the reward of the run.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from verl.agents.formats.tool_calls import InvalidCall, ToolCall
 from verl.agents.tools.function_tools import Tool, call_tools
 from verl.agents.tools.results import ToolResult, truncate_text
 from verl.agents.tools.sources import ToolSource
-from verl.agents.user_code import call_method, close_quietly, with_deadline
+from verl.agents.user_code import call_method, close_quietly, run_with_timeout
 from verl.config.schema.rollout import MultiTurnConfig
 
 Message = Mapping[str, Any]
-UNREADABLE = "invalid00"  # the id of a call that cannot be read; templates may want 9 letters or digits
+UNREADABLE = "invalid00"  # the id of a call that cannot be parsed; some templates require 9 letters or digits
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ToolAgent:
             model.transcript.messages = messages
 
     async def _answer(self, reply: Reply, tools: Sequence[Tool]) -> list[ToolResult | ToolError]:
-        """Run the calls of a reply, in its order. What cannot be read, or is one too many, is answered by a mistake."""
+        """Run the calls of a reply. A call that cannot be parsed or exceeds the limit returns an error to the model."""
         limit = self._settings.max_parallel_calls
         accepted = [call for call in reply.calls[:limit] if isinstance(call, ToolCall)]
         by_name = {tool.schema["function"]["name"]: tool for tool in tools}
@@ -108,7 +108,7 @@ class ToolAgent:
 
 
 def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
-    """Return the tools that a row names, all if it names none."""
+    """Return the tools that a row names; all tools if the row names none."""
     extra = row.get("extra_info") or {}
     wanted = extra.get("tool_selection") or extra.get("tools")
     names = {tool.schema["function"]["name"]: tool for tool in tools}
@@ -121,9 +121,9 @@ def select_tools(tools: Sequence[Tool], row: Mapping[str, Any]) -> list[Tool]:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer of an environment: messages for the model, the reward of the turn, and whether the episode is over.
+    """Result of one environment step: messages for the model, the reward of the turn, and whether the episode is over.
 
-    The `metrics` of the last step are those of the episode.
+    The `metrics` of the last step become metrics of the episode.
     """
 
     messages: Sequence[Message] = ()
@@ -133,7 +133,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """What an episode plays against. Methods may be coroutines or not; `close` may be missing."""
+    """An environment of one episode. Methods may be coroutines or blocking; `close` is optional."""
 
     def reset(self, row: Mapping[str, Any]) -> Any:
         """Return the first messages for the model."""
@@ -145,20 +145,20 @@ class Environment(Protocol):
 
 
 class EnvironmentAgent:
-    """Plays an episode against an environment made for it. The sum of its rewards is the score."""
+    """Plays an episode against a new environment. The score is the sum of the rewards of all turns."""
 
     def __init__(self, settings: MultiTurnConfig, make: Callable[[], Any]) -> None:
         self._settings, self._make = settings, make
 
     async def __call__(self, task: Task, model: ChatModel) -> float | None:
         environment = self._make()
-        model.transcript.score = 0.0  # besides the rewards of its turns, however it ends
+        model.transcript.score = 0.0  # added to the rewards of the turns, however the episode ends
         try:
             messages = to_messages(await self._call(environment.reset, {"prompt": task.messages, **task.row}))
             await self._play(environment, messages or list(task.messages), model)
         finally:
             if hasattr(environment, "close"):
-                await close_quietly(environment.close, deadline_s=self._settings.tool_deadline_s)
+                await close_quietly(environment.close, timeout_s=self._settings.tool_deadline_s)
         return 0.0
 
     async def _play(self, environment: Any, messages: list[dict[str, Any]], model: ChatModel) -> None:
@@ -179,11 +179,10 @@ class EnvironmentAgent:
                 raise EpisodeLimitError(f"{limit} turns of the environment")
 
     async def _call(self, method: Callable[..., Any], *args: Any) -> Any:
-        """Call a method of the environment. Whatever it raises is not the model's fault."""
-
+        """Call a method of the environment. An exception is a failure, never a mistake of the model."""
         name = f"{type(getattr(method, '__self__', method)).__name__}.{method.__name__}"
         try:
-            return await with_deadline(call_method(method, *args), self._settings.tool_deadline_s, name)
+            return await run_with_timeout(call_method(method, *args), self._settings.tool_deadline_s, name)
         except ToolFailureError:
             raise
         except Exception as error:  # the user's code
@@ -191,14 +190,14 @@ class EnvironmentAgent:
 
 
 def check_reward(reward: float) -> float:
-    """Return the reward of a turn if it is a number that can be learned from."""
+    """Return the reward of a turn; raise `ToolFailureError` unless it is finite."""
     if not math.isfinite(reward):
         raise ToolFailureError(f"the reward of a turn is {reward}, which is not a finite number")
     return reward
 
 
 def to_step(value: Any) -> Step:
-    """Return what an environment returned: a `Step`, (messages, reward, done), or Gymnasium's five values."""
+    """Convert what an environment returned: a `Step`, (messages, reward, done), or the five values of Gymnasium."""
     if isinstance(value, tuple):
         if len(value) == 5:
             observation, reward, terminated, truncated, _ = value
@@ -209,7 +208,7 @@ def to_step(value: Any) -> Step:
 
 
 def to_messages(value: Any) -> list[dict[str, Any]]:
-    """Return messages as such; text is what the user says."""
+    """Return a list of messages; text becomes one message of the user."""
     if value is None:
         return []
     if isinstance(value, str):

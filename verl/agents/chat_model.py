@@ -1,4 +1,4 @@
-"""The model as an agent sees it: messages in, a reply out. Behind it, the exact tokens are recorded."""
+"""The model as an agent sees it: messages in, a reply out. The exact tokens of every request are recorded."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Parse = Callable[[str, Sequence[Schema]], ParsedReply]
 
 
 class InvalidRequestError(ValueError):
-    """The model cannot be asked with these messages or tools. Nothing was generated."""
+    """The messages or tools of a request are invalid. Nothing was generated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """One turn of the model. `message` is what the next request has in its place."""
+    """One turn of the model. `message` is the turn as a message for the next request."""
 
     content: str
     calls: tuple[ToolCall | InvalidCall, ...]
@@ -39,7 +39,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A turn that requests may continue. The first `prompt_tokens` of it do not count as a response."""
+    """A turn that requests may continue. Its first `prompt_tokens` tokens do not count as a response."""
 
     turn: Turn
     prompt_tokens: int
@@ -47,7 +47,7 @@ class Branch:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """What the model has generated for a request, before it is part of the transcript."""
+    """A generated reply that is not part of the transcript yet."""
 
     messages: Sequence[Message]
     schemas: Sequence[Schema]
@@ -61,8 +61,8 @@ class Draft:
 class ChatModel:
     """Turns requests of one episode into turns of its transcript.
 
-    A request whose messages continue an earlier reply continues its tokens. Any other request starts a branch, as every
-    request does with `branch_per_turn`. The tokens that remain of the episode are the limit of each reply.
+    A request whose messages continue an earlier reply continues the tokens of that reply. Any other request starts a
+    branch; with `branch_per_turn` every request does. A reply is limited to the tokens that remain of the episode.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ChatModel:
         self._generate, self._renderer, self._sampling, self._parse = generate, renderer, sampling, parse
         self._tools, self._branch_per_turn = tools, branch_per_turn
         self._max_tokens, self._max_turns = max_sequence_tokens, max_turns
-        self._replies: dict[str, Branch] = {}  # by the messages up to each
+        self._replies: dict[str, Branch] = {}  # key of the messages up to a reply -> the branch
         self._said: set[str] = set()  # the replies alone
         self._requests = self._failed_requests = 0
         self._is_closed = False
@@ -93,7 +93,7 @@ class ChatModel:
         *,
         max_tokens: int | None = None,
     ) -> Reply:
-        """Return the model's reply. `max_tokens` may shorten it; how tokens are sampled is up to the run."""
+        """Return the model's reply. `max_tokens` may shorten the reply; the run decides how tokens are sampled."""
         return self.record(await self.request(messages, tools, max_tokens=max_tokens))
 
     async def request(
@@ -104,9 +104,9 @@ class ChatModel:
         max_tokens: int | None = None,
         parse_calls: bool = True,
     ) -> Draft:
-        """Generate a reply that is not part of the episode until it is recorded.
+        """Generate a reply, which becomes part of the episode when it is recorded.
 
-        Without `parse_calls` the model knows the tools, but its reply is text.
+        Without `parse_calls` the prompt shows the tools, but tool calls in the reply stay text.
         """
         self._require_open()
         schemas = [
@@ -138,7 +138,7 @@ class ChatModel:
         return Reply(parsed.content, parsed.calls, message, turn.completion.finish_reason, turn)
 
     def close(self) -> None:
-        """Take no further request, also of an agent that does not know that its episode has ended."""
+        """Refuse further requests: an agent may still run after its episode has ended."""
         self._is_closed = True
 
     def _require_open(self) -> None:
@@ -146,9 +146,9 @@ class ChatModel:
             raise EpisodeLimitError("the episode has ended")
 
     def _continue(self, messages: Sequence[Message], schemas: Sequence[Schema]) -> tuple[Turn | None, list[int], int]:
-        """Return the reply that the messages continue, if any, the tokens that are new, and those of the prompt."""
+        """Return the reply that the messages continue, if any, the new tokens, and the number of prompt tokens."""
         if not messages or messages[-1]["role"] == "assistant":
-            raise InvalidRequestError("the last message has to be for the model, not by it")
+            raise InvalidRequestError("the last message must not come from the assistant")
         prepared = prepare_messages(messages)
         if not self._branch_per_turn:
             keys = list_keys(messages, schemas)
@@ -161,19 +161,19 @@ class ChatModel:
         return None, context, self._count_prompt(messages, schemas, len(context))
 
     def _count_prompt(self, messages: Sequence[Message], schemas: Sequence[Schema], tokens: int) -> int:
-        """Return how many tokens of a new branch are its prompt: those before the first reply of this episode in it."""
+        """Return the number of prompt tokens of a new branch: the tokens before the first reply of this episode."""
         first = next((index for index, each in enumerate(messages) if _write_key(each) in self._said), 0)
         if not first:
             return tokens
         return min(tokens, len(self._renderer.render_prompt(prepare_messages(messages[:first]), schemas)))
 
     def _count_remaining(self, tokens: int, prompt_tokens: int) -> int:
-        """Return how many tokens a reply to a request of `tokens` may have."""
+        """Return the largest number of tokens of a reply to a request of `tokens` tokens."""
         if self._max_turns is not None and self._requests - self._failed_requests >= self._max_turns:
             raise EpisodeLimitError(f"{self._max_turns} turns of the model")
         remaining = min(self._sampling.max_tokens - (tokens - prompt_tokens), self._max_tokens - tokens)
         if remaining <= 0:
-            raise EpisodeLimitError(f"no token of {self._sampling.max_tokens} is left for a reply")
+            raise EpisodeLimitError(f"all {self._sampling.max_tokens} tokens are used")
         return remaining
 
     async def _complete(self, token_ids: list[int], limit: int) -> Completion:
@@ -189,7 +189,7 @@ class ChatModel:
 
 
 def write_message(text: str, parsed: ParsedReply, turn: int) -> dict[str, Any]:
-    """Return a reply as a message. Calls that cannot be read stay in its content."""
+    """Return a reply as a message. Calls that cannot be parsed stay in the content."""
     valid = [call for call in parsed.calls if isinstance(call, ToolCall)]
     unreadable = [call.text for call in parsed.calls if isinstance(call, InvalidCall)]
     if not valid:
@@ -206,7 +206,7 @@ def write_message(text: str, parsed: ParsedReply, turn: int) -> dict[str, Any]:
 
 
 def list_keys(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[str]:
-    """Return a key for each prefix of a conversation, equal for what an agent may write differently."""
+    """Return a key for each prefix of a conversation. Equivalent spellings of a message have equal keys."""
     keys, key = [], json.dumps(list(schemas), sort_keys=True, default=str)
     for message in messages:
         key = hashlib.sha256(f"{key}\n{_write_key(message)}".encode()).hexdigest()
@@ -215,8 +215,8 @@ def list_keys(messages: Sequence[Message], schemas: Sequence[Schema]) -> list[st
 
 
 def _write_key(message: Message) -> str:
-    """Return what a message says: agents drop ids and outer spaces, write arguments as text or objects, and None for no
-    content."""
+    """Return a message in canonical form: agents drop ids and outer whitespace, write arguments as text or objects, and
+    None for empty content."""
     calls = [
         [each["function"]["name"], read_json(each["function"].get("arguments"))]
         for each in message.get("tool_calls") or ()

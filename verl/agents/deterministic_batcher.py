@@ -18,11 +18,11 @@ GenerateAll = Callable[[Sequence[Request]], Awaitable[list[Completion]]]
 
 
 class DeterministicBatcher:
-    """Holds requests of `count` episodes back until all running ones have made theirs, then sends them as one batch in
-    the order of their slots. An episode that ends frees its slot.
+    """Holds back the requests of `count` episodes until every running episode has made one, then sends them as a batch
+    in the order of their slots. An episode that ends frees its slot.
 
-    The log-probs of an engine depend in their last bits on the batch. Here it follows from the slots and from what was
-    generated before, never from the clock: a round that is repeated gives the same bits.
+    The last bits of log-probs depend on the batch. Here the batch depends only on the slots and on the tokens that were
+    generated so far, never on timing: repeating a round gives the same bits.
     """
 
     def __init__(self, generate_all: GenerateAll, count: int) -> None:
@@ -35,7 +35,7 @@ class DeterministicBatcher:
     def slot(self) -> Iterator[Generate]:
         """Take the next slot until the episode ends."""
         index, self._used = self._used, self._used + 1
-        turns = asyncio.Lock()  # an episode may make several requests at once: its slot takes one after another
+        turns = asyncio.Lock()  # an episode may make several requests at once; its slot takes them one by one
 
         async def generate(token_ids: Sequence[int], sampling: SamplingParams) -> Completion:
             async with turns:

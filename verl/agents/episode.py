@@ -124,9 +124,9 @@ class EpisodeRunner:
         batcher: DeterministicBatcher | None = None,
         score: EpisodeScorer | None = None,
     ) -> list[Sample]:
-        """Return the samples of one episode per seed (None: not seeded), in their order.
+        """Return the samples of one episode per seed (None: not seeded), in the order of the seeds.
 
-        With `greedy_baseline` also a greedy response is generated; its score becomes the `baseline` of the samples.
+        With `greedy_baseline` a greedy response is generated as well; its score becomes the `baseline` of the samples.
         `overlong` penalizes long responses. With a `batcher` each episode takes a slot. `score` replaces the scorer.
         """
         samplings = [replace(sampling, seed=seed) for seed in seeds]
@@ -159,7 +159,7 @@ class EpisodeRunner:
     ) -> list[Sample]:
         with slot as generate:
             transcript = await self._episode(prompt, generate, sampling)
-        if not transcript.turns:  # it failed before its first request
+        if not transcript.turns:  # the episode failed before its first request
             transcript.add(prompt.token_ids, Completion([], np.empty(0, np.float32), np.empty(0, np.int32), "stop"))
         result = await self._score_transcript(prompt, transcript, score_episode)
         if isinstance(result, Failed):
@@ -174,7 +174,7 @@ class EpisodeRunner:
         return [replace(sample, teacher_prompt=teacher_prompt) for sample in samples]
 
     async def _score_transcript(self, prompt: Prompt, transcript: Transcript, score: EpisodeScorer) -> Scored | Failed:
-        """Return what the episode says about itself, or else what the scorer says about its last turn."""
+        """Return the episode's own score, or else the result of the scorer for the last turn."""
         if transcript.failure is not None:
             return transcript.failure
         if transcript.score is not None:

@@ -1,22 +1,22 @@
-"""The three ways in which an episode goes wrong: by the model's mistake, at a limit, by a failure around it."""
+"""Errors raised by episodes: a mistake of the model, a limit that is reached, a failure of a tool or environment."""
 
 from __future__ import annotations
 
 
 class ToolError(Exception):
-    """A mistake of the model in a call, to be raised by tools: the model reads the message and may try again."""
+    """A mistake of the model in a tool call, raised by tools. The model reads the message and may try again."""
 
 
 class EpisodeLimitError(Exception):
-    """The tokens, turns or time of an episode are used up: it ends here, is scored, and marked as truncated."""
+    """The tokens, turns or time of an episode are used up. The episode ends, is scored, and is marked as truncated."""
 
 
 class ToolFailureError(Exception):
-    """A tool or environment could not be run, not by the model's fault: the episode is repeated, then left out."""
+    """A tool or environment failed without a mistake of the model. The episode is repeated once, then discarded."""
 
 
 def classify_error(error: BaseException) -> ToolError | ToolFailureError:
-    """Return whether an exception of a tool is a mistake of the model, which chose the arguments, or a failure."""
+    """Convert an exception of a tool: failed I/O is a failure, anything else a mistake in the model's arguments."""
     if isinstance(error, (ToolError, ToolFailureError)):
         return error
     text = f"{type(error).__name__}: {error}"

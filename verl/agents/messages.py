@@ -13,7 +13,7 @@ def prepare_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     """Return messages as chat templates read them.
 
     Content is text instead of a list of parts, the arguments of calls are objects instead of JSON, results have the
-    names of their tools, and the developer is the system.
+    names of their tools, and the role "developer" is mapped to "system".
     """
     names: dict[Any, str] = {}
     prepared = []
@@ -45,7 +45,7 @@ def join_text(content: Any) -> Any:
 
 
 def read_json(arguments: Any) -> Any:
-    """Return the value of JSON text, and anything else as it is."""
+    """Return the value of JSON text; return anything else unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,8 +1,8 @@
 """Chat messages as token ids that continue exactly what the model has generated.
 
-Tokenizing a whole conversation again gives other ids than the model saw wherever it generated a text in an unusual way.
-So a conversation is rendered once, and from then on only what is new: what follows the reply in a synthetic
-conversation with the same chat template and the same new messages. `find_drift` compares this with rendering the whole.
+Tokenizing a whole conversation again gives different ids wherever the model used a non-canonical tokenization. So only
+the first prompt is rendered as a whole. After each reply, only the new messages are rendered: as the text that follows
+the reply in a synthetic conversation. `find_drift` compares the result with rendering the whole conversation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SETTING = "actor_rollout_ref.rollout.multi_turn"
 
 
 class ChatRenderer:
-    """Renders the first prompt of a conversation, and then what follows each reply of the model."""
+    """Renders the first prompt of a conversation, and then the messages that follow each reply of the model."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
         self._tokenizer, self._kwargs = tokenizer, dict(template_kwargs or {})
@@ -37,7 +37,7 @@ class ChatRenderer:
         self._added |= zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True)
         self._marks: dict[str, int | None] = {}
         whole = self.render_text([_ask(), {"role": "assistant", "content": _REPLY}], add_generation_prompt=False)
-        self._end = whole.partition(_REPLY)[2]  # of the last turn; templates may end others differently
+        self._end = whole.partition(_REPLY)[2]  # end of the last turn; templates may end other turns differently
 
     def render_prompt(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
         """Return a whole conversation, ending with the header of the model's reply."""
@@ -67,14 +67,14 @@ class ChatRenderer:
         return self._encode_after(header, text) + ids[:count]
 
     def decode(self, token_ids: Sequence[int], finish_reason: str = "stop") -> str:
-        """Return the text of a reply with the special tokens in it, but not the one that ended it."""
+        """Return the text of a reply with its special tokens, except for the token that ended the reply."""
         ids = list(token_ids)
         if finish_reason == "stop" and ids and ids[-1] in self._added:
             ids.pop()
         return str(self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def render_text(self, messages: Sequence[Message], tools: Tools = (), *, add_generation_prompt: bool = True) -> str:
-        """Return a conversation as text. Arguments of calls are objects in most templates, and text in a few."""
+        """Return a conversation as text. Most templates expect arguments of calls as objects, a few as text."""
         kwargs = {**self._kwargs, "add_generation_prompt": add_generation_prompt}
         if tools:
             kwargs["tools"] = [dict(tool) for tool in tools]
@@ -88,7 +88,7 @@ class ChatRenderer:
     def _extend(self, messages: Sequence[Message], tools: Tools) -> str:
         """Return what follows a reply in the synthetic conversation.
 
-        A reply that tool messages answer has calls. Templates may accept one call at most, or ignore calls.
+        Tool messages answer a reply with calls. Templates may accept at most one call, or ignore calls.
         """
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
         calls = [_make_call(answer, index) for index, answer in enumerate(answers)]
@@ -108,7 +108,7 @@ class ChatRenderer:
         )
 
     def _follow(self, calls: Sequence[Mapping[str, Any]], messages: Sequence[Message], tools: Tools) -> str | None:
-        """Return what follows a reply with these calls; None if the template does not show where it ends."""
+        """Return the text after a reply with these calls; None if the template does not show where the reply ends."""
         reply: dict[str, Any] = {"role": "assistant", "content": _REPLY}
         if calls:
             reply |= {"content": "", "tool_calls": calls}
@@ -116,11 +116,11 @@ class ChatRenderer:
         if not calls:
             return after if shown else None
         alone = self.render_text([_ask(), reply], tools, add_generation_prompt=False).partition(_REPLY)[2]
-        rest, _ = self._split_end(alone)  # what closes the last call
+        rest, _ = self._split_end(alone)  # the text that closes the last call
         return after[len(rest) :] if shown and after.startswith(rest) else None
 
     def _split_end(self, text: str) -> tuple[str, str]:
-        """Split the text of a conversation's last turn into what it says and what ends it."""
+        """Split the text of a conversation's last turn into its content and its end."""
         if text.endswith(self._end):
             start = len(text) - len(self._end)
         else:  # a turn with calls may end with a token of its own
@@ -128,7 +128,7 @@ class ChatRenderer:
         return (text[:start], text[start:]) if start >= 0 else (text, "")
 
     def _find_mark(self, message: Message) -> int | None:
-        """Return the first special token between a reply and the content of such a message, None if there is none."""
+        """Return the first special token between a reply and the content of such a message; None without one."""
         role = str(message.get("role"))
         if role not in self._marks:
             before = self._extend([{**message, "content": _QUESTION}], ()).partition(_QUESTION)[0]
@@ -149,7 +149,7 @@ def _ask() -> dict[str, Any]:
 
 
 def _make_call(answer: Message, index: int) -> dict[str, Any]:
-    """Return the call that a tool message answers; some templates refuse one without."""
+    """Return the call that a tool message answers; some templates refuse a tool message without a call."""
     function = {"name": str(answer.get("name") or "tool"), "arguments": {}}
     return {"type": "function", "id": str(answer.get("tool_call_id") or f"call{index:05d}"), "function": function}
 
@@ -192,7 +192,7 @@ def find_drift(
     tools: Tools = (),
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> Drift | None:
-    """Return where the requests of a conversation would differ from rendering them whole, None if nowhere.
+    """Return the first drift between the requests of a conversation and rendering them whole; None without one.
 
     Replies of the model are taken as their canonical tokenization. The conversation ends with messages for the model.
     """
@@ -262,7 +262,7 @@ def check_template(
 ) -> None:
     """Raise a `ConfigError` if a conversation with this chat template cannot be continued exactly.
 
-    With `branches` every turn starts from the whole conversation, so that a template may rewrite it.
+    With `branches` every turn starts from the whole conversation, so a template may rewrite earlier turns.
     """
     model = tokenizer.name_or_path or "the tokenizer"
     for name, script in (SCRIPTS | TOOL_SCRIPTS if tools else SCRIPTS).items():
@@ -274,7 +274,7 @@ def check_template(
             raise ConfigError([f"{_SETTING}.enable: {error}"]) from error
         if script[-1]["content"] not in text:
             role = script[-1]["role"]
-            raise ConfigError([f"{_SETTING}.enable: the chat template of {model} leaves out messages of role {role}"])
+            raise ConfigError([f"{_SETTING}.enable: the chat template of {model} drops messages of role {role}"])
         drift = None if branches else find_drift(tokenizer, script, tools, template_kwargs)
         if drift is not None:
             raise ConfigError(

@@ -18,9 +18,9 @@ from verl.types import Completion, Failed, Sample
 
 @dataclass(eq=False, slots=True)
 class Turn:
-    """What the model generated in one request, after `context`: tokens that are new since `parent`, and not generated.
+    """One generated reply after `context`, the tokens since `parent` that were not generated.
 
-    The context of a turn without a parent is the whole prompt. `reward` is what this turn alone has earned.
+    The context of a turn without a parent is the whole prompt. `reward` is the reward of this turn alone.
     """
 
     context: list[int]
@@ -46,10 +46,11 @@ class Turn:
 
 @dataclass
 class Transcript:
-    """All turns of an episode, in the order in which they ended, and what became of it.
+    """All turns of an episode, in the order in which they ended, and the outcome of the episode.
 
-    `score` is the reward that the episode gave itself, besides those of its turns; None: a reward function or model
-    scores it. With a `failure`, it is not trained on. `messages` are the conversation of an episode with several turns.
+    `score` is the reward that the agent or environment gave to the episode, besides the rewards of its turns; if None,
+    a reward function or model scores the episode. An episode with a `failure` is not trained on. `messages` are the
+    conversation of an episode with several turns.
     """
 
     turns: list[Turn] = field(default_factory=list)
@@ -76,7 +77,7 @@ class Transcript:
 
     @property
     def own_score(self) -> float | None:
-        """The rewards that the episode gave itself and its turns; None if it has failed, or is scored by others."""
+        """The episode's own score plus the rewards of its turns; None if the episode failed or has no own score."""
         return None if self.score is None or self.failure else self.score + sum(turn.reward for turn in self.turns)
 
     @property

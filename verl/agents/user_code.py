@@ -20,37 +20,37 @@ _log = logging.getLogger(__name__)
 SETTING = "actor_rollout_ref.rollout.multi_turn.tool_deadline_s"
 
 
-async def with_deadline(work: Awaitable[T], deadline_s: float, name: str) -> T:
-    """Return the result, or raise `ToolFailureError` at the deadline, even if the work ignores being canceled."""
+async def run_with_timeout(work: Awaitable[T], timeout_s: float, name: str) -> T:
+    """Return the result, or raise `ToolFailureError` after the timeout, even if the work ignores its cancellation."""
     task = asyncio.ensure_future(survive_exit(work))
     try:
-        done, _ = await asyncio.wait([task], timeout=deadline_s)
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
     finally:
         task.cancel()  # no effect once it is done
     if not done:
-        raise ToolFailureError(f"{name} did not return within {deadline_s:g} s ({SETTING})")
+        raise ToolFailureError(f"{name} did not return within {timeout_s:g} s ({SETTING})")
     return task.result()
 
 
 async def survive_exit(work: Awaitable[T]) -> T:
-    """Return the result. Of a coroutine that calls `sys.exit`, an event loop would pass it on and end the worker."""
+    """Return the result. Convert SystemExit to RuntimeError: an event loop would re-raise it and end the worker."""
     try:
         return await work
     except SystemExit as error:
         raise RuntimeError(f"sys.exit({error.code!r})") from error
 
 
-async def close_quietly(method: Callable[..., Any], *args: Any, deadline_s: float, **kwargs: Any) -> None:
-    """Call a method that ends something. What the episode has achieved does not depend on it."""
+async def close_quietly(method: Callable[..., Any], *args: Any, timeout_s: float, **kwargs: Any) -> None:
+    """Call a method that releases something. Log its failure, which does not change the result of the episode."""
     name = getattr(method, "__qualname__", "close")
     try:
-        await with_deadline(call_method(method, *args, **kwargs), deadline_s, name)
+        await run_with_timeout(call_method(method, *args, **kwargs), timeout_s, name)
     except Exception as error:  # noqa: BLE001 - the user's code
         _log.warning("%s failed: %s: %s", name, type(error).__name__, error)
 
 
 async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a method that may be a coroutine function, return an awaitable, or block."""
+    """Call a method, which may be a coroutine function, return an awaitable, or block."""
     if inspect.iscoroutinefunction(method):
         return await method(*args, **kwargs)
     result = await run_in_thread(lambda: method(*args, **kwargs))
@@ -58,12 +58,12 @@ async def call_method(method: Callable[..., Any], *args: Any, **kwargs: Any) -> 
 
 
 def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """Call a function in a new thread. Unlike those of an executor, one that never ends delays nothing else."""
+    """Call a function in a new thread. Unlike threads of an executor, a thread that never ends delays no other call."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 
     def settle(result: T | None, error: BaseException | None) -> None:
-        if future.done():  # nobody waits any more
+        if future.done():  # cancelled by the caller
             return
         if error is not None:
             future.set_exception(error)
@@ -82,7 +82,7 @@ def run_in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
             failure = RuntimeError(repr(error)) if isinstance(error, StopIteration) else error
         try:
             loop.call_soon_threadsafe(settle, result, failure)
-        except RuntimeError:  # the loop has been closed meanwhile
+        except RuntimeError:  # the loop was closed in the meantime
             return
 
     threading.Thread(target=run, daemon=True, name="agent-call").start()

@@ -1,4 +1,4 @@
-"""The processes below another one, read from /proc: the memory and disk space that they use, and their end."""
+"""Reads the descendants of a process from /proc, with the memory and disk space that they use, and kills them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 _PAGE = resource.getpagesize()
 _MAX_FILES = 10_000  # each costs kernel memory, which no limit on bytes counts
-_MAX_DEPTH = 100  # of folders
+_MAX_DEPTH = 100  # nesting of folders
 _SOCKET_BYTES = 2 * 212_992  # what a program may set the buffer of a socket to
 _WRITABLE = ("/tmp", "/dev/shm")
 
@@ -19,7 +19,7 @@ _WRITABLE = ("/tmp", "/dev/shm")
 def list_descendants(pid: int) -> list[int]:
     """Return all processes below `pid`, its children first; none on systems other than Linux."""
     pids = [pid]
-    for parent in pids:  # grows meanwhile
+    for parent in pids:  # grows during the loop
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{parent}/task"):
                 pids += map(int, Path(f"/proc/{parent}/task/{thread}/children").read_text().split())
@@ -77,7 +77,7 @@ def exceeds_disk(pids: Sequence[int], folder: str | None, limit_bytes: int) -> b
 
 
 def _is_hidden(pid: int) -> bool:
-    """Return whether this user may not inspect a process, which made itself so: an exiting one has no memory."""
+    """Return whether a process made itself invisible to this user. An exiting process has no memory."""
     try:
         os.listdir(f"/proc/{pid}/fd")
     except PermissionError:

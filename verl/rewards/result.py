@@ -54,9 +54,9 @@ def format_timeout(timeout_s: float) -> str:
 
 
 def parse_result(result: Any) -> tuple[float, dict[str, float], dict[str, str]]:
-    """Return the score, the other finite numbers, and the entries that are no numbers, of what a function returned.
+    """Return the score, the other finite numbers, and the entries that are not numbers.
 
-    None and NaN mean that a sample lacks a metric: they are left out silently.
+    None and NaN mean that a sample lacks a metric: they are dropped silently.
     """
     if not isinstance(result, Mapping):
         return require_number("the score", result), {}, {}
@@ -109,7 +109,7 @@ class FailureTracker:
     """Counts the failures of a step, and stops the run when their share exceeds the limit.
 
     `add` raises as soon as the limit is exceeded, not at the end of the step: a function that hangs on every response
-    is detected after a few deadlines. The first failure of a step is reported at once.
+    is detected after a few timeouts. The first failure of a step is reported at once.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class FailureTracker:
                 f"reward.max_failure_rate={self._limit:g}. The first failure:\n{self._first.message}"
             )
         if failed == 1:
-            self._report(f"a response could not be scored; it is left out and counted. {result.message}")
+            self._report(f"a response could not be scored; the response is discarded and counted. {result.message}")
 
     def keep_scored(self, handles: Iterable[SampleHandle]) -> list[SampleHandle]:
         """Count all samples, and return those that have a score."""

@@ -51,13 +51,13 @@ BUILTIN_SCORERS: dict[str, str] = {
 }
 """Data source -> module of its `compute_score`, for runs without a user function."""
 
-_CHECKED = {"verl.rewards.scorers.code"}  # they have a `check_requirements`
+_CHECKED = {"verl.rewards.scorers.code"}  # scorers with a `check_requirements`
 _SETTING = "reward.custom_reward_function"
 _PARAMETERS = ("prompt", "response", "ground_truth", "data_source", "extra_info")  # in any order, and any of them
 _BATCH_PARAMETERS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
 
 OUR_FILES = (custom_functions.__file__, compose.__file__, __file__, str(Path(__file__).parent / "pool" / "worker.py"))
-"""Files whose frames are left out of the stacks that users see."""
+"""Files whose frames are dropped from the stacks that users see."""
 
 
 class RewardFunction:
@@ -121,7 +121,7 @@ class RewardFunction:
             return self.to_failures(error, [request])[0]
         for key in sorted(skipped.keys() - self._skipped):
             self._skipped.add(key)
-            self.warn(f"{self.label}: {key!r} is {skipped[key]}, no number: it is not logged")
+            self.warn(f"{self.label}: {key!r} is {skipped[key]}, which is not a number: it is not logged")
         return Scored(score, metrics)
 
     def to_failures(self, error: BaseException, requests: Sequence[RewardInput]) -> list[Failed]:
@@ -131,7 +131,7 @@ class RewardFunction:
         return [make_failure("error", self.label, cause, request, fix) for request in requests]
 
     async def score_request(self, request: RewardInput) -> RewardResult:
-        """Score one response without a deadline. Quitting the debugger raises."""
+        """Score one response without a timeout. Quitting the debugger raises."""
         try:
             returned = self.call([request])
             return self.to_results(await returned if inspect.isawaitable(returned) else returned, [request])[0]
@@ -143,7 +143,7 @@ class RewardFunction:
     async def score(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None
     ) -> tuple[float, dict[str, float]]:
-        """Score one response, to try a function out, without a deadline.
+        """Score one response without a timeout, to try a function out.
 
         Returns:
             The score, and the other numbers that the function returned.
@@ -272,7 +272,7 @@ def _adapt(scorer: Scorer, label: str, kwargs: Mapping[str, Any], settings: Rewa
 
 
 def _is_called_by_name(signature: inspect.Signature, kwargs: Collection[str]) -> bool:
-    """Return whether it takes `response`, and requires only `_PARAMETERS` and `kwargs`."""
+    """Return whether a function takes `response`, and requires only `_PARAMETERS` and `kwargs`."""
     variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     return "response" in signature.parameters and all(
         name in (*_PARAMETERS, *kwargs) or one.default is not one.empty or one.kind in variadic
@@ -331,7 +331,7 @@ def unpack_function(function: bytes | Scorer) -> Scorer:
 
 
 def _prompt_text(extra_info: Mapping[str, Any] | None, where: str) -> str:
-    """Return the prompt as text; of a conversation, its last message."""
+    """Return the prompt as text; for a conversation, the last message."""
     raw = (extra_info or {}).get("raw_prompt")
     if raw is None:
         raise RewardError(f"{where}: takes `prompt`, but the row has no prompt (extra_info['raw_prompt'])")

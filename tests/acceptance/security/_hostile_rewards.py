@@ -242,7 +242,7 @@ def leaks():
     return 1.0
 
 
-# ---- they return what is no number
+# ---- they return something that is not a number
 
 
 @_reward

@@ -193,7 +193,7 @@ async def test_an_agent_of_the_user_scores_its_episode() -> None:
     assert len(transcript.get_leaves()) == 1
 
 
-async def test_a_stuck_agent_is_left_behind_and_says_nothing_more() -> None:
+async def test_an_agent_that_exceeds_its_timeout_is_abandoned_and_gets_no_further_reply() -> None:
     transcript = await play(by_name("swallow_everything", deadline_s=0.2), "8", "9")
     assert transcript.is_truncated
     assert transcript.metrics["episode/deadline_exceeded"] == 1.0
@@ -212,7 +212,7 @@ async def leave(task: Task, model: ChatModel) -> float:
     raise SystemExit(3)
 
 
-async def test_what_calls_sys_exit_does_not_end_the_worker() -> None:
+async def test_sys_exit_in_user_code_does_not_end_the_worker() -> None:
     transcript = await play(TOOLS, call("leave"), "7")
     assert contents(transcript, "tool") == ["Error: RuntimeError: sys.exit(3)"]
     left = await play(by_name("leave"), "8", "8")

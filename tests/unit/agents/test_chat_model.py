@@ -24,7 +24,7 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {"key": "red"}}\n</tool_cal
 class Schema:
     schema: ClassVar = {"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}
 
-    async def call(self, arguments: Any, deadline_s: float) -> Any:
+    async def call(self, arguments: Any, timeout_s: float) -> Any:
         raise NotImplementedError
 
 

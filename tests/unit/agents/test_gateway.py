@@ -445,7 +445,7 @@ async def ask_once(task: Task, base_url: str, api_key: str) -> float:
     return 1.0
 
 
-async def test_a_failure_of_the_engine_is_no_score_even_if_the_agent_ignores_it() -> None:
+async def test_a_failure_of_the_engine_gives_no_score_even_if_the_agent_ignores_it() -> None:
     async def agent(task: Task, base_url: str, api_key: str) -> float:
         async with open_client(base_url, api_key, max_retries=0) as client:
             await client.chat.completions.create(model="any", messages=task.messages)
@@ -560,7 +560,7 @@ async def test_after_the_end_requests_are_refused() -> None:
 
 
 @pytest.mark.parametrize("is_sync", [False, True])
-async def test_an_agent_that_does_not_end_is_left_behind(is_sync: bool) -> None:
+async def test_an_agent_that_does_not_end_is_abandoned(is_sync: bool) -> None:
     release, status = threading.Event(), []
 
     def linger(task: Task, base_url: str, api_key: str) -> float:
@@ -645,7 +645,7 @@ async def ask_nothing(task: Task, base_url: str, api_key: str) -> float:
         (ask_nothing, "without a reply"),
     ],
 )
-async def test_an_agent_that_fails_is_no_score(agent: Any, message: str) -> None:
+async def test_an_agent_that_fails_gives_no_score(agent: Any, message: str) -> None:
     model = ScriptedModel(count_turns)
     transcript = await play(agent, model)
     assert transcript.failure is not None

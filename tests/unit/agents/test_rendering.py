@@ -229,7 +229,7 @@ def test_a_template_that_keeps_history_is_accepted(name: str, tools: list[Any]) 
 
 @pytest.mark.parametrize("branches", [False, True])
 def test_a_template_that_cannot_show_answers_of_tools_is_refused(branches: bool) -> None:
-    with pytest.raises(ConfigError, match="leaves out messages of role tool"):
+    with pytest.raises(ConfigError, match="drops messages of role tool"):
         check_template(make_tokenizer("Phi 3"), [TOOL], branches=branches)
     with pytest.raises(ConfigError, match="unknown role tool"):
         check_template(make_tokenizer("Command R"), [TOOL], branches=branches)

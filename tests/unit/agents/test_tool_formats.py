@@ -258,7 +258,7 @@ def test_plain_text_is_converted_to_the_declared_type(name: str, schema: Any, te
 @pytest.mark.parametrize(
     "opening", ["<think>\n", "\n<think>", ""], ids=["opened", "after a line", "opened in the prompt"]
 )
-def test_calls_in_the_reasoning_are_not_calls(name: str, opening: str) -> None:
+def test_tool_calls_inside_reasoning_are_plain_text(name: str, opening: str) -> None:
     reasoning = f"{opening}Perhaps {format_call(name, ToolCall('other', {'a': 'b'}))} or <tool_call> or {{.</think>\n\n"
     assert FORMATS[name](reasoning + "It rains.") == ParsedReply(reasoning + "It rains.", ())
     reply = FORMATS[name](reasoning + format_call(name, WEATHER))
@@ -277,7 +277,7 @@ def test_the_end_of_reasoning_may_be_an_argument(name: str) -> None:
     assert FORMATS[name](format_call(name, WEATHER) + format_call(name, call)).calls == (WEATHER, call)
 
 
-def test_reasoning_of_gpt_oss_that_mentions_a_call_is_not_a_call() -> None:
+def test_a_tool_call_mentioned_in_the_reasoning_of_gpt_oss_is_plain_text() -> None:
     text = (
         "<|channel|>analysis<|message|>Send to=functions.f {}?<|end|><|start|>assistant<|channel|>final<|message|>No."
     )

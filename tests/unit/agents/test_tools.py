@@ -47,7 +47,7 @@ def test_a_tool_is_still_the_function() -> None:
 
 
 def test_variable_arguments_are_refused() -> None:
-    with pytest.raises(TypeError, match="name all arguments"):
+    with pytest.raises(TypeError, match="declare each argument by name"):
 
         @verl.tool
         def any_of(*names: str) -> str:
@@ -86,7 +86,7 @@ async def test_mistakes_of_the_model_come_back_as_text(tools: dict[str, Function
         ("unreachable", "ConnectionRefusedError"),
     ],
 )
-async def test_what_cannot_be_run_is_a_failure_and_not_an_answer(
+async def test_a_tool_that_cannot_run_is_a_failure_and_not_an_answer(
     tools: dict[str, FunctionTool], name: str, reason: str
 ) -> None:
     with pytest.raises(ToolFailureError, match=reason):

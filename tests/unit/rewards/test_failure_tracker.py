@@ -47,7 +47,7 @@ def test_the_message_has_the_first_failure_the_kinds_and_the_limit() -> None:
         assert part in str(caught.value)
 
 
-def test_what_a_sample_lacks_is_left_out_and_what_is_no_number_is_named() -> None:
+def test_missing_metrics_are_dropped_and_entries_that_are_not_numbers_are_named() -> None:
     nan, inf = float("nan"), float("inf")
     found = parse_result({"score": 1, "length": True, "judge": None, "ratio": nan, "far": inf, "parsed": "x"})
     assert found == (1.0, {"length": 1.0}, {"far": "inf", "parsed": "'x'"})

@@ -15,7 +15,7 @@ PLAIN = st.text(st.characters(exclude_characters="<>"), min_size=1).filter(str.s
 
 
 @given(PLAIN, PLAIN)
-def test_sections_in_order_once_and_filled_are_the_form(thought: str, answer: str) -> None:
+def test_sections_that_occur_once_in_order_and_filled_match_the_format(thought: str, answer: str) -> None:
     text = f" <think>{thought}</think>\n<answer>{answer}</answer>\n"
     assert compute_score("form", text, None) == {"score": 1.0, "well_formed": 1.0}
 
@@ -38,23 +38,23 @@ def test_sections_in_order_once_and_filled_are_the_form(thought: str, answer: st
         ("<think></think><answer></answer>" * 9, 0),
     ],
 )
-def test_a_part_of_the_form_is_worth_a_share_of_what_is_granted(text: str, count: int) -> None:
+def test_a_partly_right_format_gets_a_partial_score(text: str, count: int) -> None:
     assert compute_score("form", text, None)["score"] == 0.0
     assert compute_score("form", text, None, partial=0.5) == {"score": 0.5 * count / 2, "well_formed": 0.0}
 
 
 @given(st.lists(st.sampled_from(["<think>", "</think>", "<answer>", "</answer>", "x", " "]), max_size=12).map("".join))
-def test_a_part_is_never_worth_more_than_the_whole(text: str) -> None:
+def test_a_partial_score_never_exceeds_the_full_score(text: str) -> None:
     result = compute_score("form", text, None, partial=0.4)
     assert result["score"] == 1.0 if result["well_formed"] else result["score"] <= 0.4
 
 
-def test_what_the_template_wrote_counts_as_written() -> None:
+def test_text_that_the_chat_template_wrote_counts() -> None:
     assert compute_score("form", "a</think><answer>4</answer>", None)["well_formed"] == 0.0
     assert compute_score("form", "a</think><answer>4</answer>", None, prefix="<think>\n")["well_formed"] == 1.0
 
 
-def test_other_tags_and_patterns() -> None:
+def test_tags_and_patterns_can_be_set() -> None:
     assert count_sections("<plan>x</plan>", ("plan",)) == (1, "")
     assert compute_score("form", "Answer: 4\n", None, pattern=r"Answer: \d+")["score"] == 1.0
     assert compute_score("form", "Answer: 4 or 5", None, pattern=r"Answer: \d+")["score"] == 0.0

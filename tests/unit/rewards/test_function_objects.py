@@ -31,7 +31,7 @@ def test_a_function_is_packed_by_value_with_all_it_refers_to() -> None:
     assert unpack_function(sent)(response="4", ground_truth="4") == 1.5
 
 
-def test_what_cannot_be_packed_is_an_error_with_a_fix() -> None:
+def test_a_function_that_cannot_be_pickled_is_an_error_with_a_fix() -> None:
     lock = threading.Lock()
     with pytest.raises(RewardError, match=r"cannot be sent .*inside the function"):
         pack_function(lambda response: lock.locked())

@@ -1,4 +1,4 @@
-"""GSM8K: which number counts, and what is no number."""
+"""GSM8K: which number counts, and what is not a number."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_number_after_the_last_mark_counts(text: str, number: str) -> None:
         *("#### 18 million", "#### 18²", "#### 18 19", "#### 18 or 19", "#### 17 to $19", "#### 18|19", "#### 18½"),
     ],
 )
-def test_what_is_not_one_number_after_a_mark_is_none(text: str) -> None:
+def test_anything_but_one_number_after_the_mark_is_not_an_answer(text: str) -> None:
     assert final_number(text) is None
 
 

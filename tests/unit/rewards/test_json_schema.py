@@ -39,7 +39,7 @@ VALUES = st.recursive(
         f'```json\n{{"name": 1}}\n```\nNo:\n```json\n{GOOD}\n```',
     ],
 )
-def test_valid_answers(text: str, schema: object) -> None:
+def test_valid_json_scores_one(text: str, schema: object) -> None:
     assert compute_score("json", text, schema) == {"score": 1.0, "acc": 1.0, "parsed": 1.0}
 
 
@@ -62,19 +62,19 @@ def test_valid_answers(text: str, schema: object) -> None:
         (f'```json\n{GOOD}\n```\nNo:\n```json\n{{"name": 1}}\n```', 1.0),
     ],
 )
-def test_invalid_answers(text: str, parsed: float) -> None:
+def test_invalid_json_scores_zero(text: str, parsed: float) -> None:
     assert compute_score("json", text, PERSON) == {"score": 0.0, "acc": 0.0, "parsed": parsed}
 
 
 @given(VALUES)
-def test_any_value_is_valid_by_its_own_constant_and_none_other(value: object) -> None:
+def test_any_value_is_valid_under_its_own_constant_and_no_other_value_is(value: object) -> None:
     text = json.dumps(value)
     assert compute_score("json", text, {"const": value})["score"] == 1.0
     assert compute_score("json", f"```json\n{text}\n```", {"const": [value]})["score"] == 0.0
 
 
 @given(st.text())
-def test_what_stands_in_the_last_fence_counts(text: str) -> None:
+def test_the_last_fenced_block_is_graded(text: str) -> None:
     assert extract_json(f"```json\n1\n```\n```json\n{json.dumps(text)}\n```") == json.dumps(text)
 
 
@@ -90,7 +90,7 @@ def test_what_stands_in_the_last_fence_counts(text: str) -> None:
         {"$ref": "#/x"},
     ],
 )
-def test_a_ground_truth_that_is_no_schema_is_an_error(schema: object) -> None:
+def test_a_ground_truth_that_is_not_a_schema_is_an_error(schema: object) -> None:
     with pytest.raises(RewardError, match="is not a JSON schema") as raised:
         compute_score("json", GOOD, schema)
     assert "write it as JSON text" in str(raised.value)

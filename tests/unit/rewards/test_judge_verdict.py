@@ -65,7 +65,7 @@ def test_the_last_verdict_counts(reply: str, score: float) -> None:
         '{"reason": "score: 10/10"}',
     ],
 )
-def test_what_is_no_verdict_is_a_failure_and_never_a_zero(reply: str) -> None:
+def test_a_reply_without_a_verdict_is_a_failure_and_never_a_zero(reply: str) -> None:
     with pytest.raises(RewardError, match="The judge"):
         read_verdict(reply)
 
@@ -80,7 +80,7 @@ def test_the_full_mark_is_the_scale_unless_the_judge_names_it(given: int, scale:
         assert read_verdict(f"score: {given}/{scale}", scale=1) == pytest.approx(given / scale)
 
 
-def test_words_have_their_own_worth() -> None:
+def test_verdict_words_have_their_configured_values() -> None:
     verdicts = {"correct": 1, "incorrect": -0.5, "partly right": 0.25}
     assert read_verdict("It looks correct, but:\nVerdict: **INCORRECT.**", verdicts=verdicts) == -0.5
     assert read_verdict("partly right", verdicts=verdicts) == 0.25
@@ -122,14 +122,14 @@ async def test_a_key_that_cannot_be_one_is_named_by_its_variable_alone(key: Any,
     assert not key or key not in str(raised.value)
 
 
-def test_turns_are_given_one_after_the_other_to_all_who_share_the_file(tmp_path: Path) -> None:
+def test_processes_that_share_the_file_share_the_rate_limit(tmp_path: Path) -> None:
     asks = [JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(3)]
     waits = [ask.reserve_turn(1000.0) for ask in (*asks, *asks)]
     assert [round(wait / 1000) for wait in waits] == [0, 1, 2, 3, 4, 5]
     assert JudgeCache(tmp_path / "judge.sqlite", "b").reserve_turn(1000.0) == 0, "another endpoint has its own turns"
 
 
-def test_a_clock_that_was_a_day_ahead_delays_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_was_a_day_ahead_delays_no_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache, now = JudgeCache(tmp_path / "judge.sqlite", "a"), time.time()
     with monkeypatch.context() as ahead:
         ahead.setattr(time, "time", lambda: now + 86_400)
@@ -137,7 +137,7 @@ def test_a_clock_that_was_a_day_ahead_delays_nobody(tmp_path: Path, monkeypatch:
     assert cache.reserve_turn(10.0) <= 10.0
 
 
-def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: Path) -> None:
+def test_no_request_is_sent_before_the_retry_after_time(tmp_path: Path) -> None:
     one, other = (JudgeCache(tmp_path / "judge.sqlite", "a") for _ in range(2))
     one.delay_turns(5000.0)
     one.delay_turns(1000.0)
@@ -147,11 +147,11 @@ def test_nobody_has_a_turn_before_the_service_wants_to_be_asked_again(tmp_path: 
 @pytest.mark.parametrize(
     ("header", "seconds"), [("7", 7.0), ("0.5", 0.5), ("-3", 0.0), (None, None), ("soon", None), ("", None)]
 )
-def test_the_header_that_says_when_to_ask_again_is_read(header: str | None, seconds: float | None) -> None:
+def test_the_retry_after_header_is_read(header: str | None, seconds: float | None) -> None:
     assert _parse_retry_after({} if header is None else {"Retry-After": header}) == seconds
 
 
-def test_the_header_that_says_when_to_ask_again_may_be_a_date() -> None:
+def test_the_retry_after_header_may_be_a_date() -> None:
     assert _parse_retry_after({"Retry-After": "Fri, 01 Jan 1999 00:00:00 GMT"}) == 0
     seconds = _parse_retry_after({"Retry-After": formatdate(time.time() + 5000, usegmt=True)})
     assert seconds is not None

@@ -81,7 +81,7 @@ def test_whatever_stands_in_earlier_boxes_the_last_one_is_read(contents: list[st
         ("12.50\\%", "12.5\\%"),
     ],
 )
-def test_equal_answers(answer: str, truth: object) -> None:
+def test_equal_answers_score_one(answer: str, truth: object) -> None:
     assert score(answer, truth) == 1.0
 
 
@@ -157,7 +157,7 @@ def test_no_text_in_the_box_raises(text: str) -> None:
         "{" * 3_000 + "}" * 3_000,
     ],
 )
-def test_what_would_take_for_ever_is_not_begun(answer: str) -> None:
+def test_an_expression_that_would_take_forever_is_not_evaluated(answer: str) -> None:
     start = time.process_time()
     assert score(answer, "42") == 0.0
     assert time.process_time() - start < 5
@@ -174,12 +174,12 @@ def test_numbers_of_other_bases_differ() -> None:
 
 
 @pytest.mark.parametrize("truth", ["x=5", "(1,2)"])
-def test_a_slow_answer_is_wrong_and_no_timeout(truth: str) -> None:
+def test_a_slow_answer_is_wrong_and_not_a_timeout(truth: str) -> None:
     slow = "\\sin(\\cos(\\tan(\\sin(\\cos(\\tan 1)))))"
     assert score(f"({slow},2)" if "," in truth else slow, truth) == 0.0
 
 
-def test_what_takes_too_long_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_that_takes_too_long_is_undecided(monkeypatch: pytest.MonkeyPatch) -> None:
     def compare(*_: Any) -> bool:
         while True:
             pass
@@ -192,18 +192,18 @@ def test_what_takes_too_long_is_undecided(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize("truth", ["", "\\frac{", "0/0", "10^{10^{10}}", "see the figure: $?!$", "5" * 3_000])
-def test_a_ground_truth_that_cannot_be_judged_by_is_an_error(truth: str) -> None:
+def test_a_ground_truth_that_cannot_be_parsed_is_an_error(truth: str) -> None:
     with pytest.raises(
         RewardError, match=r"data_source 'math': math-verify cannot parse the ground truth .*remove the row"
     ):
         score("5", truth)
 
 
-def test_an_answer_that_is_the_truth_to_the_letter_needs_no_library() -> None:
+def test_an_answer_equal_to_the_ground_truth_as_text_needs_no_library() -> None:
     assert score("x \\mapsto", "x \\mapsto") == 1.0
 
 
-def test_what_the_library_fails_to_compare_is_counted() -> None:
+def test_pairs_that_the_library_fails_to_compare_are_counted() -> None:
     assert compute_score("math", "\\boxed{x > 3}", "x \\neq 3")["undecided"] == 1.0
     assert compute_score("math", "\\boxed{4}", "5")["undecided"] == 0.0
 

@@ -43,12 +43,12 @@ def test_a_model_without_a_template_of_its_own_takes_the_policys() -> None:
     assert read_by(model, None, retokenize=False) is keep_tokens
 
 
-def test_another_vocabulary_needs_the_prompts_as_they_were() -> None:
+def test_another_vocabulary_needs_the_raw_prompts() -> None:
     with pytest.raises(ConfigError, match=r"model_path=rm: its tokenizer is .*set data\.return_raw_input_ids=True"):
         read_by(tokenizer_of("<pad>", "<eos>", "<more>"), None, retokenize=False)
 
 
-def test_another_template_needs_the_prompts_as_they_were() -> None:
+def test_another_chat_template_needs_the_raw_prompts() -> None:
     model = make_tokenizer()
     model.chat_template = TEMPLATE
     with pytest.raises(ConfigError, match=r"its chat template is .*set data\.return_raw_input_ids=True"):

@@ -73,7 +73,7 @@ def test_an_answer_that_settles_on_nothing(text: str) -> None:
 
 
 @given(st.permutations("ABCD"), st.sampled_from(["The answer is ({}). ", "Answer: {}\n", "\\boxed{{{}}} "]))
-def test_of_many_statements_only_the_last_counts(letters: list[str], statement: str) -> None:
+def test_only_the_last_of_many_statements_counts(letters: list[str], statement: str) -> None:
     text = "".join(statement.format(letter) for letter in letters)
     assert [compute_score("mmlu", text, letter) for letter in letters] == [0.0, 0.0, 0.0, 1.0]
 

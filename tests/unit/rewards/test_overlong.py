@@ -26,5 +26,5 @@ def test_longer_is_never_better_and_never_below_the_factor(
     assert -factor <= penalty.compute(length + 1) <= penalty.compute(length) <= 0
 
 
-def test_a_buffer_of_nothing_punishes_nothing() -> None:
+def test_an_empty_buffer_gives_no_penalty() -> None:
     assert OverlongPenalty(buffer=0, factor=1.0, max_length=100).compute(200) == 0.0

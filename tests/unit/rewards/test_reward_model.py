@@ -25,9 +25,9 @@ class Recorder(FakeRewardModel):
         return await super().score(batch)
 
 
-async def test_what_arrives_while_a_batch_runs_goes_into_the_next_up_to_the_size() -> None:
+async def test_requests_that_arrive_while_a_batch_runs_join_the_next_batch() -> None:
     model = Recorder()
-    batcher = Batcher(model, size=3, deadline_s=60)
+    batcher = Batcher(model, size=3, timeout_s=60)
     first = asyncio.ensure_future(batcher.score([10]))
     while not model.sizes:
         await asyncio.sleep(0)
@@ -38,9 +38,9 @@ async def test_what_arrives_while_a_batch_runs_goes_into_the_next_up_to_the_size
     assert model.sizes == [1, 3, 2]
 
 
-async def test_the_deadline_runs_from_the_start_of_the_batch_and_what_is_late_is_no_zero() -> None:
+async def test_the_timeout_starts_with_the_batch_and_a_late_score_is_a_failure() -> None:
     model = Recorder()  # is never let go
-    batcher = Batcher(model, size=1, deadline_s=0.01)
+    batcher = Batcher(model, size=1, timeout_s=0.01)
     outcomes = await asyncio.gather(batcher.score([1]), batcher.score([2]))
     assert model.sizes == [1, 1], "the second batch has its turn, and its own deadline"
     for outcome in outcomes:
@@ -56,7 +56,7 @@ async def test_a_sequence_that_fails_does_not_fail_those_beside_it() -> None:
                 raise RuntimeError("out of luck")
             return await super().score(batch)
 
-    batcher = Batcher(Picky(), size=8, deadline_s=60)
+    batcher = Batcher(Picky(), size=8, timeout_s=60)
     good, bad, other = await asyncio.gather(batcher.score([1]), batcher.score([13]), batcher.score([2]))
     assert (good, other) == (1.0, 2.0)
     assert isinstance(bad, ScoringFailure)
@@ -64,23 +64,23 @@ async def test_a_sequence_that_fails_does_not_fail_those_beside_it() -> None:
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
-async def test_a_score_that_is_no_finite_number_is_a_failure(number: float) -> None:
+async def test_a_score_that_is_not_a_finite_number_is_a_failure(number: float) -> None:
     class Broken(FakeRewardModel):
         async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
             return [number] * len(batch)
 
-    outcome = await Batcher(Broken(), size=8, deadline_s=60).score([1])
+    outcome = await Batcher(Broken(), size=8, timeout_s=60).score([1])
     assert isinstance(outcome, ScoringFailure)
     assert outcome.kind == "invalid"
     assert str(number) in outcome.message
 
 
-async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> None:
+async def test_a_model_that_returns_too_few_scores_fails_all_requests() -> None:
     class Forgetful(FakeRewardModel):
         async def score(self, batch: Sequence[Sequence[int]]) -> list[float]:
             return []
 
-    batcher = Batcher(Forgetful(), size=8, deadline_s=60)
+    batcher = Batcher(Forgetful(), size=8, timeout_s=60)
     for outcome in await asyncio.gather(batcher.score([1]), batcher.score([2])):
         assert isinstance(outcome, ScoringFailure)
 
@@ -89,15 +89,15 @@ async def test_a_model_that_returns_too_few_scores_leaves_nobody_waiting() -> No
     ("tokens", "why"),
     [([], "no token"), ([1] * 129, "129 tokens, more than the 128 that the model supports"), ([64], "token 64")],
 )
-async def test_what_the_model_cannot_read_is_told_before_it_is_asked(tokens: list[int], why: str) -> None:
-    outcome = await Batcher(FakeRewardModel(), size=8, deadline_s=60).score(tokens)
+async def test_a_sequence_that_the_model_cannot_read_fails_before_a_request(tokens: list[int], why: str) -> None:
+    outcome = await Batcher(FakeRewardModel(), size=8, timeout_s=60).score(tokens)
     assert isinstance(outcome, ScoringFailure)
     assert why in outcome.message
 
 
-async def test_one_that_nobody_waits_for_any_more_harms_no_other() -> None:
+async def test_a_cancelled_request_does_not_affect_others() -> None:
     model = Recorder()
-    batcher = Batcher(model, size=8, deadline_s=60)
+    batcher = Batcher(model, size=8, timeout_s=60)
     gone, here = asyncio.ensure_future(batcher.score([1])), asyncio.ensure_future(batcher.score([2]))
     while not model.sizes:
         await asyncio.sleep(0)

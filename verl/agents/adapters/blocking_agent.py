@@ -1,4 +1,4 @@
-"""Episodes written as a plain loop, without `async`: `loop(model, tokenizer, initial_prompt, max_turns)`.
+"""Agents that are written as a plain loop, without `async`: `loop(model, tokenizer, initial_prompt, max_turns)`.
 
     from verl.agents.loops import format_conversation, generate_response
 
@@ -9,7 +9,7 @@
             ...
         return conversation, rewards
 
-It returns the conversation and one reward for each reply of the model. It runs in a thread of its own.
+The loop returns the conversation and one reward for each reply of the model, and runs in a thread of its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class BlockingModel:
-    """The model of an episode for code that is not a coroutine."""
+    """The model of an episode, for code without `async`."""
 
     def __init__(self, model: ChatModel, loop: asyncio.AbstractEventLoop) -> None:
         self._model, self._loop = model, loop
@@ -40,19 +40,19 @@ class BlockingModel:
 
 
 def format_conversation(conversation: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return what to ask the model: the messages themselves, so that it continues the tokens it has generated."""
+    """Return the messages themselves as the prompt, so that the next reply continues the generated tokens exactly."""
     return list(conversation)
 
 
 def generate_response(
     model: BlockingModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Mapping[str, Any]]
 ) -> str:
-    """Return what the model replies."""
+    """Return the text of the model's reply."""
     return model.chat(prompt).content
 
 
 def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, max_turns: int | None) -> Agent | None:
-    """Return a loop as an agent; None if the function is none."""
+    """Return a loop as an agent; None if the signature does not match."""
     names = list(inspect.signature(agent).parameters)
     if names[:2] != ["model", "tokenizer"]:
         return None
@@ -64,7 +64,7 @@ def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, ma
         conversation, rewards = await run_in_thread(lambda: agent(blocking, tokenizer, prompt, **limits))
         turns = model.transcript.turns
         if len(rewards) != len(turns):
-            raise ValueError(f"it returned {len(rewards)} rewards for {len(turns)} replies of the model")
+            raise ValueError(f"the loop returned {len(rewards)} rewards for {len(turns)} replies of the model")
         for turn, reward in zip(turns, rewards, strict=True):
             turn.reward += float(reward)
         model.transcript.messages = [dict(message) for message in conversation]
@@ -75,7 +75,7 @@ def adapt_loop(agent: Callable[..., Any], tokenizer: PreTrainedTokenizerBase, ma
 
 
 def read_question(task: Task) -> str:
-    """Return the prompt of a row, which has to be one message: the loop makes a conversation of it."""
+    """Return the text of the prompt, which must be a single message: the loop builds the conversation."""
     if len(task.messages) != 1:
         raise ValueError(f"the prompt has {len(task.messages)} messages; a loop takes one, as `initial_prompt`")
     return str(task.messages[0]["content"])

@@ -24,12 +24,12 @@ def adapt_environment(
     read_action: Callable[[str], Any],
     write_observation: Callable[[Any], str] = str,
 ) -> Callable[[], AdaptedEnvironment]:
-    """Return what makes environments for verl.
+    """Return a factory of environments for verl.
 
     Args:
         make: Returns the library's object for a row of the data.
-        read_action: Returns the action of a reply; a `ValueError` is shown to the model, which may try again.
-        write_observation: Returns what the model reads of an observation.
+        read_action: Parses the action from a reply; a `ValueError` is shown to the model, which may try again.
+        write_observation: Returns an observation as text for the model.
     """
     return partial(AdaptedEnvironment, make, read_action, write_observation)
 

@@ -1,4 +1,4 @@
-"""Finds the calls in the text of a turn. What a call looks like is up to each format."""
+"""Finds the calls in the text of a turn. Each format defines what a call looks like."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ Tools = Sequence[Mapping[str, Any]]
 class CallFormat:
     """A format whose calls stand in the text, next to content.
 
-    Reasoning is content in which calls are not calls. It ends with `</think>`, and its beginning may be in the prompt.
+    Tool calls inside reasoning are plain text. Reasoning ends with `</think>`; its beginning may be in the prompt.
     """
 
     opening: re.Pattern[str]  # how a call begins
-    closing: str | None  # how a call ends; None if only its JSON tells, so that nothing after a broken one is readable
-    read_call: Callable[[Reader], ToolCall | None]  # starts at an opening; returns None if it is content after all
-    trailer: str = ""  # may follow the closing of a call, and means nothing
+    closing: str | None  # the end of a call; None if only the JSON ends it: nothing after a broken call is readable
+    read_call: Callable[[Reader], ToolCall | None]  # starts at an opening; returns None if the text is content
+    trailer: str = ""  # may follow the closing of a call; ignored
 
     def __call__(self, text: str, tools: Tools = ()) -> ParsedReply:
         calls: list[Call] = []
@@ -65,7 +65,7 @@ class CallFormat:
                 yield start, call, position
 
     def _find_end(self, text: str, body: int, reason: str) -> tuple[int, str]:
-        """Return where a broken call ends, and what is wrong with it: nothing else, or that it does not end."""
+        """Return where a broken call ends, and the reason: the given one, or that the call does not end."""
         if self.closing is None:
             return len(text), reason
         following = self.opening.search(text, body)
@@ -76,7 +76,7 @@ class CallFormat:
         return end + len(self.closing), reason
 
     def _find_reasoning_end(self, text: str, tools: Tools) -> int:
-        """Return where the reasoning ends, 0 if there is none. `</think>` within a call is an argument."""
+        """Return where the reasoning ends; 0 without reasoning. `</think>` within a call is an argument."""
         is_open = text.lstrip().startswith("<think>")
         end = text.find("</think>")
         if end < 0:

@@ -25,7 +25,7 @@ class Reader:
 
     def __init__(self, text: str, position: int = 0, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.text, self.position, self.tools = text, position, tools
-        self.name = ""  # of the called tool, once it is read
+        self.name = ""  # name of the called tool, once it is read
 
     def skip(self, token: str) -> bool:
         """Move past a token. Returns False, without moving, if it is not next."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A readable call. Whether the tool exists and accepts the arguments is checked by whoever executes it."""
+    """A call that was parsed. Whether the tool exists and accepts the arguments is checked when the call runs."""
 
     name: str
     arguments: dict[str, Any]
@@ -17,11 +17,11 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class InvalidCall:
-    """A tool call that cannot be read: the model's own mistake, which it is told about."""
+    """A tool call that cannot be parsed. The model gets the reason as an error."""
 
     text: str  # what the model wrote, shortened
     reason: str  # one sentence for the model
-    name: str = ""  # of the tool, if it could be read
+    name: str = ""  # name of the tool, if it could be read
 
 
 Call = ToolCall | InvalidCall

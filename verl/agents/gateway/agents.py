@@ -1,4 +1,4 @@
-"""Agents that know nothing of verl: functions of a task, a URL and a key, which ask the model with any SDK."""
+"""Agents that do not import verl: functions of a task, a URL and a key, which call the model with any SDK."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class GatewayAgents:
-    """Plays the agents of a worker that take `base_url` and `api_key`. Its gateway is started for the first of them."""
+    """Plays agents that take `base_url` and `api_key`. The gateway of a worker is started for the first such agent."""
 
     def __init__(self, rollout: RolloutConfig) -> None:
         self._settings, self._max_invalid_calls = rollout.gateway, rollout.multi_turn.max_invalid_calls
@@ -29,7 +29,7 @@ class GatewayAgents:
         self._starting: asyncio.Task[Gateway] | None = None
 
     def adapt(self, agent: Callable[..., Any]) -> Agent:
-        """Return an agent as one that takes a model."""
+        """Return an agent that takes a model, from one that takes a URL; return other agents unchanged."""
         names = list(inspect.signature(agent).parameters)
         if "base_url" not in names:
             return agent
@@ -37,7 +37,9 @@ class GatewayAgents:
         if not self._settings.enable:
             raise ConfigError([f"{ROLLOUT}.gateway.enable: the agent {name} takes a base_url; set it to true"])
         if "api_key" not in names:
-            raise ConfigError([f"{ROLLOUT}.agent.default_agent_loop: {name} takes a base_url, but no api_key; add it"])
+            raise ConfigError(
+                [f"{ROLLOUT}.agent.default_agent_loop: {name} takes a base_url; add the parameter api_key"]
+            )
 
         async def play(task: Task, model: ChatModel) -> Any:
             return await self._play(agent, task, model)
@@ -52,7 +54,7 @@ class GatewayAgents:
             self._thread.close()
 
     async def _play(self, agent: Callable[..., Any], task: Task, model: ChatModel) -> Any:
-        """Return the score that the agent returns, or else the reward that it has sent."""
+        """Return the score that the agent returned, or else the reward that it posted."""
         if self._starting is None or self._thread is None:
             self._thread, self._starting = AgentThread(), asyncio.ensure_future(self._start())
         gateway = await asyncio.shield(self._starting)
@@ -91,7 +93,7 @@ class AgentThread:
         self._thread = EventLoopThread("agents")
 
     async def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Return what a function or coroutine function returns. One that does not end cannot be killed."""
+        """Return the result of a function or coroutine function. A call that never ends cannot be killed."""
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await self._await(function(*args, **kwargs))
         result = await run_in_thread(lambda: function(*args, **kwargs))

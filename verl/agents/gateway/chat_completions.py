@@ -1,8 +1,8 @@
-"""OpenAI's chat completions as data: requests that are read, and completions, chunks and errors that are written.
+"""Reads requests in the format of OpenAI's chat completions, and writes completions, chunks and errors.
 
-How tokens are sampled is up to the run: `temperature`, `top_p`, `seed`, `logit_bias`, `response_format`, a forced
+The run decides how tokens are sampled: `temperature`, `top_p`, `seed`, `logit_bias`, `response_format`, a forced
 `tool_choice` and the like have no effect, since the log-probs of training would be those of another distribution.
-`stop` has none either: engines know token ids only, and what they have generated is never cut.
+`stop` has no effect either: engines stop at token ids only, and generated tokens are never cut.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 
 from verl.agents.chat_model import Reply
 
-MODEL = "policy"  # the name of a model if a request has none
+MODEL = "policy"  # the name of the model unless a request names another
 
 
 class RequestError(Exception):
-    """What a client gets instead of a reply: an HTTP status and OpenAI's code of the error.
+    """An error response: an HTTP status and an error code of OpenAI.
 
-    OpenAI's SDKs send requests again that failed with status 408, 409, 429 or 5xx, and no others.
+    The SDKs of OpenAI retry requests that failed with status 408, 409, 429 or 5xx, and no others.
     """
 
     def __init__(self, status: int, code: str, message: str) -> None:
@@ -47,7 +47,7 @@ class ChatRequest:
 
 
 def read_request(body: Any) -> ChatRequest:
-    """Return the request that a JSON body is, or raise `RequestError`."""
+    """Parse the JSON body of a request, or raise `RequestError`."""
     if not isinstance(body, dict):
         raise _refuse("the body has to be a JSON object")
     if body.get("n") not in (None, 1):
@@ -121,7 +121,7 @@ def write_completion(reply: Reply, model: str, name: str) -> dict[str, Any]:
 
 
 def write_events(completion: Mapping[str, Any], *, includes_usage: bool) -> str:
-    """Return a completion as the server-sent events of a streamed one. Clients put the same message together."""
+    """Return a completion as server-sent events, from which clients assemble the same message."""
     chunks = [*_split_chunks(completion)]
     if includes_usage:
         chunks.append({"choices": [], "usage": completion["usage"]})

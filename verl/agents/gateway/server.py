@@ -1,8 +1,8 @@
 """The model as an OpenAI-compatible endpoint for each episode, so that agents written with any SDK can be trained.
 
-An episode has a URL and a key of its own, until it ends. Its requests go to its `ChatModel`, which records the tokens.
-Served are `/e/{episode}/v1/chat/completions`, streamed and not, `/e/{episode}/v1/models`, and `/e/{episode}/reward`
-for agents in other processes.
+Each episode has a URL and a key of its own until it ends. Requests go to the `ChatModel` of the episode, which records
+the tokens. The routes are `/e/{episode}/v1/chat/completions`, streamed and not, `/e/{episode}/v1/models`, and
+`/e/{episode}/reward` for agents in other processes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from verl.agents.gateway.session import Session, make_ended_error
 from verl.cluster.actors import get_node_address
 from verl.errors import ConfigError
 
-PORTS = 64  # that are tried from a given one on: each worker of a machine needs its own
-_RETRY_HEADER = "x-stainless-retry-count"  # of OpenAI's SDKs, 0 at the first attempt
+PORTS = 64  # ports to try, from the given one on: each worker of a machine needs its own
+_RETRY_HEADER = "x-stainless-retry-count"  # sent by the SDKs of OpenAI; 0 at the first attempt
 
 
 class Gateway:
-    """A server on the event loop of its episodes. It knows those that are open."""
+    """An HTTP server on the event loop of the episodes that it serves."""
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
         self._host, self._port = host, port
         self._sessions: dict[int, Session] = {}
-        self._count = 0  # of episodes so far
+        self._count = 0  # episodes so far
         self._url = ""
 
     async def start(self) -> None:
@@ -87,7 +87,7 @@ class Gateway:
             raise make_ended_error()
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.encode(), session.key.encode()):
-            raise RequestError(401, "invalid_api_key", "the key is not that of the episode")
+            raise RequestError(401, "invalid_api_key", "the key does not belong to the episode")
         return session
 
     def _build_app(self) -> FastAPI:
@@ -97,7 +97,7 @@ class Gateway:
         async def complete_chat(episode: str, request: Request) -> Response:
             session = self._find(episode, request)
             body = await read_body(request)
-            hang_up = asyncio.ensure_future(request.receive())  # the body was read: the next message is the end
+            hang_up = asyncio.ensure_future(request.receive())  # after the body, the next message is the disconnect
             try:
                 retries = request.headers.get(_RETRY_HEADER, "0")
                 completion = await session.respond(body, hang_up, is_retry=retries != "0")
@@ -151,13 +151,13 @@ class _Server(uvicorn.Server):
 
 
 def bind_socket(host: str, port: int) -> socket.socket:
-    """Return a socket at the first free port from `port` on; 0: at any."""
+    """Return a socket that listens on the first free port from `port` on; 0 for any port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     for each in range(port, port + PORTS) if port else [0]:
         try:
             listener.bind((host, each))
-            listener.listen()  # until then another process may bind it, too
+            listener.listen()  # until then another process may bind the same port
             return listener
         except OSError as error:
             problem = error
@@ -167,7 +167,7 @@ def bind_socket(host: str, port: int) -> socket.socket:
 
 
 def bypass_proxies(host: str) -> None:
-    """Let clients in this process, and in those that it starts, connect to `host` directly."""
+    """Let clients in this process and its child processes connect to `host` without a proxy."""
     for name in ("NO_PROXY", "no_proxy"):
         hosts = [each for each in os.environ.get(name, "").split(",") if each]
         if host not in hosts:

@@ -1,9 +1,9 @@
 """The requests of one episode to its model, as they come from clients that time out, hang up and retry.
 
 A reply becomes a part of the episode when a client receives it. A client that hangs up, after a timeout for example,
-does not stop the request: the next equal one gets its reply. So does a retry of an SDK, even if the reply seemed to be
-received. A reply that nobody has received is dropped at the end: nothing in the episode followed from it. Equal
-requests of clients that are still there are different requests, each with a reply of its own.
+does not stop the request: the next equal request gets the reply. So does a retry of an SDK, even if the reply seemed to
+be received. A reply that no client has received is dropped at the end: nothing in the episode depends on it. Equal
+requests of clients that are still connected are different requests, each with a reply of its own.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from verl.errors import DataError
 
 @dataclass(eq=False)
 class Exchange:
-    """A request and what became of it."""
+    """A request and its reply."""
 
     drafting: asyncio.Task[Draft]
-    waiting: int = 0  # clients
-    completion: dict[str, Any] | None = None  # once it was received
+    waiting: int = 0  # number of clients
+    completion: dict[str, Any] | None = None  # set when a client receives the reply
 
     @property
     def is_lost(self) -> bool:
@@ -38,7 +38,7 @@ class Session:
     """The requests of one episode.
 
     `limit` is set once the episode has used up its tokens or turns: no further request is taken, and the episode is
-    truncated, whatever its agent does about it. `failure` is an error of the engine that no retry has overcome.
+    truncated, whatever its agent does next. `failure` is an error of the engine after which no retry succeeded.
     """
 
     def __init__(self, model: ChatModel, name: str, base_url: str, max_invalid_calls: int) -> None:
@@ -46,7 +46,7 @@ class Session:
         self.limit: EpisodeLimitError | None = None
         self.reward: float | None = None
         self._model, self._name, self._max_invalid_calls = model, name, max_invalid_calls
-        self._exchanges: dict[str, list[Exchange]] = {}  # by their request
+        self._exchanges: dict[str, list[Exchange]] = {}  # request as JSON -> its exchanges
         self._failures: dict[str, Exception] = {}
         model.transcript.metrics |= {"tools/calls": 0.0, "tools/invalid_calls": 0.0}
 
@@ -55,7 +55,7 @@ class Session:
         return next(iter(self._failures.values()), None)
 
     async def respond(self, body: Any, hang_up: asyncio.Future[Any], *, is_retry: bool) -> dict[str, Any] | None:
-        """Return the completion for a request, None if its client hangs up before it is there."""
+        """Return the completion for a request; None if the client hangs up first."""
         request, key = read_request(body), json.dumps(body, sort_keys=True)
         exchange = self._find(key, is_retry=is_retry) or self._start(key, request)
         exchange.waiting += 1
@@ -75,7 +75,7 @@ class Session:
                 exchange.drafting.cancel()
 
     def _find(self, key: str, *, is_retry: bool) -> Exchange | None:
-        """Return an equal request whose reply is to be sent again."""
+        """Return an earlier exchange of an equal request whose reply must be sent again."""
         earlier = self._exchanges.get(key, [])
         lost = next((each for each in earlier if each.is_lost), None)
         return earlier[-1] if lost is None and is_retry and earlier else lost
@@ -127,7 +127,7 @@ class Session:
 
 
 def get_result(drafting: asyncio.Task[Draft]) -> Draft:
-    """Return a draft, or raise what its client has to know."""
+    """Return a draft, or raise the error response for the client."""
     try:
         return drafting.result()
     except asyncio.CancelledError:
@@ -145,4 +145,4 @@ def to_request_error(error: Exception) -> RequestError:
         return RequestError(400, "context_length_exceeded", f"a limit of the episode is reached: {error}")
     if isinstance(error, (InvalidRequestError, DataError)):
         return RequestError(400, "invalid_request", str(error))
-    return RequestError(500, "engine_error", f"the model could not be asked: {type(error).__name__}: {error}")
+    return RequestError(500, "engine_error", f"the request to the model failed: {type(error).__name__}: {error}")

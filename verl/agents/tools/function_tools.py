@@ -9,8 +9,8 @@
         \"\"\"
         return row["extra_info"]["values"][key]
 
-The model sees the name, the description and the arguments. A keyword-only parameter `row` is not one of them: it gets
-the row of the data, so that every episode may have its own answers.
+The model sees the name, the description and the arguments. A keyword-only parameter `row` is hidden from the model: it
+receives the row of the data, so that every episode may have its own answers.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from verl.agents.errors import ToolError, classify_error
 from verl.agents.tools.processes import call_in_process
 from verl.agents.tools.results import ToolResult, to_result
-from verl.agents.user_code import with_deadline
+from verl.agents.user_code import run_with_timeout
 
 HIDDEN = "row"  # the parameter that the model does not see
 _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
@@ -36,20 +36,20 @@ _ARGUMENT = re.compile(r"^\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)$")
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool: its JSON schema for the model, and a call. It belongs to one episode."""
+    """A tool of one episode: its JSON schema for the model, and a call."""
 
     @property
     def schema(self) -> Mapping[str, Any]:
         """`{"type": "function", "function": {"name": ..., "description": ..., "parameters": ...}}`."""
         ...
 
-    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
-        """Run it. `ToolError`: the arguments are wrong; `ToolFailureError`: it cannot be run, or not in time."""
+    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
+        """Run the tool. Raise `ToolError` for wrong arguments, `ToolFailureError` for a failure or a timeout."""
         ...
 
 
 class FunctionTool:
-    """A function as a tool. Calling it calls the function."""
+    """A function as a tool. Calling the tool object calls the function."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function, self._row = function, dict[str, Any]()
@@ -78,7 +78,7 @@ class FunctionTool:
         bound._row = dict(row)
         return bound
 
-    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
+    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
         try:
             checked = self._arguments.model_validate(dict(arguments))
         except ValidationError as error:
@@ -87,17 +87,17 @@ class FunctionTool:
         if HIDDEN in inspect.signature(self._function).parameters:
             values[HIDDEN] = self._row
         if inspect.iscoroutinefunction(self._function):
-            return to_result(await with_deadline(self._function(**values), deadline_s, self.name))
-        return await call_in_process(self._function, values, deadline_s)
+            return to_result(await run_with_timeout(self._function(**values), timeout_s, self.name))
+        return await call_in_process(self._function, values, timeout_s)
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
-    """Make a function a tool: its name, annotations and docstring are what the model sees of it."""
+    """Make a function a tool. The model sees its name, annotations and docstring."""
     return FunctionTool(function)
 
 
 def _build_arguments(function: Callable[..., Any]) -> type[BaseModel]:
-    """Return a model of the arguments that a call must have."""
+    """Return a pydantic model of the arguments of a call."""
     _, descriptions = _read_docstring(function)
     fields: dict[str, Any] = {}
     hints = inspect.get_annotations(function, eval_str=True)
@@ -105,7 +105,7 @@ def _build_arguments(function: Callable[..., Any]) -> type[BaseModel]:
         if name == HIDDEN and parameter.kind is parameter.KEYWORD_ONLY:
             continue
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise TypeError(f"the tool {function.__name__} takes *{name}; name all arguments, so that a model can too")
+            raise TypeError(f"the tool {function.__name__} takes *{name}; declare each argument by name")
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[name] = (hints.get(name, str), Field(default, description=descriptions.get(name)))
     return create_model(function.__name__, __config__=ConfigDict(extra="forbid"), **fields)
@@ -128,15 +128,15 @@ def _describe_mistakes(name: str, error: ValidationError) -> str:
 
 
 async def call_tools(
-    tools: Mapping[str, Tool], calls: Sequence[tuple[str, Mapping[str, Any]]], deadline_s: float
+    tools: Mapping[str, Tool], calls: Sequence[tuple[str, Mapping[str, Any]]], timeout_s: float
 ) -> list[ToolResult | ToolError]:
-    """Run the calls of one turn concurrently. Raise `ToolFailureError` if one cannot be run or does not end in time."""
+    """Run the calls of one turn concurrently. Raise `ToolFailureError` if a call fails or exceeds the timeout."""
 
     async def run(name: str, arguments: Mapping[str, Any]) -> ToolResult | ToolError:
         if name not in tools:
             return ToolError(f"there is no tool {name!r}; there are: {', '.join(sorted(tools)) or 'none'}")
         try:
-            return await tools[name].call(arguments, deadline_s)
+            return await tools[name].call(arguments, timeout_s)
         except Exception as error:
             if isinstance(result := classify_error(error), ToolError):
                 return result

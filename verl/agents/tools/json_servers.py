@@ -2,8 +2,8 @@
 
     {"name": "lookup", "arguments": {"key": "a"}, "episode": "6f1c..."}  ->  {"result": "7", "reward": 0.5}
 
-The reward may be missing. `{"error": "..."}` is a mistake of the model, which it reads. A server that keeps state keeps
-it by `episode`, a text that is different for every episode.
+The reward is optional. `{"error": "..."}` is a mistake, which the model reads. A server with state keeps the state by
+`episode`, a text that is different for every episode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from verl.agents.errors import ToolError, ToolFailureError
 from verl.agents.tools.results import ToolResult, to_result
 from verl.redaction import redact
 
-CONNECT_S = 5.0  # other deadlines are those of the call
+CONNECT_S = 5.0  # the call has a timeout of its own
 _EXCERPT = 300
 _NOT_BY_THE_MODEL = {401, 403, 404, 405, 407, 408, 421, 425, 426, 429, 431}
 """Statuses that say nothing about the arguments, unless the reply has an `error`."""
@@ -37,7 +37,7 @@ class JsonServer:
     url: str
 
     async def list_tools(self) -> list[Mapping[str, Any]]:
-        """Return the schemas of its tools. Raise `httpx.TransportError` if it cannot be reached."""
+        """Return the schemas of the tools. Raise `httpx.TransportError` if the server cannot be reached."""
         async with self.make_client() as client:
             response = await client.get(self.join("tools"))
         if not response.is_success:
@@ -46,7 +46,7 @@ class JsonServer:
         if isinstance(tools, Mapping):
             tools = tools.get("tools")
         if not isinstance(tools, list):
-            raise ToolFailureError(f"GET /tools returned no JSON list: {_excerpt(response)}")
+            raise ToolFailureError(f"GET /tools did not return a JSON list: {_excerpt(response)}")
         return [to_schema(tool) for tool in tools]
 
     def start_session(self) -> JsonSession:
@@ -57,7 +57,7 @@ class JsonServer:
         return url.copy_with(path=f"{url.path.rstrip('/')}/{name}")
 
     def make_client(self) -> httpx.AsyncClient:
-        # A client per request: a connection that idles until the next call may be closed while it is sent.
+        # A client per request: an idle connection may be closed while the next call is sent.
         return httpx.AsyncClient(verify=create_ssl_context(), timeout=httpx.Timeout(None, connect=CONNECT_S))
 
 
@@ -68,7 +68,7 @@ class JsonSession:
         self._server, self._episode = server, uuid.uuid4().hex
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Send a call, once. Whether it has arrived is unknown if the connection breaks."""
+        """Send a call once. If the connection breaks, the call may have arrived."""
         body = {"name": name, "arguments": dict(arguments), "episode": self._episode}
         try:
             async with self._server.make_client() as client:
@@ -86,7 +86,7 @@ class JsonSession:
 
 
 def read_reply(response: httpx.Response) -> ToolResult:
-    """Return the result of a call; raise `ToolError` for what the model did wrong."""
+    """Return the result of a call; raise `ToolError` for a mistake of the model."""
     status, body = response.status_code, _read_json(response)
     error = body.get("error") if isinstance(body, Mapping) else None
     if 400 <= status < 500 and (error is not None or status not in _NOT_BY_THE_MODEL):
@@ -110,7 +110,7 @@ def to_schema(tool: Any) -> Mapping[str, Any]:
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, Mapping):
-        raise ToolFailureError(f"GET /tools returned no JSON schema for the parameters of {function['name']}")
+        raise ToolFailureError(f"GET /tools did not return a JSON schema for the parameters of {function['name']}")
     description = str(function.get("description") or "")
     return make_schema(function["name"], description, parameters)
 

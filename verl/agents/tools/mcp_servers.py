@@ -1,6 +1,6 @@
 """MCP servers through the official SDK: over streamable HTTP, or as processes that talk over stdin and stdout.
 
-The SDK's cancel scopes have to be left by the task that entered them. So each session is opened, held and closed by a
+The SDK's cancel scopes must be exited by the task that entered them. So each session is opened, held and closed by a
 task of its own, while the calls of an episode, and the end of the episode, come from other tasks.
 """
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 CLOSE_S = 15.0  # the SDK gives a process 2 s to end, and 2 s after SIGTERM
 DELETE_S = 5.0
-MAX_PAGES = 100  # of a list of tools
+MAX_PAGES = 100  # pages of a list of tools
 MAX_EVENT_BYTES = 16 << 20
 _STDERR_CHARACTERS = 600
 _EPISODE = "verl/episode"  # in the metadata of calls, for servers whose protocol has no sessions
-_owners: set[asyncio.Task[None]] = set()  # loops hold their tasks only weakly
+_owners: set[asyncio.Task[None]] = set()  # an event loop keeps only weak references to tasks
 
 
 class McpServer(Protocol):
@@ -44,11 +44,11 @@ class McpServer(Protocol):
 
     @property
     def label(self) -> str:
-        """What messages call it."""
+        """The name of the server in messages."""
         ...
 
     def connect(self) -> AbstractAsyncContextManager[ClientSession]:
-        """Return a session, to be entered and left by one task. Nothing of it remains afterwards."""
+        """Return a session, which one task must enter and exit. Exiting releases everything."""
         ...
 
 
@@ -81,7 +81,7 @@ class StdioServer:
             try:
                 async with stdio_client(parameters, stderr) as streams, _start_session(streams) as session:
                     yield session
-            except Exception as error:  # the SDK raises groups of anything
+            except Exception as error:  # the SDK raises exception groups of any kind
                 raise ToolFailureError(_describe(error) + _read_tail(stderr)) from error
 
 
@@ -107,7 +107,7 @@ class HttpServer:
             headers=dict(self.headers),
             verify=create_ssl_context(),
             timeout=httpx2.Timeout(None, connect=CONNECT_S),
-            limits=httpx2.Limits(max_keepalive_connections=0),  # one that idles may be closed while a call is sent
+            limits=httpx2.Limits(max_keepalive_connections=0),  # an idle connection may be closed while a call is sent
             event_hooks={"response": [endpoint.read]},
         )
         async with client:
@@ -117,7 +117,7 @@ class HttpServer:
                 )
                 async with transport as streams, _start_session(streams) as session:
                     yield session
-            except Exception as error:  # the SDK raises groups of anything
+            except Exception as error:  # the SDK raises exception groups of any kind
                 raise ToolFailureError(_describe(error) + endpoint.describe_status()) from error
             finally:  # the SDK does not end the session of a connection that broke
                 with anyio.move_on_after(DELETE_S, shield=True):
@@ -125,7 +125,7 @@ class HttpServer:
 
 
 class _Endpoint:
-    """What the replies of a server say about a session."""
+    """The session id and the last HTTP status of a server, read from its responses."""
 
     def __init__(self) -> None:
         self._session: tuple[httpx2.URL, dict[str, str]] | None = None
@@ -161,7 +161,7 @@ class McpSession:
         self._problem: Exception | None = None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Send a call, once. Whether it has arrived is unknown if the connection breaks."""
+        """Send a call once. If the connection breaks, the call may have arrived."""
         from mcp import MCPError
         from mcp.types import INVALID_PARAMS, CallToolRequest, CallToolRequestParams, CallToolResult
 
@@ -169,9 +169,9 @@ class McpSession:
         fields = {"name": name, "arguments": dict(arguments), "_meta": {_EPISODE: self._episode}}
         request = CallToolRequest(params=CallToolRequestParams.model_validate(fields))
         try:
-            # Not `call_tool`, which lists all tools after the first call, to check what programs make of its result.
+            # Not `call_tool`, which lists all tools again after the first call, to validate structured results.
             result = await session.send_request(request, CallToolResult)
-        except Exception as error:  # of the protocol, the connection, or the server
+        except Exception as error:  # an error of the protocol, the connection or the server
             if isinstance(error, MCPError) and error.code == INVALID_PARAMS:
                 raise ToolError(error.message) from None
             await self._abandon(error)
@@ -183,13 +183,13 @@ class McpSession:
         session = await self._open()
         try:
             tools = await _list_tools(session)
-        except Exception as error:  # of the protocol, the connection, or the server
+        except Exception as error:  # an error of the protocol, the connection or the server
             await self._abandon(error)
             raise ToolFailureError(self._describe_problem()) from error
         return [make_schema(tool.name, tool.description or "", tool.input_schema) for tool in tools]
 
     async def close(self) -> None:
-        """End the session. If this is cancelled, the session's task still ends it."""
+        """End the session. If this call is cancelled, the task of the session still ends the session."""
         self._closing.set()
         if not self._is_open.is_set():
             self._opening.cancel()
@@ -197,7 +197,7 @@ class McpSession:
             return
         done, _ = await asyncio.wait([self._owner], timeout=CLOSE_S)
         if not done:
-            _log.warning("%s does not end its session within %g s; it is abandoned", self._server.label, CLOSE_S)
+            _log.warning("%s did not end its session within %g s; abandoning the session", self._server.label, CLOSE_S)
             self._owner.cancel()
 
     async def _open(self) -> ClientSession:
@@ -212,7 +212,7 @@ class McpSession:
         return self._session
 
     async def _own(self) -> None:
-        """Open the session, hold it until it is to be closed, and close it."""
+        """Open the session, wait until `close` is called, and close the session."""
         try:
             with self._opening:
                 async with self._server.connect() as session:
@@ -220,15 +220,15 @@ class McpSession:
                     self._is_open.set()
                     await self._closing.wait()
                     if self._problem is not None:
-                        raise self._problem  # so that the server may explain it
-        except Exception as error:  # noqa: BLE001 - whoever calls gets it
+                        raise self._problem  # so that `connect` can add the status or the output of the server
+        except Exception as error:  # noqa: BLE001 - raised by the calls of the session
             self._problem = error
         finally:
             self._session = None
             self._is_open.set()
 
     async def _abandon(self, error: Exception) -> None:
-        """End a session that cannot be used any longer, and find out why."""
+        """End a broken session, and record why it broke."""
         if self._problem is None:
             self._problem = error
         await self.close()
@@ -250,7 +250,7 @@ def read_result(result: CallToolResult) -> ToolResult:
 
 
 def _to_text(block: ContentBlock) -> str:
-    """Return text as it is, and describe what a model cannot read."""
+    """Return text unchanged, and a description of any other content."""
     if block.type == "text":
         return block.text
     if block.type == "resource":
@@ -263,7 +263,7 @@ def _to_text(block: ContentBlock) -> str:
 
 @asynccontextmanager
 async def _start_session(streams: tuple[Any, Any]) -> AsyncIterator[ClientSession]:
-    """Open a session. Tools may keep state in it, so the protocol of 2026-07-28, which has none, is the last resort."""
+    """Open a session. Use the stateless protocol of 2026-07-28 only as the last resort: tools may keep state."""
     from mcp import ClientSession, MCPError
     from mcp.types import METHOD_NOT_FOUND, UNSUPPORTED_PROTOCOL_VERSION
 
@@ -274,7 +274,7 @@ async def _start_session(streams: tuple[Any, Any]) -> AsyncIterator[ClientSessio
             if error.code not in (METHOD_NOT_FOUND, UNSUPPORTED_PROTOCOL_VERSION):
                 raise
             await session.discover()
-            await _list_tools(session)  # says which arguments a call repeats in its headers
+            await _list_tools(session)  # lists which arguments a call repeats in its headers
         yield session
 
 
@@ -293,7 +293,7 @@ async def _list_tools(session: ClientSession) -> list[Tool]:
 
 
 def _describe(error: BaseException) -> str:
-    """Return what went wrong, from groups of errors the one below the consequences."""
+    """Return a description of an error; for a group of errors, of the root cause."""
     from mcp import MCPError
 
     errors = list(_iter_errors(error))
@@ -308,7 +308,7 @@ def _iter_errors(error: BaseException) -> list[BaseException]:
 
 
 def _read_tail(stderr: TextIO) -> str:
-    """Return the end of what a process has written. Its position in the file is not changed: the process shares it."""
+    """Return the end of the output of a process. Does not move the file position, which the process shares."""
     size = os.fstat(stderr.fileno()).st_size
     length = min(size, 4 * _STDERR_CHARACTERS)
     text = os.pread(stderr.fileno(), length, size - length).decode(errors="replace").strip()

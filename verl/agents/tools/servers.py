@@ -1,7 +1,7 @@
-"""Tools of servers: one by its URL, or the MCP servers of a file. Each episode has a session of its own.
+"""Tools of servers: a server with a URL, or the MCP servers of a file. Each episode has a session of its own.
 
-Servers are asked for their tools when a run starts, so that one that cannot be reached is noticed within seconds. A
-call is sent once: a broken connection fails the episode, which is then repeated from its start.
+Tools are listed when a run starts, so an unreachable server is reported within seconds. A call is sent once: a broken
+connection fails the episode, which is then repeated from its start.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from verl.agents.tools.function_tools import Tool
 from verl.agents.tools.json_servers import JsonServer
 from verl.agents.tools.mcp_servers import HttpServer, McpServer, McpSession, StdioServer
 from verl.agents.tools.results import ToolResult
-from verl.agents.user_code import with_deadline
+from verl.agents.user_code import run_with_timeout
 from verl.errors import ConfigError
 from verl.installation import format_install_hint
 from verl.redaction import redact, remember
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
-START_S = 20.0  # to list the tools of a server
-_END_S = 20.0  # to end what was started for that
-MAX_DEPTH = 100  # of arguments
+START_S = 20.0  # timeout for listing the tools of a server
+_END_S = 20.0  # timeout for closing the connection afterwards
+MAX_DEPTH = 100  # nesting of arguments
 _HTTP_TYPES = (None, "http", "streamable-http", "streamable_http", "streamableHttp")
-_NO_EFFECT = ("rate_limit", "timeout", "num_workers")  # of other implementations of these files
+_NO_EFFECT = ("rate_limit", "timeout", "num_workers")  # options of other implementations of these files
 
 
 class ToolSession(Protocol):
@@ -56,10 +56,10 @@ class ServerTool:
     def __init__(self, schema: Mapping[str, Any], session: ToolSession) -> None:
         self.schema, self._session = schema, session
 
-    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
+    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
         check_arguments(arguments)
         name = self.schema["function"]["name"]
-        return await with_deadline(self._session.call(name, arguments), deadline_s, name)
+        return await run_with_timeout(self._session.call(name, arguments), timeout_s, name)
 
 
 class ServerSource:
@@ -85,7 +85,7 @@ class ServerSource:
 
 
 def check_arguments(arguments: Mapping[str, Any]) -> None:
-    """Raise `ToolError` for arguments that cannot be sent, such as NaN: a mistake of the model, not of the server."""
+    """Raise `ToolError` for arguments that JSON cannot express, such as NaN: a mistake of the model, not the server."""
     try:
         json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()
         _check_depth(arguments, MAX_DEPTH)
@@ -111,7 +111,7 @@ def load_tool_server(url: str, key: str) -> ServerSource:
         raise ConfigError([f"{key}: {redact(url)} is not the URL of a server; set it to http://host:port"])
     fix = f"start the server, check the URL, or set {key}=null"
     try:
-        source = run_in_own_loop(lambda: _with_deadline(_find_protocol(url)))
+        source = run_in_own_loop(lambda: _list_in_time(_find_protocol(url)))
     except ToolFailureError as error:
         raise ConfigError([f"{key}: the tool server {redact(url)} {redact(str(error))}; {fix}"]) from error
     if not source.list_schemas():
@@ -236,7 +236,7 @@ def _check_class(spec: Mapping[str, Any], where: str) -> None:
 async def _load_all(servers: Sequence[McpServer]) -> list[ServerSource | BaseException]:
     async def load(server: McpServer) -> ServerSource:
         try:
-            return await _with_deadline(_load_mcp_server(server))
+            return await _list_in_time(_load_mcp_server(server))
         except TimeoutError as error:
             raise ToolFailureError(f"{server.label} {error}") from None
 
@@ -253,7 +253,7 @@ def _select(sources: Sequence[ServerSource], names: Sequence[str], where: str) -
     return [selected for source in sources if (selected := source.select(names)).list_schemas()]
 
 
-async def _with_deadline(work: Coroutine[Any, Any, T]) -> T:
+async def _list_in_time(work: Coroutine[Any, Any, T]) -> T:
     try:
         async with asyncio.timeout(START_S):
             return await work
@@ -262,7 +262,7 @@ async def _with_deadline(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run_in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """Run a coroutine in a loop of its own: the caller's thread may already run one."""
+    """Run a coroutine in an event loop of its own: the caller's thread may already run an event loop."""
     result: Future[T] = Future()
 
     def run() -> None:
@@ -275,4 +275,4 @@ def run_in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
     try:
         return result.result(START_S + _END_S)
     except TimeoutError as error:
-        raise ToolFailureError(str(error) or "cannot be asked for its tools: the process is too busy") from error
+        raise ToolFailureError(str(error) or "did not list its tools: the process is too busy") from error

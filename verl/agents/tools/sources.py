@@ -1,6 +1,6 @@
 """Where tools come from: functions in a file, classes and servers in a YAML file, a server by its URL.
 
-A source opens the tools of one episode, and closes them with it.
+A source opens the tools of an episode, and closes them when the episode ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from verl.agents.tools.function_tools import FunctionTool, Tool
 from verl.agents.tools.results import ToolResult, to_result
 from verl.agents.tools.servers import load_mcp_servers, load_tool_server
-from verl.agents.user_code import call_method, close_quietly, with_deadline
+from verl.agents.user_code import call_method, close_quietly, run_with_timeout
 from verl.config.schema.rollout import MultiTurnConfig
 from verl.custom_functions import PICKLE, load_file, load_function, load_pickle
 from verl.errors import ConfigError
@@ -29,7 +29,7 @@ class ToolSource(Protocol):
         ...
 
     def list_schemas(self) -> Sequence[Mapping[str, Any]]:
-        """Return what the model sees of the tools."""
+        """Return the schemas of the tools, as the model sees them."""
         ...
 
 
@@ -48,14 +48,14 @@ class FunctionSource:
 
 
 class ClassTool:
-    """A tool class with `create`, `execute` and `release`. It is created at its first call, once per episode."""
+    """A tool class with `create`, `execute` and `release`. Created once per episode, at its first call."""
 
     def __init__(self, instance: Any, schema: Mapping[str, Any], kwargs: Mapping[str, Any]) -> None:
         self._tool, self.schema, self._kwargs = instance, schema, kwargs
         self._id: str | None = None
 
-    async def call(self, arguments: Mapping[str, Any], deadline_s: float) -> ToolResult:
-        return await with_deadline(self._call(arguments), deadline_s, type(self._tool).__name__)
+    async def call(self, arguments: Mapping[str, Any], timeout_s: float) -> ToolResult:
+        return await run_with_timeout(self._call(arguments), timeout_s, type(self._tool).__name__)
 
     async def _call(self, arguments: Mapping[str, Any]) -> ToolResult:
         if self._id is None:
@@ -68,7 +68,7 @@ class ClassTool:
 
     async def close(self) -> None:
         if self._id is not None:
-            await close_quietly(self._tool.release, self._id, deadline_s=_RELEASE_S, **self._get_kwargs("release"))
+            await close_quietly(self._tool.release, self._id, timeout_s=_RELEASE_S, **self._get_kwargs("release"))
 
     def _get_kwargs(self, method: str) -> dict[str, Any]:
         return dict(self._kwargs.get(f"{method}_kwargs") or {})
@@ -132,7 +132,7 @@ def load_functions(path: str) -> list[FunctionTool]:
         raise ConfigError([f"{key}: {path} cannot be imported: {type(error).__name__}: {error}"]) from error
     found = [value for value in vars(module).values() if isinstance(value, FunctionTool)]
     if not found:
-        raise ConfigError([f"{key}: {path} has no tools; put @verl.tool above each function that is one"])
+        raise ConfigError([f"{key}: {path} has no tools; put @verl.tool above each function that is a tool"])
     return found
 
 

@@ -116,7 +116,7 @@ def read_verdict(reply: str, scale: float = 10.0, verdicts: Mapping[str, float] 
 
 
 def _find_verdict(reply: str) -> str:
-    """Return the last line that is not empty or, of a JSON object, its only entry that is named like a verdict."""
+    """Return the last line that is not empty or, for a JSON object, its only entry that is named like a verdict."""
     fenced = _FENCED.fullmatch(reply)
     try:
         fields = json.loads(fenced[1] if fenced else reply, object_pairs_hook=list)

@@ -19,12 +19,12 @@ _NOT_FINITE = "check the model's weights and its dtype: they overflow on this re
 class Batcher:
     """Scores the sequences that arrived while the model was busy, at most `size` at once.
 
-    The deadline starts with the batch of a sequence: waiting is not counted. A batch that fails is repeated one by one,
+    The timeout starts with the batch of a sequence: waiting does not count. A batch that fails is repeated one by one,
     so that one sequence cannot fail the others. If the model is lost, all its pending calls fail.
     """
 
-    def __init__(self, model: RewardModel, size: int, deadline_s: float) -> None:
-        self._model, self._size, self._deadline_s = model, size, deadline_s
+    def __init__(self, model: RewardModel, size: int, timeout_s: float) -> None:
+        self._model, self._size, self._timeout_s = model, size, timeout_s
         self._pending: deque[tuple[Sequence[int], asyncio.Future[float | ScoringFailure]]] = deque()
         self._task: asyncio.Task[None] | None = None
 
@@ -45,7 +45,7 @@ class Batcher:
             results: list[float | ScoringFailure] = [self._timeout()] * len(batch)
             lost: ProcessLostError | None = None
             try:
-                await asyncio.wait_for(self._score_batch(results, [tokens for tokens, _ in batch]), self._deadline_s)
+                await asyncio.wait_for(self._score_batch(results, [tokens for tokens, _ in batch]), self._timeout_s)
             except TimeoutError:  # sequences without a result keep their timeout
                 pass
             except ProcessLostError as error:
@@ -59,7 +59,7 @@ class Batcher:
                     future.set_exception(lost)
 
     async def _score_batch(self, results: list[float | ScoringFailure], batch: Sequence[Sequence[int]]) -> None:
-        """Fill `results` as far as the deadline allows."""
+        """Fill `results` as far as the timeout allows."""
         try:
             scores = await self._model.score(batch)
             results[:] = [_check_score(score) for score, _ in zip(scores, batch, strict=True)]
@@ -75,7 +75,7 @@ class Batcher:
                 results[index] = single[0]
 
     def _timeout(self) -> ScoringFailure:
-        return ScoringFailure("timeout", f"returned no score within {self._deadline_s:g} s", _WAIT_LONGER)
+        return ScoringFailure("timeout", f"returned no score within {self._timeout_s:g} s", _WAIT_LONGER)
 
 
 def _check_score(score: float) -> float | ScoringFailure:

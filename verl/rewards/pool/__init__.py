@@ -1,1 +1,2 @@
-"""The processes that run a reward function: the pool, its supervisors and workers. Imported by workers and trainer."""
+"""Processes that run user code (reward functions, tools): the pool, its supervisors and workers. Imported by agents,
+workers and trainer."""

@@ -1,4 +1,4 @@
-"""The supervisor of one reward worker: starts it, watches it, and kills it together with all processes it started.
+"""The supervisor of one worker: starts it, watches it, and kills it together with all processes it started.
 
 A small process between the pool and the user's code. It adopts orphans (Linux: a child subreaper), so that it finds and
 kills even a daemon in another session. It reads the worker's output and keeps the end of it, so that a flood of output
@@ -34,7 +34,7 @@ _TICK_S = 0.25
 _TAIL_BYTES = 4096
 _RETIRE_PROCESSES = 16  # more leftover processes: the worker is replaced between calls
 _MAX_PROCESSES = 256  # more: it is killed
-_RETIRE_MEMORY = 0.6  # of the memory between baseline and limit: the worker is replaced between calls
+_RETIRE_MEMORY = 0.6  # share of the memory between baseline and limit: the worker is replaced between calls
 _STACK_WAIT_S = 3.0
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -51,7 +51,7 @@ class ExitReport:
     is_supervisor_lost: bool = False
 
     def was_killed(self) -> bool:
-        """Return whether it was probably killed by someone else, e.g. by the kernel's OOM killer."""
+        """Return whether the worker was probably killed from outside, e.g. by the kernel's OOM killer."""
         return self.is_supervisor_lost or (not self.reason and self.exit_code == -signal.SIGKILL)
 
     def describe(self) -> str:
@@ -75,7 +75,7 @@ class ExitReport:
 
 
 def main(control_fd: int, memory_mb: int) -> NoReturn:
-    """Supervise workers for the pool at the other end of `control_fd`; a `memory_mb` of 0 is no limit."""
+    """Supervise workers for the pool at the other end of `control_fd`; a `memory_mb` of 0 means no limit."""
     supervisor = _Supervisor(socket.socket(fileno=control_fd), memory_mb << 20)
     with contextlib.suppress(OSError):  # the pool ended during a report
         supervisor.run()
@@ -256,7 +256,7 @@ class _Tail:
         os.set_blocking(fd, False)
 
     def read(self) -> bool:
-        """Read what is available, of a flood only a part; return False at the end of the pipe."""
+        """Read what is available, at most 1 MiB at once; return False at the end of the pipe."""
         for _ in range(16):
             try:
                 piece = b"" if self.is_closed else os.read(self.fd, 1 << 16)
@@ -283,7 +283,7 @@ def _measure_memory(pid: int) -> int:
 
     RLIMIT_DATA makes the kernel refuse private memory with a MemoryError; the checks here catch the rest.
     """
-    with contextlib.suppress(OSError):  # it has just ended
+    with contextlib.suppress(OSError):  # the process has just ended
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
         return sum(int(line.split()[1]) << 10 for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
     return 0

@@ -102,7 +102,7 @@ def _try(action: Any, *args: Any) -> None:
 
 def _list_descendants() -> list[int]:
     pids = [os.getpid()]
-    for parent in pids:  # grows meanwhile
+    for parent in pids:  # grows during the loop
         try:
             for thread in os.listdir(f"/proc/{parent}/task"):
                 with open(f"/proc/{parent}/task/{thread}/children") as file:

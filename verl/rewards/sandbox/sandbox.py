@@ -205,7 +205,7 @@ class _Monitor:
         self._output: dict[int, bytearray] = {status_fd: bytearray()}
         self._exceeded: str | None = None
         self._started_at = self._checked_at = time.monotonic()
-        self._deadline = self._started_at + _START_SECONDS
+        self._ends_at = self._started_at + _START_SECONDS
 
     def wait(self) -> None:
         """Return when the program has exited or exceeded a limit."""
@@ -219,14 +219,14 @@ class _Monitor:
                 has_exited = self._process.poll() is not None
                 # With every pipe closed, nothing announces the exit of the process.
                 interval = _CHECK_SECONDS if selector.get_map() else 0.002
-                timeout = 0 if has_exited else max(0.0, min(interval, self._deadline - time.monotonic()))
+                timeout = 0 if has_exited else max(0.0, min(interval, self._ends_at - time.monotonic()))
                 for key, _ in selector.select(timeout):
                     if not self._read(key.fd):
                         selector.unregister(key.fd)
                 now = time.monotonic()
                 if has_exited and not selector.select(0):
                     return
-                if now > self._deadline:
+                if now > self._ends_at:
                     self._exceeded = "timeout"
                 elif self._output[self._status_fd] and now - self._checked_at > _CHECK_SECONDS:
                     self._checked_at = now
@@ -240,7 +240,7 @@ class _Monitor:
         output = self._output[fd]
         if fd == self._status_fd and data and not output:
             self._started_at = time.monotonic()
-            self._deadline = self._started_at + self._limits.seconds
+            self._ends_at = self._started_at + self._limits.seconds
         output += data
         if fd != self._status_fd and len(output) > self._limits.output_bytes:
             self._exceeded = "output"

@@ -1,7 +1,7 @@
 """JSON schema: the response is JSON that is valid under the schema of its row.
 
-Graded is the last fenced block after `</think>`, or all of that text without one. JSON is not searched for in prose:
-no program could use such a response.
+The last fenced block after `</think>` is graded, or all text after `</think>` if it has no block. JSON inside prose is
+not searched for: no program could use such a response.
 """
 
 from __future__ import annotations

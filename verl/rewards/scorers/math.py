@@ -27,7 +27,7 @@ from verl.rewards.scorers.math_limits import (
 )
 
 MAX_LENGTH = 1_000  # characters
-MAX_CPU_S = 5.0  # for one answer; the deadline of a response would make a slow one a failure
+MAX_CPU_S = 5.0  # for one answer; exceeding the timeout of a response would be a failure
 MAX_DEPTH = 12  # arguments in braces; other brackets, where the parser backtracks, count twice
 
 _UNEVALUATED = ("Sum", "Product", "Integral", "Limit", "Derivative")
@@ -67,7 +67,7 @@ def _compare(data_source: str, ground_truth: str, truth: _Answer, answer: _Answe
         )
     if answer.value is None or (_is_unevaluated(answer.value) and not _is_unevaluated(truth.value)):
         return _result(is_parsed=answer.value is not None)
-    bases = _BASE.findall(answer.text)  # which math-verify drops
+    bases = _BASE.findall(answer.text)  # math-verify drops bases
     if is_contradiction(answer.value) or (bases and bases != _BASE.findall(truth.text)):
         return _result()
     if not truth.is_percent and not answer.is_percent and differ_at_a_point(truth.value, answer.value):
@@ -142,7 +142,7 @@ def _parse_latex(text: str) -> Any:
 
 
 def _are_equal(truth: _Answer, answer: _Answer) -> bool:
-    """Return whether they are equal; 50% is both 50 and 0.5 if the other has no percent sign."""
+    """Return whether two answers are equal; 50% is both 50 and 0.5 if the other has no percent sign."""
 
     def values(one: _Answer, other: _Answer) -> list[Any]:
         is_ambiguous = one.is_percent and not other.is_percent and getattr(one.value, "is_number", False)

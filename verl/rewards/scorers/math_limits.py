@@ -23,7 +23,7 @@ _LARGE = 1e18  # above every limit, and its products are still floats
 
 
 class TooLongError(BaseException):
-    """The time of `limit_cpu_time` is over. Not an Exception, so that no library catches it."""
+    """The time of `limit_cpu_time` is used up. Not an Exception, so that no library catches it."""
 
 
 @contextlib.contextmanager
@@ -46,11 +46,11 @@ def limit_cpu_time(seconds: float) -> Iterator[None]:
     finally:
         done.set()
         watcher.join()
-        raise_in(ctypes.c_ulong(thread), None)  # one that is raised but has not arrived
+        raise_in(ctypes.c_ulong(thread), None)  # clear an exception that is pending
 
 
 def is_too_large(expression: Any) -> bool:
-    """Return whether evaluating or expanding it could take longer than any reasonable answer needs."""
+    """Return whether evaluating or expanding an expression could take longer than any reasonable answer needs."""
     return (
         count_nodes(expression) > MAX_NODES or count_bits(expression) > MAX_BITS or count_terms(expression) > MAX_TERMS
     )
@@ -106,7 +106,7 @@ def count_terms(expression: Any) -> float:
 def differ_at_a_point(one: Any, other: Any) -> bool:
     """Return whether the values of two expressions at one point differ by more than rounding errors.
 
-    Of an equation like x = 5 and a value, the value counts. Pairs and intervals differ if an element does. Relations
+    An assignment like x = 5 counts as its value. Pairs and intervals differ if an element does. Relations
     differ if their symbols do, or if only one is an equation. False for a single symbol, which may be a word, and for
     sets and matrices.
     """

@@ -2,7 +2,7 @@
 
 SQuAD drops all punctuation, so that 1.5 would equal 15, and -5 would equal 5.
 
-Graded is the last `<answer>...</answer>`, or the whole response without one.
+The last `<answer>...</answer>` is graded, or the whole response without one.
 """
 
 from __future__ import annotations
