@@ -40,7 +40,7 @@ def tiny_qwen2(**changes: Any) -> Qwen2Config:
 
 
 WINDOW = 16
-"""Of the families whose layers look back so far and no further."""
+"""The sliding window of the families that have one, in tokens."""
 
 FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
     "Qwen2": (Qwen2Config, {}),

@@ -25,7 +25,7 @@ class Device:
 
     @property
     def memory(self) -> int:
-        """Bytes."""
+        """Memory in bytes."""
         return int(self.memory_gib * GIB)
 
     @property

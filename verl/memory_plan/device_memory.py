@@ -12,14 +12,14 @@ from verl.models.model_shape import ModelShape
 
 RESERVED = 2 * GIB  # driver and communication library of a train worker
 ASLEEP = 1 * GIB  # driver and graphs of a sleeping engine
-USABLE = 0.95  # of a device; the rest is lost to fragmentation
-ENGINE_ACTIVATIONS = 2 * GIB  # of vLLM's largest pass
-ENGINE_BYTES = 2  # of a weight, or a number in the cache
+USABLE = 0.95  # share of a device; the rest is lost to fragmentation
+ENGINE_ACTIVATIONS = 2 * GIB  # in vLLM's largest pass
+ENGINE_BYTES = 2  # per weight, and per number in the KV cache
 
 
 @dataclass(frozen=True, slots=True)
 class EngineMemory:
-    """A rollout engine on `width` devices, of which it uses the fraction `share`.
+    """A rollout engine that uses the fraction `share` of each of `width` devices.
 
     An engine that `sleeps` frees its weights and its cache while models are trained on the same devices.
     """
@@ -29,7 +29,7 @@ class EngineMemory:
     width: int = 1
     sleeps: bool = False
     sequences: int | None = None  # generated at once, at most; None: vLLM chooses
-    tokens: int = 1024  # of a sequence, at most
+    tokens: int = 1024  # maximum length of a sequence
 
     @property
     def weights(self) -> int:
@@ -37,7 +37,7 @@ class EngineMemory:
 
     @property
     def token_bytes(self) -> int:
-        """Keys and values of a token on one device; heads that are fewer than the devices are copied."""
+        """Keys and values of a token on one device; if there are fewer heads than devices, heads are copied."""
         heads = max(self.shape.kv_heads / self.width, 1.0)
         return int(2 * ENGINE_BYTES * self.shape.layers * heads * self.shape.head_width)
 
@@ -53,7 +53,7 @@ class EngineMemory:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """The models on every rank, by name, of which "actor" is the policy, and the engine on the same device, if any.
+    """The models on every rank by name ("actor" is the policy), and the engine on the same device, if any.
 
     `reserved_share` is the fraction of the device that another process uses, such as a reward model.
     """

@@ -14,12 +14,12 @@ from verl.training.settings import FsdpSettings
 
 PHASES = ("load", "log-probs", "update", "weight sync", "save")
 CHUNK_LOGITS, CHUNK_POSITIONS = 1 << 24, 1024  # as in verl.training.kernels.logprobs, on the CPU and on accelerators
-SYNC_BYTES = 2  # of a weight that is sent to an engine
+SYNC_BYTES = 2  # per weight that is sent to an engine
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes by content. `buffers` are gathered weights and those of collectives."""
+    """Bytes by content. `buffers` are gathered weights and the buffers of collectives."""
 
     weights: int = 0
     gradients: int = 0
@@ -282,7 +282,7 @@ class ModelMemory:
 
     @property
     def _saved_token_bytes(self) -> int:
-        """Bytes per token that a layer saves for its backward pass: of norms, attention and MLP."""
+        """Bytes per token that a layer saves for its backward pass, in norms, attention and MLP."""
         b, shape = self._compute, self.shape
         norms = 2 * (4 + 2 * b) * shape.width
         attention = b * (2 * shape.attention_width + 2 * shape.kv_width) + 4 * shape.heads

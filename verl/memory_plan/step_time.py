@@ -12,14 +12,14 @@ from verl.memory_plan.accelerators import Device
 from verl.memory_plan.device_memory import ENGINE_BYTES, EngineMemory, MemoryPlan
 from verl.memory_plan.model_memory import ModelMemory
 
-COMPUTE_EFFICIENCY = 0.4  # of the operations of a device, in training and prefill
-MEMORY_EFFICIENCY = 0.6  # of its bandwidth, in decoding
+COMPUTE_EFFICIENCY = 0.4  # share of a device's operations per second, in training and prefill
+MEMORY_EFFICIENCY = 0.6  # share of a device's bandwidth, in decoding
 LINK_EFFICIENCY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """Machines with equal devices."""
+    """Machines that all have the same devices."""
 
     device: Device
     nodes: int
