@@ -183,7 +183,7 @@ class FaultyServer:
 
 def judge(case: Case, transcript: Transcript, seconds: float) -> str | None:
     """Return what is wrong with how an episode ended."""
-    if seconds > 2 * case.settings.deadline_s + MARGIN_S:
+    if seconds > 2 * case.settings.actor_rollout_ref.rollout.multi_turn.deadline_s + MARGIN_S:
         return f"took {seconds:.1f} s"
     if transcript.failure is not None:
         ended = FAILED
